@@ -1,0 +1,68 @@
+"""Every error that a user of the service can see.
+
+FtError
+├── SpecError            the request or spec is wrong: names the field, the value, the limit (HTTP 400, exit code 64)
+├── DataError            the contents of a data file are wrong: names file, line and reason (job fails, exit code 64)
+├── NotFoundError        no such file, job or model in this project (HTTP 404)
+├── AuthError            missing, malformed, unknown or expired API key (HTTP 401)
+├── ForbiddenError       the key is valid but may not do this (HTTP 403)
+├── ConflictError        two writers raced and this one lost; trying again may help (HTTP 409)
+└── UnavailableError     a part the service needs does not answer (HTTP 503)
+"""
+
+from __future__ import annotations
+
+
+class FtError(Exception):
+    """Base of the tree. `code` is stable and machine readable; `param` names the field at fault, dotted, or None."""
+
+    code = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class SpecError(FtError):
+    """The request or the spec is wrong."""
+
+    code = "invalid_value"
+
+
+class DataError(FtError):
+    """A data file's contents are wrong."""
+
+    code = "invalid_file_format"
+
+
+class NotFoundError(FtError):
+    """There is no such thing in this project."""
+
+    code = "not_found"
+
+
+class AuthError(FtError):
+    """The API key is missing or wrong."""
+
+    code = "invalid_api_key"
+
+
+class ForbiddenError(FtError):
+    """The API key may not do this."""
+
+    code = "insufficient_permissions"
+
+
+class ConflictError(FtError):
+    """Somebody else changed it first."""
+
+    code = "conflict"
+
+
+class UnavailableError(FtError):
+    """A part of the service does not answer."""
+
+    code = "unavailable"

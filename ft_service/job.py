@@ -1,0 +1,436 @@
+"""A job's states and what to do next: records, the verbs of the user, and `decide()`. Pure: no clock, no I/O.
+
+Vocabulary. A *job* is what the user submitted; an *attempt* is one run of its workers, numbered from 1. `state` is what the wire
+shows. `phase` refines `running` (and lives on in `cancelled` until the processes are gone). `desired` is the user's wish; each
+change of it raises `generation`, and `signalled` is the last generation that was written to the running attempt.
+
+    validating_files ──▶ queued ──▶ running ──▶ succeeded | failed
+                           ▲ ▲         │
+                           │ └─────────┤ lost, preempted, resumed
+                        resume         ▼
+                           └──────── paused          cancel, from anywhere before the end ──▶ cancelled
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, assert_never
+
+from ft_service.errors import SpecError
+from ft_service.rundir import ErrorInfo, Exit
+
+
+class State(StrEnum):
+    VALIDATING = "validating_files"
+    """Accepted; the data files have not been read yet."""
+    QUEUED = "queued"
+    """Waits for free slots (or for the end of a back-off)."""
+    RUNNING = "running"
+    """An attempt holds slots."""
+    PAUSED = "paused"
+    """Holds nothing; goes on from its last checkpoint when resumed."""
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+TERMINAL = frozenset({State.SUCCEEDED, State.FAILED, State.CANCELLED})
+
+
+class Phase(StrEnum):
+    LAUNCHING = "launching"
+    """Slots are held; the workers have not reported yet."""
+    TRAINING = "training"
+    STOPPING = "stopping"
+    """The attempt was asked to stop and has not ended."""
+
+
+class Desired(StrEnum):
+    RUN = "run"
+    PAUSE = "pause"
+    CANCEL = "cancel"
+
+
+class Reason(StrEnum):
+    """Why a job is in its final state, or why its last attempt ended."""
+
+    SUCCEEDED = "succeeded"
+    USER_CANCELLED = "user_cancelled"
+    INVALID_FILE = "invalid_file"
+    """A data file's contents cannot be trained on."""
+    PERMANENT_ERROR = "permanent_error"
+    """The worker says that trying again cannot help."""
+    WORKER_ERROR = "worker_error"
+    """A rank raised an error."""
+    WORKER_KILLED = "worker_killed"
+    """A rank or torchrun was killed from outside (out of memory, by hand)."""
+    SUPERVISOR_LOST = "supervisor_lost"
+    """The supervisor vanished without an exit record (killed, or the host restarted)."""
+    STALLED = "stalled"
+    """The attempt lived, and said nothing for longer than allowed."""
+    STOP_TIMEOUT = "stop_timeout"
+    """The attempt was asked to stop and had to be killed."""
+    LAUNCH_FAILED = "launch_failed"
+    """The launcher could not start the attempt."""
+
+
+class Retry(StrEnum):
+    NEVER = "never"
+    COUNTED = "counted"
+    """Again, as long as fewer than MAX_FAILURES attempts in a row ended without a new checkpoint."""
+
+
+MAX_FAILURES = 3
+BACKOFF_SECONDS = 1.0
+"""Wait before the second try; doubled for each further one."""
+
+RETRY: dict[Reason, Retry] = {
+    Reason.SUCCEEDED: Retry.NEVER,
+    Reason.USER_CANCELLED: Retry.NEVER,
+    Reason.INVALID_FILE: Retry.NEVER,
+    Reason.PERMANENT_ERROR: Retry.NEVER,
+    Reason.WORKER_ERROR: Retry.COUNTED,
+    Reason.WORKER_KILLED: Retry.COUNTED,
+    Reason.SUPERVISOR_LOST: Retry.COUNTED,
+    Reason.STALLED: Retry.COUNTED,
+    Reason.STOP_TIMEOUT: Retry.COUNTED,
+    Reason.LAUNCH_FAILED: Retry.COUNTED,
+}
+
+ERROR_CODE: dict[Reason, str] = {
+    Reason.SUCCEEDED: "none",
+    Reason.USER_CANCELLED: "cancelled",
+    Reason.INVALID_FILE: "invalid_training_file",
+    Reason.PERMANENT_ERROR: "training_failed",
+    Reason.WORKER_ERROR: "training_failed",
+    Reason.WORKER_KILLED: "worker_killed",
+    Reason.SUPERVISOR_LOST: "worker_lost",
+    Reason.STALLED: "worker_stalled",
+    Reason.STOP_TIMEOUT: "worker_stalled",
+    Reason.LAUNCH_FAILED: "launch_failed",
+}
+"""`error.code` of a failed job, unless the worker gave a more precise one."""
+
+USER_TEXT: dict[Reason, str] = {
+    Reason.SUCCEEDED: "The job has succeeded.",
+    Reason.USER_CANCELLED: "The job was cancelled.",
+    Reason.INVALID_FILE: "A data file cannot be used.",
+    Reason.PERMANENT_ERROR: "Training cannot go on.",
+    Reason.WORKER_ERROR: "Training stopped with an error.",
+    Reason.WORKER_KILLED: "A training process was killed from outside; often the host ran out of memory.",
+    Reason.SUPERVISOR_LOST: "The training processes vanished; the host may have restarted.",
+    Reason.STALLED: "Training reported nothing for too long and was stopped.",
+    Reason.STOP_TIMEOUT: "Training did not stop when asked and was killed.",
+    Reason.LAUNCH_FAILED: "The training processes could not be started.",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A row of the store, as far as deciding needs it. Times are seconds since the epoch in database time."""
+
+    id: str
+    project_id: str
+    created_at: float
+    request: dict[str, Any]
+    """The create body as received (defaults not filled in)."""
+    spec: dict[str, Any]
+    """The resolved JobSpec."""
+    state: State
+    phase: Phase | None = None
+    desired: Desired = Desired.RUN
+    generation: int = 1
+    signalled: int = 1
+    priority: int = 0
+    slots: int = 1
+    """Slots of one host that an attempt needs: its ranks."""
+    host: str | None = None
+    """The host whose processes the newest attempt's are; None before the first."""
+    attempt: int = 0
+    """Number of the newest attempt; 0: none yet."""
+    failures: int = 0
+    """Attempts in a row that failed without a new checkpoint."""
+    failed_at_step: int = -1
+    """Step of the newest checkpoint when an attempt last failed: progress beyond it resets `failures`."""
+    not_before: float = 0.0
+    """A queued job is not started before this time (back-off)."""
+    ingested: int = -1
+    """Highest event segment of the newest attempt that is in the store."""
+    reason: Reason | None = None
+    error: dict[str, Any] | None = None
+    finished_at: float | None = None
+    trained_tokens: int | None = None
+    result_file: str | None = None
+    """File id of the metrics, once succeeded."""
+    version: int = 1
+    """Raised by every write; a write names the version it read and changes nothing if another came first."""
+
+
+# What the user may ask -------------------------------------------------------------------------------------------------
+
+
+class Verb(StrEnum):
+    CANCEL = "cancel"
+    PAUSE = "pause"
+    RESUME = "resume"
+
+
+def request(job: Job, verb: Verb, now: float) -> Job:
+    """The job after a verb of the user's. Repeating a verb changes nothing. Raises SpecError on a terminal job."""
+    if verb is Verb.CANCEL and job.state is State.CANCELLED:
+        return job
+    if job.state in TERMINAL:
+        raise SpecError(f"Job {job.id} has already {_ended(job.state)} and cannot be {_past(verb)}.", code="invalid_state")
+    wish = {Verb.CANCEL: Desired.CANCEL, Verb.PAUSE: Desired.PAUSE, Verb.RESUME: Desired.RUN}[verb]
+    if job.desired is wish:
+        return job
+    job = replace(job, desired=wish, generation=job.generation + 1)
+    if wish is Desired.CANCEL:
+        phase = Phase.STOPPING if job.state is State.RUNNING else None
+        return replace(job, state=State.CANCELLED, phase=phase, reason=Reason.USER_CANCELLED, finished_at=now)
+    if wish is Desired.PAUSE and job.state is State.QUEUED:
+        return replace(job, state=State.PAUSED)
+    if wish is Desired.RUN and job.state is State.PAUSED:
+        return replace(job, state=State.QUEUED, not_before=0.0, failures=0)
+    return job
+
+
+def _ended(state: State) -> str:
+    return {State.SUCCEEDED: "succeeded", State.FAILED: "failed", State.CANCELLED: "been cancelled"}[state]
+
+
+def _past(verb: Verb) -> str:
+    return {Verb.CANCEL: "cancelled", Verb.PAUSE: "paused", Verb.RESUME: "resumed"}[verb]
+
+
+# What was seen of the newest attempt -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Absent:
+    """Nothing of this attempt exists, and nothing of it can come to exist any more without a start."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """Its supervisor lives."""
+
+    reported: bool = False
+    """Rank 0 has written at least one event."""
+    silent_seconds: float = 0.0
+    """Since the last new event, on the observer's monotonic clock."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Its processes are gone. `exit` is None if the supervisor left no record."""
+
+    exit: Exit | None
+    checkpoint_step: int = -1
+    """Step of the newest complete checkpoint of the job; -1: none."""
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """Could not be observed; nothing may be started or failed on this."""
+
+    why: str
+
+
+Observation = Absent | Running | Ended | Unknown
+
+
+# What to do ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nothing to do now."""
+
+
+@dataclass(frozen=True)
+class Validate:
+    """Read the data files; then `validated()` says what becomes of the job."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Take slots for a new attempt, if enough are free, and start it."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Start the newest attempt, which holds slots and has no processes (create if absent)."""
+
+
+@dataclass(frozen=True)
+class Signal:
+    """Write the wish to the running attempt."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """End the attempt's processes now."""
+
+    reason: Reason
+
+
+@dataclass(frozen=True)
+class Become:
+    """The job changes without anything being done in the outside world. `release`: its slots are free again."""
+
+    job: Job
+    release: bool = False
+    message: str | None = None
+    """An event for the user."""
+
+
+Action = Wait | Validate | Place | Launch | Signal | Kill | Become
+
+SILENCE_LIMIT_SECONDS = 1800.0
+
+
+def decide(job: Job, seen: Observation, now: float) -> Action:
+    """What to do next for a job, given what was seen of its newest attempt. `now`: seconds, database time."""
+    match job.state:
+        case State.VALIDATING:
+            return Validate()
+        case State.QUEUED | State.PAUSED:
+            return _decide_at_rest(job, seen, now)
+        case State.RUNNING:
+            return _decide_running(job, seen, now)
+        case State.CANCELLED if job.phase is not None:
+            return _decide_cancelled(job, seen)
+        case State.SUCCEEDED | State.FAILED | State.CANCELLED:
+            return Wait()
+        case _:
+            assert_never(job.state)
+
+
+def _decide_at_rest(job: Job, seen: Observation, now: float) -> Action:
+    if job.attempt and isinstance(seen, Running):  # cannot be; but two attempts at once must not be either
+        return Kill(Reason.STOP_TIMEOUT)
+    if isinstance(seen, Unknown):
+        return Wait()
+    if job.state is State.PAUSED or now < job.not_before:
+        return Wait()
+    return Place()
+
+
+def _decide_running(job: Job, seen: Observation, now: float) -> Action:
+    match seen:
+        case Unknown():
+            return Wait()
+        case Absent():
+            return Launch() if job.desired is Desired.RUN else Become(_at_rest(job), release=True)
+        case Running():
+            return _decide_alive(job, seen)
+        case Ended():
+            return _decide_ended(job, seen, now)
+        case _:
+            assert_never(seen)
+
+
+def _decide_alive(job: Job, seen: Running) -> Action:
+    if job.generation != job.signalled:
+        return Signal()
+    if seen.silent_seconds > SILENCE_LIMIT_SECONDS:
+        return Kill(Reason.STALLED)
+    if job.phase is Phase.LAUNCHING and seen.reported:
+        return Become(replace(job, phase=Phase.TRAINING))
+    return Wait()
+
+
+def _decide_cancelled(job: Job, seen: Observation) -> Action:
+    match seen:
+        case Unknown():
+            return Wait()
+        case Running():
+            return Signal() if job.generation != job.signalled else Wait()
+        case Absent() | Ended():
+            return Become(replace(job, phase=None), release=True)
+        case _:
+            assert_never(seen)
+
+
+def _decide_ended(job: Job, seen: Ended, now: float) -> Action:
+    reason = reason_of(seen.exit)
+    if reason is Reason.SUCCEEDED:
+        done = replace(job, state=State.SUCCEEDED, phase=None, reason=reason, finished_at=now)
+        return Become(done, release=True, message=USER_TEXT[reason])
+    if reason is None:
+        return Become(_at_rest(job), release=True, message="Training has stopped at a checkpoint.")
+    error = seen.exit.error if seen.exit else None
+    if RETRY[reason] is Retry.NEVER:
+        return Become(fail(job, reason, error, now), release=True, message=failure_text(reason, error))
+    return _after_failure(job, seen.checkpoint_step, reason, error, now)
+
+
+def launch_failed(job: Job, message: str, now: float) -> Become:
+    """What becomes of a job whose attempt could not be started; `message` says why. Its slots are free again."""
+    error = ErrorInfo(code=ERROR_CODE[Reason.LAUNCH_FAILED], message=message)
+    return _after_failure(job, job.failed_at_step, Reason.LAUNCH_FAILED, error, now)
+
+
+def _after_failure(job: Job, checkpoint_step: int, reason: Reason, error: ErrorInfo | None, now: float) -> Become:
+    progressed = checkpoint_step > job.failed_at_step
+    failures = 1 if progressed else job.failures + 1
+    job = replace(job, failures=failures, failed_at_step=max(checkpoint_step, job.failed_at_step))
+    text = failure_text(reason, error)
+    if failures >= MAX_FAILURES:
+        text += f" {failures} attempts in a row failed without reaching a new checkpoint."
+        return Become(fail(job, reason, error, now, text), release=True, message=text)
+    delay = BACKOFF_SECONDS * 2 ** (failures - 1)
+    where = f"from step {checkpoint_step}" if checkpoint_step >= 0 else "from the beginning"
+    rest = replace(_at_rest(job), reason=reason, not_before=now + delay)
+    return Become(rest, release=True, message=f"{text} The job goes on {where}.")
+
+
+def _at_rest(job: Job) -> Job:
+    """Where a job goes whose attempt has ended before its time."""
+    state = State.PAUSED if job.desired is Desired.PAUSE else State.QUEUED
+    return replace(job, state=state, phase=None, signalled=job.generation)
+
+
+def fail(job: Job, reason: Reason, error: ErrorInfo | None, now: float, text: str | None = None) -> Job:
+    """The job, failed for good, with OpenAI's error object."""
+    shown = {
+        "code": error.code if error else ERROR_CODE[reason],
+        "message": text or failure_text(reason, error),
+        "param": error.param if error else None,
+    }
+    return replace(job, state=State.FAILED, phase=None, reason=reason, error=shown, finished_at=now)
+
+
+def failure_text(reason: Reason, error: ErrorInfo | None) -> str:
+    return f"{USER_TEXT[reason]} {error.message}" if error else USER_TEXT[reason]
+
+
+def reason_of(exit: Exit | None) -> Reason | None:
+    """An exit record as a reason; None: stopped at a checkpoint, which is no failure."""
+    if exit is None:
+        return Reason.SUPERVISOR_LOST
+    if exit.reason == "stopped":
+        return None
+    return Reason.USER_CANCELLED if exit.reason == "cancelled" else Reason(exit.reason)
+
+
+def validated(job: Job, error: ErrorInfo | None, now: float) -> Job:
+    """The job after its data files were read: failed, or on its way."""
+    if error is not None:
+        return fail(job, Reason.INVALID_FILE, error, now, error.message)
+    return replace(job, state=State.PAUSED if job.desired is Desired.PAUSE else State.QUEUED)
+
+
+def placed(job: Job, host: str) -> Job:
+    """The job with a new attempt on a host, whose slots it holds."""
+    return replace(
+        job,
+        state=State.RUNNING,
+        phase=Phase.LAUNCHING,
+        attempt=job.attempt + 1,
+        ingested=-1,
+        host=host,
+        signalled=job.generation,
+    )

@@ -1,0 +1,42 @@
+"""What the reconciler asks of a place where workers run."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ft_service.job import Observation, Reason
+from ft_service.rundir import Control, RunDir
+
+
+class LaunchError(Exception):
+    """The attempt could not be started; the message says why, for the user."""
+
+
+class Launcher(Protocol):
+    """Every call is safe to repeat. None of them waits for training."""
+
+    @property
+    def host(self) -> str:
+        """Name of the place whose attempts only this launcher can observe; stable over restarts of the service."""
+        ...
+
+    @property
+    def slots(self) -> int:
+        """How many ranks this place runs at once."""
+        ...
+
+    def start(self, run: RunDir, attempt: int) -> None:
+        """Start the attempt that `attempts/<n>/start.json` describes, unless it was started before. Raises LaunchError."""
+        ...
+
+    def observe(self, run: RunDir, attempt: int) -> Observation:
+        """What has become of an attempt. Unknown rather than a guess."""
+        ...
+
+    def signal(self, run: RunDir, attempt: int, control: Control) -> None:
+        """Tell the running attempt what the user wants (`control.json`)."""
+        ...
+
+    def kill(self, run: RunDir, attempt: int, reason: Reason) -> None:
+        """End the attempt's processes now, and leave an exit record with this reason once they are gone."""
+        ...

@@ -1,0 +1,251 @@
+"""The run directory: the only contract between the service and the workers.
+
+    spec.json                             JobSpec, resolved, immutable
+    attempts/<n>/start.json               Start, by the launcher, before anything runs
+    attempts/<n>/control.json             Control, by the reconciler, rewritten as the user changes their mind
+    attempts/<n>/supervisor.json          ProcessIdentity, by the supervisor, once it holds the attempt
+    attempts/<n>/stop.json                Stop, by a supervisor that was told to go (SIGTERM)
+    attempts/<n>/events/<seq>.jsonl       immutable event segments, by rank 0 (see events.py)
+    attempts/<n>/logs/                    output of supervisor, torchrun and ranks
+    attempts/<n>/outcome.json             Outcome, by the first rank that knows how the attempt ends
+    attempts/<n>/exit.json                Exit, by the supervisor, last
+    checkpoints/step-<s>-a<n>/            DCP shards, then COMPLETE (CheckpointMarker) last
+    adapter/  metrics.csv  manifest.json  the outcome
+    result.json                           Result, last of all; names the attempt
+
+Documents are read and written with four operations only (put, put-if-absent, get, list), so that object storage can hold them too.
+A document is written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+Document = TypeVar("Document", bound=BaseModel)
+
+
+class RunDir:
+    """A run directory on a local file system. Keys are relative paths with forward slashes."""
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root).absolute()
+
+    def path(self, key: str) -> Path:
+        """Where a key lives. For readers of large files (checkpoints, adapters, logs); documents go through get and put."""
+        return self.root / key
+
+    def get(self, key: str) -> bytes | None:
+        try:
+            return self.path(key).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def put(self, key: str, body: bytes) -> None:
+        """Write or replace, atomically and durably."""
+        with self._temporary(key, body) as temporary:
+            os.replace(temporary, self.path(key))
+        _sync_folder(self.path(key).parent)
+
+    def put_if_absent(self, key: str, body: bytes) -> bool:
+        """Write, unless the key exists; True if this call wrote it. Of several writers exactly one gets True."""
+        with self._temporary(key, body) as temporary:
+            try:
+                os.link(temporary, self.path(key))
+            except FileExistsError:
+                return False
+        _sync_folder(self.path(key).parent)
+        return True
+
+    def list(self, prefix: str) -> list[str]:
+        """Keys of the files below a folder, sorted; empty if there is no such folder."""
+        base = self.path(prefix)
+        names = [p.relative_to(self.root).as_posix() for p in base.rglob("*") if p.is_file() and not p.name.startswith(".tmp-")]
+        return sorted(names)
+
+    def read(self, key: str, model: type[Document]) -> Document | None:
+        """A JSON document, or None if it is not there. Raises pydantic.ValidationError on a document of another shape."""
+        body = self.get(key)
+        return None if body is None else model.model_validate_json(body)
+
+    def write(self, key: str, document: BaseModel) -> None:
+        self.put(key, _to_json(document))
+
+    def write_if_absent(self, key: str, document: BaseModel) -> bool:
+        return self.put_if_absent(key, _to_json(document))
+
+    @contextlib.contextmanager
+    def _temporary(self, key: str, body: bytes):
+        folder = self.path(key).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(prefix=".tmp-", dir=folder)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(body)
+                file.flush()
+                os.fsync(file.fileno())
+            yield name
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+
+
+def _to_json(document: BaseModel) -> bytes:
+    return document.model_dump_json(indent=2).encode() + b"\n"
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class Start(_Document):
+    """What the launcher decided for one attempt."""
+
+    job_id: str
+    attempt: int
+    world_size: int
+    generation: int
+    """Of the wish (`desired`) that this attempt was started under."""
+    checkpoint: str | None
+    """Folder name below `checkpoints/` to resume from; None: from the first step."""
+
+
+class Control(_Document):
+    """What the user wants of the running attempt."""
+
+    generation: int
+    desired: Literal["run", "pause", "cancel"]
+
+
+class Stop(_Document):
+    """The host is going away: checkpoint and leave, as for a pause; the job is to go on elsewhere."""
+
+    reason: str
+
+
+class ErrorInfo(_Document):
+    """A failure as the user sees it (OpenAI's `error` object), plus what an operator needs."""
+
+    code: str
+    message: str
+    param: str | None = None
+    traceback: str | None = None
+    rank: int | None = None
+
+
+class Outcome(_Document):
+    """How the ranks say the attempt ends."""
+
+    kind: Literal["succeeded", "stopped", "failed"]
+    permanent: bool = False
+    """With failed: trying again cannot help."""
+    checkpoint: str | None = None
+    """With stopped: the complete checkpoint to go on from."""
+    error: ErrorInfo | None = None
+
+
+class Exit(_Document):
+    """How the attempt ended, in the supervisor's words."""
+
+    code: Literal[0, 1, 64, 75]
+    """0 done; 1 failed, may be tried again; 64 failed for good; 75 stopped with a checkpoint."""
+    reason: Literal[
+        "succeeded", "stopped", "cancelled", "permanent_error", "worker_error", "worker_killed", "stop_timeout", "stalled"
+    ]
+    message: str
+    error: ErrorInfo | None = None
+
+
+class CheckpointFile(_Document):
+    name: str
+    bytes: int
+    sha256: str
+
+
+class CheckpointMarker(_Document):
+    """`COMPLETE`: the last thing written to a checkpoint; a folder without it does not exist for any reader."""
+
+    step: int
+    attempt: int
+    world_size: int
+    files: list[CheckpointFile]
+
+
+class Result(_Document):
+    """`result.json`: the job is done and its adapter is in place."""
+
+    attempt: int
+    steps: int
+    trained_tokens: int
+    train_loss: float | None
+    valid_loss: float | None
+    adapter: str = "adapter"
+    metrics: str = "metrics.csv"
+
+
+CHECKPOINT_NAME = re.compile(r"step-(\d+)-a(\d+)")
+
+
+def checkpoint_name(step: int, attempt: int) -> str:
+    return f"step-{step}-a{attempt}"
+
+
+def complete_checkpoints(run: RunDir) -> list[str]:
+    """Names of the checkpoints whose marker is there, oldest first: by step, then by attempt."""
+    found: list[tuple[int, int]] = []
+    for folder in run.path("checkpoints").glob("step-*"):
+        match = CHECKPOINT_NAME.fullmatch(folder.name)
+        if match and (folder / "COMPLETE").is_file():
+            found.append((int(match[1]), int(match[2])))
+    return [checkpoint_name(step, attempt) for step, attempt in sorted(found)]
+
+
+def newest_checkpoint(run: RunDir) -> str | None:
+    """The newest complete checkpoint whose files are what its marker says (sizes and SHA-256), or None."""
+    for name in reversed(complete_checkpoints(run)):
+        if not checkpoint_faults(run, name):
+            return name
+    return None
+
+
+def checkpoint_faults(run: RunDir, name: str) -> list[str]:
+    """What is wrong with a complete checkpoint's files; empty: nothing."""
+    marker = run.read(f"checkpoints/{name}/COMPLETE", CheckpointMarker)
+    if marker is None:
+        return ["COMPLETE is missing"]
+    faults = []
+    for file in marker.files:
+        path = run.path(f"checkpoints/{name}/{file.name}")
+        if not path.is_file():
+            faults.append(f"{file.name} is missing")
+        elif path.stat().st_size != file.bytes:
+            faults.append(f"{file.name} has {path.stat().st_size} bytes instead of {file.bytes}")
+        elif sha256_of(path) != file.sha256:
+            faults.append(f"{file.name} has other contents than when it was written")
+    return faults
+
+
+def last_attempt(run: RunDir) -> int:
+    """The highest attempt number that was started in this directory; 0: none."""
+    numbers = [int(p.parent.name) for p in run.path("attempts").glob("*/start.json") if p.parent.name.isdigit()]
+    return max(numbers, default=0)
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

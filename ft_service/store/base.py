@@ -1,0 +1,214 @@
+"""The store's records and its protocol. `sql.py` implements it for SQLite and PostgreSQL; nothing above sees SQL.
+
+Every row belongs to a project, and every read by a user names the project: another project's row does not exist for them.
+Times are seconds since the epoch, always the database's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, Protocol, TypeVar
+
+from ft_service.events import Metrics
+from ft_service.job import Job, Verb
+
+Scope = Literal["admin", "user"]
+Order = Literal["asc", "desc"]
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApiKey:
+    """A key as it may be shown again; the secret itself is not kept."""
+
+    id: str
+    project_id: str
+    name: str
+    scope: Scope
+    prefix: str
+    """The first characters of the secret, to recognise it by."""
+    created_at: float
+    expires_at: float | None = None
+    last_used_at: float | None = None
+    revoked_at: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Principal:
+    """Who is asking."""
+
+    key_id: str
+    project_id: str
+    organization: str
+    scope: Scope
+
+
+@dataclass(frozen=True, kw_only=True)
+class File:
+    id: str
+    project_id: str
+    filename: str
+    purpose: str
+    bytes: int
+    sha256: str
+    created_at: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewEvent:
+    """An event about to be stored. `source`: (segment, line) it came from; None for the service's own."""
+
+    level: Literal["info", "warn", "error"]
+    message: str
+    created_at: float | None = None
+    """None: now."""
+    metrics: Metrics | None = None
+    source: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredEvent:
+    id: str
+    job_id: str
+    created_at: float
+    level: str
+    message: str
+    metrics: Metrics | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A complete checkpoint of a job. `name`: its folder below `checkpoints/` of the run directory."""
+
+    id: str
+    project_id: str
+    job_id: str
+    name: str
+    step: int
+    attempt: int
+    created_at: float
+    metrics: Metrics | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page(Generic[Item]):
+    """A slice of a list. `has_more`: there are items after the last of `data`."""
+
+    data: list[Item]
+    has_more: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """The right to act for a job until the lease ends. `token` is checked by every write under it."""
+
+    job: Job
+    token: str
+    now: float
+    """Database time of the claim."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What the reconciler writes after acting, in one transaction or not at all."""
+
+    job: Job
+    events: Sequence[NewEvent] = ()
+    checkpoints: Sequence[Checkpoint] = ()
+    files: Sequence[File] = ()
+    take_slots: Sequence[int] = ()
+    """Slot numbers of `job.host` to allocate to `job.attempt`; one that is taken undoes the whole change."""
+    release_slots: bool = False
+
+
+class Store(Protocol):
+    """Methods raise NotFoundError for a row that is not there (or is another project's), UnavailableError if the database is away."""
+
+    def now(self) -> float: ...
+    def check(self) -> None:
+        """Raise UnavailableError unless the database answers and its schema is this version's."""
+
+    # Keys
+    def create_key(self, *, project_id: str, name: str, scope: Scope, expires_at: float | None = None) -> tuple[ApiKey, str]:
+        """A new key and its secret, which is never seen again."""
+        ...
+
+    def list_keys(self, project_id: str) -> list[ApiKey]: ...
+    def revoke_key(self, project_id: str, key_id: str) -> ApiKey: ...
+    def authenticate(self, secret: str) -> Principal | None:
+        """Who holds this secret; None if nobody does (unknown, revoked, expired)."""
+        ...
+
+    # Files
+    def add_file(self, file: File) -> File:
+        """Store the record; `created_at` is set by the database."""
+        ...
+
+    def get_file(self, project_id: str, file_id: str) -> File: ...
+    def list_files(
+        self,
+        project_id: str,
+        *,
+        after: str | None = None,
+        limit: int = 10_000,
+        order: Order = "desc",
+        purpose: str | None = None,
+    ) -> Page[File]: ...
+    def delete_file(self, project_id: str, file_id: str) -> bool:
+        """Hide a file. True if no unfinished job refers to it, so that its bytes may go now."""
+        ...
+
+    # Jobs, as users see them
+    def create_job(self, job: Job) -> Job:
+        """Store a new job; `created_at` is set by the database, and its first event is written with it."""
+        ...
+
+    def get_job(self, project_id: str, job_id: str) -> Job: ...
+    def list_jobs(
+        self, project_id: str, *, after: str | None = None, limit: int = 20, metadata: dict[str, str] | None = None
+    ) -> Page[Job]:
+        """Newest first. `metadata`: only jobs whose metadata hold all these pairs."""
+        ...
+
+    def request(self, project_id: str, job_id: str, verb: Verb) -> Job:
+        """Apply `job.request` by compare-and-set, with an event that says so. Raises SpecError as `job.request` does."""
+        ...
+
+    def list_events(self, project_id: str, job_id: str, *, after: str | None = None, limit: int = 20) -> Page[StoredEvent]:
+        """Newest first."""
+        ...
+
+    def list_checkpoints(self, project_id: str, job_id: str, *, after: str | None = None, limit: int = 10) -> Page[Checkpoint]:
+        """Newest (highest step) first; of a step that several attempts reached only the newest attempt's."""
+        ...
+
+    def latest_metrics(self, job_id: str) -> Metrics | None: ...
+
+    # The reconciler's side
+    def claim(self, *, host: str, owner: str, lease_seconds: float, idle_seconds: float) -> Claim | None:
+        """Claim one job that may need attention: one compare-and-set statement.
+
+        Candidates: validating, running, or cancelled and still stopping; whose host is None or `host`; whose lease is free or has
+        expired; not looked at for `idle_seconds`. The one looked at longest ago is taken.
+        """
+        ...
+
+    def claim_next(self, *, host: str, owner: str, lease_seconds: float, max_slots: int) -> Claim | None:
+        """Claim the queued job that comes next (priority, then creation) among those due by now, if it needs at most `max_slots`.
+
+        A job at the head that needs more is waited for, not overtaken. A job whose last attempt ran on another host is left to
+        that host while it is queued with an attempt (its processes can be observed only there).
+        """
+        ...
+
+    def apply(self, claim: Claim, change: Change) -> bool:
+        """Write a change and end the lease; False, with nothing written, if the lease was lost, the job changed, or a slot was taken."""
+        ...
+
+    def free_slots(self, host: str, total: int) -> list[int]:
+        """Slot numbers in 0..total-1 that nobody holds on a host."""
+        ...
+
+    def queue_depth(self) -> int: ...
+    def close(self) -> None: ...

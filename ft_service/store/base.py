@@ -195,15 +195,15 @@ class Store(Protocol):
         ...
 
     def claim_next(self, *, host: str, owner: str, lease_seconds: float, max_slots: int) -> Claim | None:
-        """Claim the queued job that comes next (priority, then creation) among those due by now, if it needs at most `max_slots`.
+        """Claim the queued job that comes next (priority, then creation) among those that are due.
 
-        A job at the head that needs more is waited for, not overtaken. A job whose last attempt ran on another host is left to
+        None if it needs more than `max_slots`. A job at the head that needs more is waited for, not overtaken. A job whose last attempt ran on another host is left to
         that host while it is queued with an attempt (its processes can be observed only there).
         """
         ...
 
     def apply(self, claim: Claim, change: Change) -> bool:
-        """Write a change and end the lease; False, with nothing written, if the lease was lost, the job changed, or a slot was taken."""
+        """Write a change and end the lease. False, with nothing written: lease lost, job changed, or a slot taken."""
         ...
 
     def free_slots(self, host: str, total: int) -> list[int]:

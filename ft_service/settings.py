@@ -1,0 +1,78 @@
+"""The service's settings: environment variables with the prefix FT_, read once, in `main`, and passed down."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+
+class Settings(BaseSettings):
+    """Every field is an environment variable: `home` is FT_HOME."""
+
+    model_config = SettingsConfigDict(env_prefix="FT_", frozen=True, extra="ignore")
+
+    home: Path = Path("~/.ft")
+    """State: database, uploaded files, run directories, credentials."""
+    database_url: str = ""
+    """SQLAlchemy URL; empty: SQLite in FT_HOME. PostgreSQL: postgresql+psycopg://user:password@host/name."""
+    database_url_file: Path | None = None
+    """File that holds the URL, for a password kept out of the environment."""
+    models: Annotated[list[Path], NoDecode] = []
+    """Folders of base models in Hugging Face layout, separated as in PATH; empty: FT_HOME/models."""
+    model_aliases: Path | None = None
+    """YAML file: name that clients send → name of a base."""
+    bootstrap_key_file: Path | None = None
+    """File whose content becomes the first admin key, instead of a random one."""
+    organization: str = Field(default="local", pattern=r"^[a-z0-9-]{1,40}$")
+    """Name of the organisation in tuned model names."""
+    bind: str = "127.0.0.1"
+    """Address the server listens on."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """0: any free port; the chosen one is printed and written to FT_HOME/server.json."""
+    slots: int | None = Field(default=None, ge=1, le=1024)
+    """Ranks this host runs at once; None: its GPUs, or without a GPU its processors (at least 2)."""
+    max_file_bytes: int = Field(default=512 * 1024**2, ge=1)
+    """Largest uploaded file."""
+    result_files_plain: bool = False
+    """Serve metrics files as plain CSV instead of base64, which existing OpenAI scripts decode."""
+    stop_grace_seconds: float = Field(default=60.0, gt=0)
+    """How long an attempt may take to checkpoint and leave when asked to, before it is killed."""
+
+    @field_validator("models", mode="before")
+    @classmethod
+    def _split_path(cls, value: object) -> object:
+        return [part for part in value.split(os.pathsep) if part] if isinstance(value, str) else value
+
+    @field_validator("home", "models", mode="after")
+    @classmethod
+    def _absolute(cls, value: Path | list[Path]) -> Path | list[Path]:
+        if isinstance(value, list):
+            return [path.expanduser().absolute() for path in value]
+        return value.expanduser().absolute()
+
+    @model_validator(mode="after")
+    def _one_database_url(self) -> Settings:
+        if self.database_url and self.database_url_file:
+            raise ValueError("FT_DATABASE_URL and FT_DATABASE_URL_FILE are both set: keep one")
+        return self
+
+    def resolved_database_url(self) -> str:
+        """The URL to connect to. Raises OSError if FT_DATABASE_URL_FILE cannot be read."""
+        if self.database_url_file:
+            return self.database_url_file.read_text().strip()
+        return self.database_url or f"sqlite:///{self.home / 'ft.db'}"
+
+    def model_folders(self) -> list[Path]:
+        return self.models or [self.home / "models"]
+
+    @property
+    def files_dir(self) -> Path:
+        return self.home / "files"
+
+    @property
+    def runs_dir(self) -> Path:
+        return self.home / "runs"

@@ -1,7 +1,7 @@
 """Sharded checkpoints (DCP) of what belongs to the job: adapters, optimizer, position. The frozen base is never in them.
 
-Every rank writes its shards, then its hashes travel to rank 0, which writes COMPLETE last; a folder without it does not exist for any
-reader. Loading reshards: the world size may have changed.
+Every rank writes its shards, then its hashes travel to rank 0, which writes COMPLETE last; a folder without it does not exist
+for any reader. Loading reshards: the world size may have changed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Sharded and quantised against an unsharded reference of stock parts: loss, every adapter gradient, what the collectives carried."""
+"""Sharded and quantised against an unsharded reference of stock parts: loss, every adapter gradient, what the collectives
+carried."""
 
 from __future__ import annotations
 
@@ -157,7 +158,9 @@ def test_one_gather_per_layer_and_direction_in_storage_format(world: int, tmp_pa
     """NF4 weights put at most 0.58 bytes a parameter into a gather, padding rows included; the rest is adapters and norms."""
     changes = {"hidden_size": 128, "intermediate_size": 344, "vocab_size": VOCABULARY + 1}  # rows that 3 does not divide
     model = save_tiny_llama(tmp_path / "base", **changes)
-    spec = spec_for(model, ranks=world, precision={"default": "nf4"}, training={"per_device_train_batch_size": 2}, lora={"r": 4})
+    spec = spec_for(
+        model, ranks=world, precision={"default": "nf4"}, training={"per_device_train_batch_size": 2}, lora={"r": 4}
+    )
     rounds = 2
     for result in run_on_ranks(train_once, world, spec):
         gathers = [(dtype, sent) for kind, dtype, sent in result["collectives"] if kind == "gather"]

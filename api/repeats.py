@@ -59,7 +59,7 @@ def repeated_file(headers: Mapping[str, str], store: Store, principal: Principal
         return None
     since = store.now() - WINDOW_SECONDS
     files = store.list_files(principal.project_id, limit=_LOOKED_AT, purpose=new.purpose).data
-    same = ((file for file in files if (file.sha256, file.filename) == (new.sha256, new.filename)))
+    same = (file for file in files if (file.sha256, file.filename) == (new.sha256, new.filename))
     return next((file for file in same if file.created_at >= since), None)
 
 

@@ -53,21 +53,23 @@ async def received(request: Request, folder: Path, limit: int) -> AsyncIterator[
 
     Raises SpecError naming the part, and FtError when the disk is full. The temporary file goes when the context ends.
     """
-    boundary = _boundary(request)
+    stream = request.stream()
     await run_in_threadpool(folder.mkdir, parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=folder)
     path = Path(name)
     try:
         form = _Form(descriptor, limit)
         try:
-            await _feed(request, form, boundary)
+            await _feed(stream, form, _boundary(request))
         except SpecError:
-            await drain(request, limit)
+            await drain(stream, limit)
             raise
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            raise FtError("The file could not be stored: the service's disk is full.", param="file", code="disk_full") from error
+            raise FtError(
+                "The file could not be stored: the service's disk is full.", param="file", code="disk_full"
+            ) from error
         finally:
             os.close(descriptor)
         yield Upload(form.fields, form.filename, path, form.bytes, form.sha256.hexdigest())
@@ -87,10 +89,10 @@ def _boundary(request: Request) -> bytes:
     return options[b"boundary"]
 
 
-async def _feed(request: Request, form: _Form, boundary: bytes) -> None:
+async def _feed(stream: AsyncIterator[bytes], form: _Form, boundary: bytes) -> None:
     try:
         parser = MultipartParser(boundary, form.callbacks())
-        async for chunk in request.stream():
+        async for chunk in stream:
             parser.write(chunk)
             if len(form.buffer) >= _BUFFER_BYTES:
                 await run_in_threadpool(form.flush)
@@ -100,7 +102,9 @@ async def _feed(request: Request, form: _Form, boundary: bytes) -> None:
     if not form.complete:
         raise SpecError("The multipart body ends early.", param="file")
     if not form.has_file:
-        raise SpecError("file is required: a part of that name with a filename.", param="file", code="missing_required_parameter")
+        raise SpecError(
+            "file is required: a part of that name with a filename.", param="file", code="missing_required_parameter"
+        )
     await run_in_threadpool(form.finish)
 
 
@@ -185,7 +189,9 @@ class _Form:
             return
         self.bytes += end - start
         if self.bytes > self._limit:
-            raise SpecError(f"file: larger than {self._limit} bytes (FT_MAX_FILE_BYTES). Split it.", param="file", code="file_too_large")
+            raise SpecError(
+                f"file: larger than {self._limit} bytes (FT_MAX_FILE_BYTES). Split it.", param="file", code="file_too_large"
+            )
         self.buffer += data[start:end]
 
     def _part_end(self) -> None:

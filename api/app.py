@@ -20,8 +20,8 @@ from ft_service.spec import JobRequest
 from ft_service.store.base import Store
 
 _DESCRIPTION = """
-Fine-tuning in OpenAI's wire format: `openai.OpenAI(base_url="…/v1", api_key="…")` works unchanged. Options that OpenAI has no field
-for ride at the top level of the create body (`extra_body` of the client); answers carry extra fields beside OpenAI's.
+Fine-tuning in OpenAI's wire format: `openai.OpenAI(base_url="…/v1", api_key="…")` works unchanged. Options that OpenAI has no
+field for ride at the top level of the create body (`extra_body` of the client); answers carry extra fields beside OpenAI's.
 """
 _SCHEMAS = "#/components/schemas/{model}"
 

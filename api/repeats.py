@@ -1,8 +1,9 @@
 """A POST that the client sends again because it did not see the answer must not become a second job or file.
 
-OpenAI's client sends no idempotency key; it counts its tries in `x-stainless-retry-count`. So a request is a repeat when that count
-is above 0 and the same thing was created in the same project a short while ago; a deliberate second request counts 0. Who sends
-`Idempotency-Key` gets a job whose id follows from the key, so that the database itself admits only one. Both hold over restarts.
+OpenAI's client sends no idempotency key; it counts its tries in `x-stainless-retry-count`. So a request is a repeat when that
+count is above 0 and the same thing was created in the same project a short while ago; a deliberate second request counts 0. Who
+sends `Idempotency-Key` gets a job whose id follows from the key, so that the database itself admits only one. Both hold over
+restarts.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -20,12 +21,15 @@ from api.app import create_app
 from api.bootstrap import PROJECT, prepare, write_private
 from api.uploads import TEMPORARY_PREFIX
 from ft_service.errors import SpecError
+from ft_service.hardware import default_slots
 from ft_service.job import Phase, State
+from ft_service.launcher.local import LocalLauncher
+from ft_service.reconciler import Reconciler
 from ft_service.settings import Settings
 from ft_service.store.base import Store
 from ft_service.store.sql import migrate, open_store
 
-Reconcile = Callable[[Store, threading.Event], None]
+Reconcile = Callable[[Settings, Store, threading.Event], None]
 """Moves jobs on until the event is set. Runs in a thread of its own."""
 
 _STREAM_GRACE_SECONDS = 3
@@ -34,11 +38,18 @@ _RECONCILER_GRACE_SECONDS = 10.0
 _STALE_UPLOAD_SECONDS = 24 * 3600.0
 
 
-def serve(settings: Settings, reconcile: Reconcile) -> None:
+def reconcile_here(settings: Settings, store: Store, stop: threading.Event) -> None:
+    """Run jobs as processes of this host."""
+    launcher = LocalLauncher(settings.slots or default_slots(), stop_grace_seconds=settings.stop_grace_seconds)
+    Reconciler(store, launcher, settings.runs_dir, settings.files_dir).run(stop)
+
+
+def serve(settings: Settings, reconcile: Reconcile = reconcile_here) -> None:
     """Serve until SIGINT or SIGTERM. Only for a process's main thread.
 
     Raises SpecError if a setting is wrong or the port is taken, UnavailableError if the database does not answer.
     """
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings.home.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(_bound(settings))
@@ -51,7 +62,7 @@ def serve(settings: Settings, reconcile: Reconcile) -> None:
         _remove_stale_uploads(settings.files_dir)
         stack.enter_context(_announced(settings.home / "server.json", url))
         stack.enter_context(_stop_signals_end_quietly())
-        stack.enter_context(_reconciling(reconcile, store))
+        stack.enter_context(_reconciling(reconcile, settings, store))
         _greet(url, key)
         _run(app, listener)
         _say_what_goes_on(store)
@@ -110,9 +121,9 @@ def _stop_signals_end_quietly() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _reconciling(reconcile: Reconcile, store: Store) -> Iterator[None]:
+def _reconciling(reconcile: Reconcile, settings: Settings, store: Store) -> Iterator[None]:
     stop = threading.Event()
-    thread = threading.Thread(target=reconcile, args=(store, stop), name="reconciler", daemon=True)
+    thread = threading.Thread(target=reconcile, args=(settings, store, stop), name="reconciler", daemon=True)
     thread.start()
     try:
         yield

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastapi import Request
 from python_multipart import MultipartParser
@@ -24,6 +25,9 @@ from starlette.concurrency import run_in_threadpool
 
 from api.deps import drain
 from ft_service.errors import FtError, SpecError
+
+if TYPE_CHECKING:
+    from python_multipart.multipart import MultipartCallbacks
 
 TEMPORARY_PREFIX = ".upload-"
 _BUFFER_BYTES = 1024**2
@@ -49,7 +53,7 @@ class Upload:
 
 @asynccontextmanager
 async def received(request: Request, folder: Path, limit: int) -> AsyncIterator[Upload]:
-    """Read a multipart body with exactly one file, in the part `file`, of at most `limit` bytes, into a temporary file in `folder`.
+    """Read a multipart body with one file, in the part `file`, of at most `limit` bytes, into a temporary file in `folder`.
 
     Raises SpecError naming the part, and FtError when the disk is full. The temporary file goes when the context ends.
     """
@@ -129,7 +133,7 @@ class _Form:
         self._in_file = False
         self._value = bytearray()
 
-    def callbacks(self):
+    def callbacks(self) -> MultipartCallbacks:
         return {
             "on_part_begin": self._part_begin,
             "on_header_field": self._header_field,

@@ -42,8 +42,8 @@ _METADATA = re.compile(r"metadata\[(.*)\]", re.DOTALL)
 
 @router.post("", openapi_extra=JOB_REQUEST)
 def create(request: Request, body: JsonBody, caller: Caller, services: Svc) -> JobView:
-    """Create a job. Every option is checked first, and nothing is stored unless all are fine; the contents of the files are checked
-    by the job itself (`validating_files`)."""
+    """Create a job. Every option is checked first, and nothing is stored unless all are fine; the contents of the files are
+    checked by the job itself (`validating_files`)."""
     job_id = repeats.keyed_job_id(request.headers, caller)
     if job_id:
         job = repeats.keyed_job(services.store, caller, job_id, body) or _create_keyed(job_id, body, caller, services)

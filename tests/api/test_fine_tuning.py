@@ -13,6 +13,7 @@ from ft_service.ids import new_id
 from ft_service.job import Job, Phase, Reason, State
 from ft_service.rundir import RunDir
 from ft_service.store.base import Change, Checkpoint, NewEvent
+from ft_service.store.sql import SqlStore
 from tests.api.conftest import TRAINING, Service
 
 METRICS = Metrics(
@@ -41,6 +42,13 @@ def put(service: Service, job_id: str, *events: NewEvent, checkpoints: tuple[int
     change = Change(job=replace(claim.job, **changes), events=events, checkpoints=points)
     assert service.store.apply(claim, change)
     return service.store.get_job(claim.job.project_id, job_id)
+
+
+def put_state(store: SqlStore, job_id: str, state: State) -> None:
+    claim = store.claim(host="h", owner="test", lease_seconds=60.0, idle_seconds=0.0)
+    assert claim is not None
+    assert claim.job.id == job_id
+    assert store.apply(claim, Change(job=replace(claim.job, state=state, attempt=1, host="h")))
 
 
 def run_dir(service: Service, job_id: str) -> RunDir:
@@ -97,8 +105,8 @@ def test_every_key_of_the_schema_is_there_even_when_empty(service: Service, clie
     job = service.http("GET", f"/v1/fine_tuning/jobs/{job_id}").json()
 
     required = (
-        "id object created_at error fine_tuned_model finished_at hyperparameters model organization_id result_files seed status "
-        "trained_tokens training_file validation_file estimated_finish integrations metadata method"
+        "id object created_at error fine_tuned_model finished_at hyperparameters model organization_id result_files seed "
+        "status trained_tokens training_file validation_file estimated_finish integrations metadata method"
     )
     assert set(required.split()) <= set(job)
 

@@ -207,6 +207,9 @@ def test_a_job_that_succeeded_names_its_outcome(service: Service, client: openai
     assert ids == ["meta-llama/Llama-3.2-1B", "tiny", name]
     assert client.models.retrieve(name).owned_by == "local"
     assert client.models.retrieve(f"{name}:ckpt-step-5").id == f"{name}:ckpt-step-5"
+    with pytest.raises(openai.NotFoundError, match=f"ft download {job_id}") as caught:
+        client.chat.completions.create(model=name, messages=[{"role": "user", "content": "Hi"}])
+    assert caught.value.code == "model_not_served"
     for missing in (f"{name}:ckpt-step-6", f"{name}:ckpt-step-", f"{name}x", f"ft:other:local:s:{job_id[6:]}"):
         with pytest.raises(openai.NotFoundError):
             client.models.retrieve(missing)

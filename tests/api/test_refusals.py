@@ -198,6 +198,14 @@ def test_model_ids_hold_slashes_and_colons(service: Service, client: openai.Open
     assert service.http("GET", "/v1/models/meta-llama%2FLlama-3.2-1B").json()["object"] == "model"
 
 
+def test_chat_completions_say_what_to_do_instead(service: Service, client: openai.OpenAI) -> None:
+    for model, code in (("tiny", "model_not_served"), ("ft:tiny:local::none", "model_not_found")):
+        with pytest.raises(openai.NotFoundError) as caught:
+            client.chat.completions.create(model=model, messages=[{"role": "user", "content": "Hi"}])
+        assert (caught.value.param, caught.value.code) == ("model", code)
+    check_error(service.http("POST", "/v1/chat/completions", json=[]), 400)
+
+
 def test_a_bug_tells_nothing_of_the_inside_and_is_not_retried(
     service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -23,6 +23,13 @@ from ft_service.store.sql import SqlStore, open_store
 from tests.api.conftest import TRAINING, make_model, wait_until
 from tests.api.test_fine_tuning import put_state
 
+SERVE_AND_RUN = """
+from api.server import serve
+from ft_service.settings import Settings
+
+serve(Settings())
+"""
+
 SERVE = """
 import threading
 from api.server import serve
@@ -36,10 +43,10 @@ serve(Settings(), wait)
 
 
 @contextmanager
-def server(home: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """A server process, with nothing that reconciles. Ended at the end."""
+def server(home: Path, program: str = SERVE, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A server process, by default with nothing that reconciles. Ended at the end."""
     process = subprocess.Popen(
-        [sys.executable, "-c", SERVE],
+        [sys.executable, "-c", program],
         env={**os.environ, "FT_HOME": str(home), "FT_PORT": "0", **environment},
         cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE,
@@ -105,6 +112,25 @@ def test_a_first_start_makes_a_key_and_a_restart_keeps_it(tmp_path: Path) -> Non
     assert second["api_key"] == first["api_key"]
     assert second["base_url"] != first["base_url"]
     assert f"Training goes on without the server: {job_id}" in out
+
+
+def test_a_file_that_cannot_be_trained_on_fails_the_job_without_a_training_process(tmp_path: Path) -> None:
+    make_model(tmp_path / "models" / "tiny")
+    with server(tmp_path, SERVE_AND_RUN) as process:
+        with started(tmp_path, process) as client:
+            file_id = client.files.create(file=("bad.jsonl", TRAINING + b"{}\n"), purpose="fine-tune").id
+            job_id = client.fine_tuning.jobs.create(model="tiny", training_file=file_id).id
+            wait_until(lambda: client.fine_tuning.jobs.retrieve(job_id).status == "failed")
+            job = client.fine_tuning.jobs.retrieve(job_id)
+        ended(process, signal.SIGTERM)
+
+    assert job.error is not None
+    assert job.error.model_dump() == {
+        "code": "invalid_training_file",
+        "message": "bad.jsonl: line 4: messages is required (1 line at fault, 3 fine).",
+        "param": "training_file",
+    }
+    assert not (tmp_path / "runs" / job_id / "attempts").exists()
 
 
 def test_a_port_that_is_taken_is_named_and_nothing_is_started(tmp_path: Path) -> None:

@@ -1,0 +1,109 @@
+"""From a create body to a stored job: what can be refused at the door is refused here, and nothing is stored then."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from ft_service import hardware
+from ft_service.catalogue import BaseModel, Catalogue
+from ft_service.errors import NotFoundError, SpecError
+from ft_service.ids import new_id
+from ft_service.job import Job, State
+from ft_service.settings import Settings
+from ft_service.spec import DataFileRef, JobRequest, JobSpec, parse_request, resolve
+from ft_service.store.base import Principal, Store
+
+
+def submit(
+    body: object,
+    *,
+    principal: Principal,
+    store: Store,
+    settings: Settings,
+    catalogue: Catalogue,
+    job_id: str | None = None,
+) -> Job:
+    """Check a create body and store the job. `job_id`: None draws one.
+
+    Raises SpecError naming the field, its value and the limit; the contents of data files are looked at later, by the
+    reconciler. Raises ConflictError if `job_id` is taken.
+    """
+    _refuse_unstorable_text(body, "")
+    request = parse_request(body)
+    assert isinstance(body, dict)
+    spec = _resolve(request, job_id or new_id("ftjob-"), principal, store, settings, catalogue)
+    job = Job(
+        id=spec.job_id,
+        project_id=principal.project_id,
+        created_at=0.0,
+        request=body,
+        spec=spec.model_dump(mode="json"),
+        state=State.VALIDATING,
+        priority=request.priority,
+        slots=spec.world_size,
+    )
+    return store.create_job(job)
+
+
+def _resolve(
+    request: JobRequest, job_id: str, principal: Principal, store: Store, settings: Settings, catalogue: Catalogue
+) -> JobSpec:
+    model = _find_model(request, catalogue)
+    training = _find_file(request.training_file, "training_file", principal, store, settings)
+    validation = None
+    if request.validation_file is not None:
+        validation = _find_file(request.validation_file, "validation_file", principal, store, settings)
+    slots = settings.slots or hardware.default_slots()
+    spec = resolve(
+        request,
+        job_id=job_id,
+        organization=principal.organization,
+        model=model.ref(),
+        training_data=training,
+        validation_data=validation,
+        seed=secrets.randbelow(2**31),
+        gpus=min(hardware.gpu_count(), slots),
+    )
+    if spec.world_size > slots:
+        raise SpecError(
+            f"distributed.nproc_per_node = {spec.world_size}: this host runs at most {slots} ranks at once. Ask for fewer.",
+            param="distributed.nproc_per_node",
+        )
+    return spec
+
+
+def _find_model(request: JobRequest, catalogue: Catalogue) -> BaseModel:
+    if request.model.startswith("ft:"):
+        message = (
+            f"model = {request.model!r}: training on top of a tuned model is not available in this version: name a base model."
+        )
+        raise SpecError(message, param="model", code="not_available")
+    return catalogue.find(request.model)
+
+
+def _find_file(file_id: str, param: str, principal: Principal, store: Store, settings: Settings) -> DataFileRef:
+    shown = file_id if len(file_id) <= 80 else file_id[:77] + "..."
+    try:
+        file = store.get_file(principal.project_id, file_id)
+    except NotFoundError:
+        message = f"{param} = {shown!r}: this project has no such file. Give the id that POST /v1/files answered."
+        raise SpecError(message, param=param, code="file_not_found") from None
+    if file.purpose != "fine-tune":
+        message = f"{param} = {shown!r}: its purpose is {file.purpose}. Upload it with purpose fine-tune."
+        raise SpecError(message, param=param, code="invalid_file_purpose")
+    return DataFileRef(name=file.filename, path=str(settings.files_dir / file.id), sha256=file.sha256)
+
+
+def _refuse_unstorable_text(value: Any, place: str) -> None:
+    """PostgreSQL keeps neither NUL nor half surrogate pairs, and no option has a use for them."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _refuse_unstorable_text(key, place or "the body's keys")
+            _refuse_unstorable_text(inner, f"{place}.{key}" if place else key)
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            _refuse_unstorable_text(inner, f"{place}.{number}")
+    elif isinstance(value, str) and ("\0" in value or any("\ud800" <= character <= "\udfff" for character in value)):
+        message = f"{place}: holds a character that is not text (NUL or half of a surrogate pair). Leave it out."
+        raise SpecError(message, param=place)

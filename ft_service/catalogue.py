@@ -1,0 +1,139 @@
+"""The base models of this host: folders in Hugging Face layout below the operator's model folders.
+
+A model is a folder with `config.json`, safetensors weights and a tokenizer; its name is its path below the model folder.
+Weights in pickle form are never read: unpickling runs code.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from ft_service.errors import SpecError
+from ft_service.settings import Settings
+from ft_service.spec import BaseModelRef
+
+MAX_DEPTH = 4
+"""Folders below a model folder that are looked through for models."""
+_LISTED = 20
+"""Names that a refusal lists."""
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """A base that jobs can train on."""
+
+    name: str
+    path: Path
+    created_at: float
+    """When its config.json was last written, seconds since the epoch."""
+
+    def ref(self) -> BaseModelRef:
+        return BaseModelRef(name=self.name, path=str(self.path))
+
+
+class Catalogue:
+    """Looks at the folders anew on every call, so that a model that is copied there is there."""
+
+    def __init__(self, folders: Sequence[Path], aliases: Mapping[str, str] | None = None) -> None:
+        self._folders = [folder.absolute() for folder in folders]
+        self._aliases = dict(aliases or {})
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Catalogue:
+        """Raises SpecError if FT_MODEL_ALIASES is not a YAML mapping of names to names."""
+        return cls(settings.model_folders(), read_aliases(settings.model_aliases) if settings.model_aliases else None)
+
+    def list_models(self) -> list[BaseModel]:
+        """Every usable base, by name. Of two folders with the same name below two model folders the first one's."""
+        found: dict[str, BaseModel] = {}
+        for folder in self._folders:
+            for path in _model_folders(folder, MAX_DEPTH):
+                name = path.relative_to(folder).as_posix()
+                if name not in found and not _faults(folder, path):
+                    found[name] = _base(name, path)
+        return [found[name] for name in sorted(found)]
+
+    def find(self, name: str) -> BaseModel:
+        """A base by its name or an alias. Raises SpecError that says what is wrong with it, or lists what exists."""
+        target = self._aliases.get(name, name)
+        shown = f"model = {_shown(name)}" + (f" (an alias of {_shown(target)})" if target != name else "")
+        if not _is_name(target):
+            raise self._not_found(f"{shown}: a model's name is a path below the model folder, without '..'.")
+        for folder in self._folders:
+            path = folder / target
+            if not path.is_dir():
+                continue
+            if fault := _faults(folder, path):
+                raise self._not_found(f"{shown}: {fault}.")
+            return _base(target, path)
+        raise self._not_found(f"{shown}: there is no such base model.")
+
+    def _not_found(self, message: str) -> SpecError:
+        names = [model.name for model in self.list_models()]
+        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        there = f"There are: {', '.join(names[:_LISTED])}{more}." if names else "There are none: see FT_MODELS."
+        return SpecError(f"{message} {there}", param="model", code="model_not_found")
+
+
+def read_aliases(path: Path) -> dict[str, str]:
+    """Names that clients send → names of bases. Raises SpecError if the file is not such a mapping or cannot be read."""
+    try:
+        aliases = yaml.safe_load(path.read_text()) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SpecError(f"FT_MODEL_ALIASES = {path}: {error}", param="FT_MODEL_ALIASES") from None
+    if not isinstance(aliases, dict) or not all(isinstance(part, str) for pair in aliases.items() for part in pair):
+        message = f"FT_MODEL_ALIASES = {path}: must be a YAML mapping of names that clients send to names of base models."
+        raise SpecError(message, param="FT_MODEL_ALIASES")
+    return aliases
+
+
+def _model_folders(folder: Path, depth: int) -> Iterator[Path]:
+    """Folders with a config.json, at most `depth` levels below, not looking into those found."""
+    try:
+        entries = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
+    except OSError:  # a model folder that is not there, or may not be read, holds no models
+        return
+    for name in entries:
+        path = folder / name
+        if (path / "config.json").is_file():
+            yield path
+        elif depth > 1 and not path.is_symlink():
+            yield from _model_folders(path, depth - 1)
+
+
+def _is_name(name: str) -> bool:
+    """Whether a name can be a path below a folder: not absolute, no '..', no hidden folder, nothing a file system refuses."""
+    if not name.isprintable() or "\\" in name:
+        return False
+    return all(part and not part.startswith(".") and len(part.encode()) <= 255 for part in name.split("/"))
+
+
+def _faults(folder: Path, path: Path) -> str | None:
+    """Why a folder cannot be trained on; None: it can."""
+    if not path.resolve().is_relative_to(folder.resolve()):
+        return "it is a symbolic link out of the model folder; add the folder it points into to FT_MODELS"
+    if not (path / "config.json").is_file():
+        return "the folder holds no config.json"
+    if not any(path.glob("*.safetensors")):
+        pickled = sorted(file.name for pattern in _PICKLED for file in path.glob(pattern))
+        held = f"only {pickled[0]}, which is pickled and never read" if pickled else "no weights"
+        return f"safetensors only: the folder holds {held}"
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        return "the folder holds no tokenizer (tokenizer.json)"
+    return None
+
+
+def _base(name: str, path: Path) -> BaseModel:
+    return BaseModel(name, path, (path / "config.json").stat().st_mtime)
+
+
+def _shown(name: str) -> str:
+    text = repr(name)
+    return text if len(text) <= 120 else text[:117] + "..."

@@ -1,0 +1,247 @@
+"""One fine-tuning job from upload to adapter, on this machine: what `make quickstart` runs.
+
+It starts a server for itself, talks to it with the `openai` client, and stops it again. Ctrl-C pauses the job at a checkpoint; the
+next run goes on from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from openai import NotFoundError, OpenAI, OpenAIError
+from openai.types.fine_tuning import FineTuningJob
+from quickstart_processes import Evaluation, Server, ServerError
+from quickstart_report import Report
+from rich.console import Console
+
+from ft_service.cli.display import Display, display_for
+from ft_service.errors import FtError
+from ft_service.events import Metrics
+from ft_service.job import TERMINAL, State
+from ft_service.lifetime import try_lock
+from ft_service.specfile import SpecFile, load_spec_file
+
+ROOT = Path(__file__).resolve().parent.parent
+SPEC = ROOT / "deploy/examples/quickstart.yaml"
+MODELS = ROOT / "examples/models"
+HELD_OUT = ROOT / "examples/data/heldout.jsonl"
+FINISHED = frozenset(map(str, TERMINAL))
+OPENAI_FIELDS = frozenset({"model", "training_file", "validation_file", "suffix", "seed"})
+"""Of the SPEC: arguments of the openai client. Everything else rides in `extra_body`."""
+
+POLL_SECONDS = 0.5
+PAUSE_SECONDS = 90.0
+"""How long Ctrl-C waits for the checkpoint; the service itself ends an attempt that takes longer than its grace."""
+EVENTS_PER_POLL = 100
+INTERRUPTED = 130
+
+console = Console(highlight=False)
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """`quickstart.json`: the last run's job, and a digest of what it trained on."""
+
+    job_id: str
+    inputs: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    action: Literal["start", "resume", "join"]
+    text: str
+
+
+def main() -> int:
+    """Run the quickstart; the exit code."""
+    began = time.monotonic()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    home = Path(os.environ.get("FT_HOME", ROOT / ".ft")).absolute()
+    lock = try_lock(home / "quickstart.lock")
+    if lock is None:
+        return _fail(f"another quickstart is running in {home}; wait for it, or name another folder with FT_HOME.")
+    try:
+        return _run(home, began)
+    except KeyboardInterrupt:
+        console.print("Stopped before the job was created. `make quickstart` starts it.")
+        return INTERRUPTED
+    except (ServerError, FtError, OpenAIError) as error:
+        return _fail(str(error))
+    finally:
+        os.close(lock)
+
+
+def _run(home: Path, began: float) -> int:
+    spec = load_spec_file(SPEC)
+    model = MODELS / spec.request.model
+    console.print(f"Fine-tuning the sample model {spec.request.model}: a server, a job and an adapter, all on this machine.\n")
+    with Evaluation(model, HELD_OUT) as before, Server(home, MODELS) as server:
+        client = OpenAI(base_url=server.base_url, api_key=server.api_key)
+        _line("server", f"{server.base_url}, for this run only")
+        job = _begin(client, spec, home / "quickstart.json")
+        try:
+            job = _follow(client, job)
+        except KeyboardInterrupt:
+            _ignore_interrupts()
+            return _pause(client, job)
+        if job.status != State.SUCCEEDED:
+            reason = job.error.message if job.error else job.status
+            return _fail(f"the job did not succeed: {reason} The server's log: {server.log}")
+        report = Report(client, server, job, home / "quickstart" / job.id)
+        with Evaluation(model, HELD_OUT, report.download_adapter()) as after:
+            report.show(console, before.score(), after.score(), model, time.monotonic() - began)
+    return 0
+
+
+def choose(remembered: Remembered | None, inputs: str, status: str | None) -> Choice:
+    """What to do, given the last run and its job's status (None: there is no such job any more)."""
+    if remembered is None:
+        return Choice("start", "a new job")
+    if status is None:
+        return Choice("start", "a new one; the last run's is gone")
+    if remembered.inputs != inputs:
+        return Choice("start", "a new one, since the data or the spec have changed")
+    if status in FINISHED:
+        return Choice("start", f"a new one; the last run's has {_ended(status)}")
+    if status == State.PAUSED:
+        return Choice("resume", "the last run's, resumed from its checkpoint")
+    return Choice("join", f"the last run's, still {status}")
+
+
+def create_arguments(body: dict[str, Any], training_file: str, validation_file: str) -> dict[str, Any]:
+    """A SPEC's body as arguments of `client.fine_tuning.jobs.create`."""
+    files = {"training_file": training_file, "validation_file": validation_file}
+    known = {name: value for name, value in body.items() if name in OPENAI_FIELDS}
+    return {**known, **files, "extra_body": {name: value for name, value in body.items() if name not in OPENAI_FIELDS}}
+
+
+def _begin(client: OpenAI, spec: SpecFile, memory: Path) -> FineTuningJob:
+    assert spec.validation_file is not None
+    files = [spec.training_file, spec.validation_file]
+    inputs = _digest([spec.path, *files])
+    remembered = _recall(memory)
+    last = _find_job(client, remembered.job_id) if remembered else None
+    choice = choose(remembered, inputs, last.status if last else None)
+    if last and choice.action != "start":
+        job = client.fine_tuning.jobs.resume(last.id) if choice.action == "resume" else last
+    else:
+        if last and last.status not in FINISHED:
+            client.fine_tuning.jobs.cancel(last.id)
+        uploaded = [client.files.create(file=path, purpose="fine-tune") for path in files]
+        _line("upload", f"{', '.join(path.name for path in files)} ({_chats(files)} chats)")
+        job = client.fine_tuning.jobs.create(**create_arguments(spec.body, uploaded[0].id, uploaded[1].id))
+        memory.write_text(json.dumps(asdict(Remembered(job.id, inputs))) + "\n")
+    _line("job", f"{job.id} ({choice.text})")
+    ranks, weights = spec.request.distributed.nproc_per_node, spec.request.precision.default.upper()
+    _line("", f"LoRA of rank {spec.request.lora.r} on a base in {weights}, sharded over {ranks} ranks\n")
+    return job
+
+
+def _follow(client: OpenAI, job: FineTuningJob) -> FineTuningJob:
+    seen: str | None = None
+    with display_for(console) as display:
+        while True:
+            job = client.fine_tuning.jobs.retrieve(job.id)
+            seen = _show_events(client, job.id, seen, display)
+            display.status(job.status)
+            if job.status in FINISHED:
+                return job
+            time.sleep(POLL_SECONDS)
+
+
+def _show_events(client: OpenAI, job_id: str, seen: str | None, display: Display) -> str | None:
+    fresh = []
+    for event in client.fine_tuning.jobs.list_events(job_id, limit=EVENTS_PER_POLL):
+        if event.id == seen or (seen is None and len(fresh) == EVENTS_PER_POLL):
+            break
+        fresh.append(event)
+    for event in reversed(fresh):
+        if event.type == "metrics":
+            display.metrics(Metrics.model_validate(event.data), event.created_at)
+        elif event.level != "info":
+            display.message(event.level, event.message, event.created_at)
+    return fresh[0].id if fresh else seen
+
+
+def _pause(client: OpenAI, job: FineTuningJob) -> int:
+    console.print("\nStopping: the job saves a checkpoint first.")
+    with contextlib.suppress(OpenAIError):
+        job = client.fine_tuning.jobs.pause(job.id)
+        deadline = time.monotonic() + PAUSE_SECONDS
+        while job.status not in FINISHED | {State.PAUSED} and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+            job = client.fine_tuning.jobs.retrieve(job.id)
+    if job.status == State.SUCCEEDED:
+        console.print("The job was done already. `make quickstart` starts a new one.")
+    elif job.status == State.PAUSED:
+        console.print("The job is paused. `make quickstart` goes on from the checkpoint.")
+    else:
+        console.print(f"The job is {job.status}. `make quickstart` goes on with it.")
+    return INTERRUPTED
+
+
+def _find_job(client: OpenAI, job_id: str) -> FineTuningJob | None:
+    try:
+        return client.fine_tuning.jobs.retrieve(job_id)
+    except NotFoundError:
+        return None
+
+
+def _recall(memory: Path) -> Remembered | None:
+    try:
+        return Remembered(**json.loads(memory.read_text()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+
+
+def _digest(paths: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _chats(paths: list[Path]) -> str:
+    return " + ".join(f"{_count_lines(path):,}" for path in paths)
+
+
+def _count_lines(path: Path) -> int:
+    with path.open("rb") as file:
+        return sum(1 for line in file if line.strip())
+
+
+def _ended(status: str) -> str:
+    return {"succeeded": "finished", "failed": "failed"}.get(status, "been cancelled")
+
+
+def _line(title: str, text: str) -> None:
+    console.print(f"  {title:<8}{text}", soft_wrap=True)
+
+
+def _fail(message: str) -> int:
+    print(f"quickstart: {message}", file=sys.stderr)
+    return 1
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _ignore_interrupts() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

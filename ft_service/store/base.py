@@ -129,9 +129,22 @@ class Store(Protocol):
     def check(self) -> None:
         """Raise UnavailableError unless the database answers and its schema is this version's."""
 
-    # Keys
-    def create_key(self, *, project_id: str, name: str, scope: Scope, expires_at: float | None = None) -> tuple[ApiKey, str]:
-        """A new key and its secret, which is never seen again."""
+    # Projects and keys
+    def ensure_project(self, project_id: str, organization: str) -> None:
+        """Create a project, or give it this organization's name."""
+        ...
+
+    def has_keys(self) -> bool:
+        """Whether any key was ever made, in any project: a service without one needs its first."""
+        ...
+
+    def create_key(
+        self, *, project_id: str, name: str, scope: Scope, expires_at: float | None = None, secret: str | None = None
+    ) -> tuple[ApiKey, str]:
+        """A new key and its secret, which is never seen again. `secret`: one from elsewhere; None: a random one.
+
+        Raises SpecError for a short secret, ConflictError for one that is in use.
+        """
         ...
 
     def list_keys(self, project_id: str) -> list[ApiKey]: ...

@@ -1,0 +1,138 @@
+"""Connections, transactions and the database's clock: what every part of the SQL store stands on.
+
+SQLite and PostgreSQL differ here and nowhere else: how a connection is set up, how a write begins, how the time is spelled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import URL, Connection, Double, Engine, Table, create_engine, event, make_url, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, SQLAlchemyError
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.functions import FunctionElement
+
+from ft_service.errors import ConflictError, SpecError, UnavailableError
+
+log = logging.getLogger(__name__)
+
+BUSY_SECONDS = 10
+"""How long a write waits for another one on SQLite, and a connection attempt for PostgreSQL."""
+
+
+class database_time(FunctionElement[float]):
+    """Seconds since the epoch on the database's clock, at the moment the statement runs."""
+
+    type = Double()
+    inherit_cache = True
+
+
+@compiles(database_time, "sqlite")
+def _sqlite_time(element: database_time, compiler: Any, **kw: Any) -> str:
+    # unixepoch('subsec') says it shorter, from SQLite 3.42 on; Debian 12 has 3.40.
+    return "((julianday('now') - 2440587.5) * 86400.0)"
+
+
+@compiles(database_time, "postgresql")
+def _postgresql_time(element: database_time, compiler: Any, **kw: Any) -> str:
+    return "CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS DOUBLE PRECISION)"
+
+
+class Database:
+    """An engine and the two ways to use it. Errors of the driver leave it as this service's own."""
+
+    def __init__(self, url: str) -> None:
+        """Connects on first use. Raises SpecError if the URL is not one of the two databases'."""
+        self._engine = _create_engine(_parse(url))
+        self._writer = self._engine.execution_options(ft_write=True)
+
+    def now(self) -> float:
+        with self.reading() as connection:
+            return connection.scalars(select(database_time())).one()
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """One consistent look at the database on SQLite; on PostgreSQL every statement sees what is committed by then."""
+        with _our_errors(), self._engine.begin() as connection:
+            yield connection
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Connection]:
+        """A transaction, committed at the end, undone by any exception. On SQLite it excludes other writers: be quick."""
+        with _our_errors(), self._writer.begin() as connection:
+            yield connection
+
+
+def upsert(connection: Connection, table: Table) -> sqlite.Insert | postgresql.Insert:
+    """An INSERT that knows ON CONFLICT."""
+    return sqlite.insert(table) if connection.dialect.name == "sqlite" else postgresql.insert(table)
+
+
+def _parse(url: str) -> URL:
+    try:
+        parsed = make_url(url)
+    except ArgumentError:
+        raise SpecError(
+            "FT_DATABASE_URL is not a database URL. Use sqlite:////path/ft.db or postgresql+psycopg://user:password@host/name.",
+            param="FT_DATABASE_URL",
+        ) from None
+    if parsed.drivername == "postgresql":
+        parsed = parsed.set(drivername="postgresql+psycopg")
+    if parsed.drivername not in ("sqlite", "sqlite+pysqlite", "postgresql+psycopg"):
+        raise SpecError(
+            f"FT_DATABASE_URL begins with {parsed.drivername!r}; only sqlite and postgresql+psycopg are supported.",
+            param="FT_DATABASE_URL",
+        )
+    if parsed.get_backend_name() == "sqlite" and parsed.database in (None, "", ":memory:"):
+        raise SpecError(
+            "FT_DATABASE_URL names an SQLite database in memory, which only one thread would see: name a file.",
+            param="FT_DATABASE_URL",
+        )
+    return parsed
+
+
+def _create_engine(url: URL) -> Engine:
+    # More connections than threads that may ask (web server and reconciler), so that none waits for a connection.
+    pool = {"pool_size": 8, "max_overflow": 56, "pool_timeout": BUSY_SECONDS}
+    if url.get_backend_name() == "postgresql":
+        return create_engine(url, pool_pre_ping=True, connect_args={"connect_timeout": BUSY_SECONDS}, **pool)
+    assert url.database, "checked by _parse"
+    Path(url.database).parent.mkdir(parents=True, exist_ok=True)
+    engine = create_engine(url, connect_args={"timeout": BUSY_SECONDS}, **pool)
+    event.listen(engine, "connect", _set_up_sqlite)
+    event.listen(engine, "begin", _begin_sqlite)
+    return engine
+
+
+def _set_up_sqlite(connection: sqlite3.Connection, record: object) -> None:
+    connection.isolation_level = None  # the driver begins no transactions of its own; _begin_sqlite does
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("PRAGMA foreign_keys = ON")
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    # A transaction that reads first and writes later can fail half-way; one that takes the write lock at once waits its turn.
+    write = connection.get_execution_options().get("ft_write", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+
+
+@contextlib.contextmanager
+def _our_errors() -> Iterator[None]:
+    try:
+        yield
+    except IntegrityError as error:
+        log.info("database refused a write: %s", error.orig)
+        raise ConflictError("Somebody else has stored this already, or removed what it refers to.") from error
+    except SQLAlchemyError as error:
+        log.warning("database: %s", error.orig if isinstance(error, DBAPIError) else error)
+        raise UnavailableError("The database does not answer as it should; the service's log says how.") from error

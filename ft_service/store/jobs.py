@@ -1,0 +1,155 @@
+"""Jobs as their users see them: create, read, list, and ask for something."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import Connection, column, exists, insert, select, update
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.functions import FunctionElement
+
+from ft_service import job as rules
+from ft_service.errors import ConflictError
+from ft_service.events import Metrics
+from ft_service.job import Job, Verb
+from ft_service.store.base import Checkpoint, NewEvent, Page, StoredEvent
+from ft_service.store.database import Database, database_time
+from ft_service.store.rows import (
+    CHECKPOINT,
+    EVENT,
+    JOB,
+    changed_job_row,
+    cursor,
+    event_row,
+    new_job_row,
+    not_found,
+    page,
+    to_checkpoint,
+    to_event,
+    to_job,
+    to_metrics,
+)
+from ft_service.store.tables import StorableText, checkpoints, events, jobs
+
+MAX_TRIES = 20
+"""Of a verb against writes of the reconciler, each of which it can lose only to a write that happened."""
+
+ASKED = {Verb.CANCEL: "Cancel requested.", Verb.PAUSE: "Pause requested.", Verb.RESUME: "Resume requested."}
+
+
+class metadata_pairs(FunctionElement[Any]):
+    """The `metadata` object of a create body as rows (key, value), so that no character of a key can act as a path."""
+
+    inherit_cache = True
+
+
+@compiles(metadata_pairs, "sqlite")
+def _sqlite_pairs(element: metadata_pairs, compiler: Any, **kw: Any) -> str:
+    return f"json_each({compiler.process(element.clauses, **kw)}, '$.metadata')"
+
+
+@compiles(metadata_pairs, "postgresql")
+def _postgresql_pairs(element: metadata_pairs, compiler: Any, **kw: Any) -> str:
+    found = f"({compiler.process(element.clauses, **kw)}) -> 'metadata'"
+    return f"json_each_text(CASE json_typeof({found}) WHEN 'object' THEN {found} END)"
+
+
+class JobStore(Database):
+    def create_job(self, job: Job) -> Job:
+        """Store a new job; `created_at` is set by the database, and its first event is written with it.
+
+        Raises ConflictError if the id is taken or there is no such project.
+        """
+        with self.writing() as connection:
+            row = connection.execute(insert(jobs).values(new_job_row(job)).returning(*JOB)).mappings().one()
+            created = to_job(row)
+            event = NewEvent(level="info", message=f"Created fine-tuning job: {job.id}")
+            connection.execute(insert(events).values(event_row(event, created, created.created_at)))
+        return created
+
+    def get_job(self, project_id: str, job_id: str) -> Job:
+        with self.reading() as connection:
+            return _get(connection, project_id, job_id)
+
+    def list_jobs(
+        self, project_id: str, *, after: str | None = None, limit: int = 20, metadata: dict[str, str] | None = None
+    ) -> Page[Job]:
+        """Newest first. `metadata`: only jobs whose metadata hold all these pairs."""
+        place = jobs.c.position
+        query = select(*JOB).where(jobs.c.project_id == project_id).order_by(place.desc())
+        for key, value in (metadata or {}).items():
+            pairs = metadata_pairs(jobs.c.request).table_valued(column("key", StorableText), column("value", StorableText))
+            query = query.where(exists().select_from(pairs).where(pairs.c.key == key, pairs.c.value == value).correlate(jobs))
+        with self.reading() as connection:
+            if after is not None:
+                query = query.where(
+                    place < cursor(connection, place, jobs.c.id == after, jobs.c.project_id == project_id, after=after)
+                )
+            return page(connection, query, limit, to_job)
+
+    def request(self, project_id: str, job_id: str, verb: Verb) -> Job:
+        """Apply `job.request` by compare-and-set, with an event that says so. Raises SpecError as `job.request` does."""
+        for _ in range(MAX_TRIES):
+            with self.writing() as connection:
+                old = _get(connection, project_id, job_id)
+                now = connection.scalars(select(database_time())).one()
+                new = rules.request(old, verb, now)
+                if new == old:
+                    return old
+                if _write(connection, old, new):
+                    connection.execute(insert(events).values(event_row(NewEvent(level="info", message=ASKED[verb]), old, now)))
+                    return _get(connection, project_id, job_id)
+        raise ConflictError(f"Job {job_id} keeps changing; try again.")
+
+    def list_events(self, project_id: str, job_id: str, *, after: str | None = None, limit: int = 20) -> Page[StoredEvent]:
+        """Newest first."""
+        place = events.c.position
+        query = select(*EVENT).where(events.c.job_id == job_id).order_by(place.desc())
+        with self.reading() as connection:
+            _get(connection, project_id, job_id)
+            if after is not None:
+                query = query.where(
+                    place < cursor(connection, place, events.c.id == after, events.c.job_id == job_id, after=after)
+                )
+            return page(connection, query, limit, to_event)
+
+    def list_checkpoints(self, project_id: str, job_id: str, *, after: str | None = None, limit: int = 10) -> Page[Checkpoint]:
+        """Newest (highest step) first; of a step that several attempts reached only the newest attempt's."""
+        step = checkpoints.c.step
+        newer = checkpoints.alias()
+        redone = exists().where(
+            newer.c.job_id == checkpoints.c.job_id, newer.c.step == step, newer.c.attempt > checkpoints.c.attempt
+        )
+        query = select(*CHECKPOINT).where(checkpoints.c.job_id == job_id, ~redone).order_by(step.desc())
+        with self.reading() as connection:
+            _get(connection, project_id, job_id)
+            if after is not None:
+                query = query.where(
+                    step < cursor(connection, step, checkpoints.c.id == after, checkpoints.c.job_id == job_id, after=after)
+                )
+            return page(connection, query, limit, to_checkpoint)
+
+    def latest_metrics(self, job_id: str) -> Metrics | None:
+        """Of the newest event that has any."""
+        query = (
+            select(events.c.metrics)
+            .where(events.c.job_id == job_id, events.c.metrics.is_not(None))
+            .order_by(events.c.position.desc())
+            .limit(1)
+        )
+        with self.reading() as connection:
+            return to_metrics(connection.scalars(query).one_or_none())
+
+
+def _get(connection: Connection, project_id: str, job_id: str) -> Job:
+    query = select(*JOB).where(jobs.c.id == job_id, jobs.c.project_id == project_id)
+    row = connection.execute(query).mappings().one_or_none()
+    if row is None:
+        raise not_found("fine-tuning job", job_id)
+    return to_job(row)
+
+
+def _write(connection: Connection, old: Job, new: Job) -> bool:
+    # Whoever reconciles next should see the wish at once, not only when the job's turn comes round.
+    statement = update(jobs).where(jobs.c.id == old.id, jobs.c.version == old.version)
+    return connection.execute(statement.values(**changed_job_row(new), looked_at=0.0)).rowcount == 1

@@ -1,0 +1,139 @@
+"""The reconciler's side: claim a job, write what became of it under the lease, and who holds which slot."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, ScalarSelect, delete, func, insert, or_, select, update
+from sqlalchemy.exc import IntegrityError
+
+from ft_service.job import Job
+from ft_service.store.base import Change, Claim
+from ft_service.store.database import Database, database_time, upsert
+from ft_service.store.rows import JOB, changed_job_row, checkpoint_row, event_row, file_row, to_job
+from ft_service.store.tables import NEEDS_ATTENTION, QUEUED, checkpoints, events, files, jobs, slots
+
+
+class _SlotTaken(Exception):
+    """Undoes the transaction of a change."""
+
+
+class LeaseStore(Database):
+    def claim(self, *, host: str, owner: str, lease_seconds: float, idle_seconds: float) -> Claim | None:
+        """Claim one job that may need attention: one compare-and-set statement.
+
+        Candidates: validating, running, or cancelled and still stopping; whose host is None or `host`; whose lease is
+        free or has expired; not looked at for `idle_seconds` (a verb or a change of state counts as never looked at). The
+        one looked at longest ago is taken. None may also mean that another claimed it in the same moment.
+        """
+        eligible = (NEEDS_ATTENTION, _claimable(host), jobs.c.looked_at <= database_time() - idle_seconds)
+        first = select(jobs.c.id).where(*eligible).order_by(jobs.c.looked_at).limit(1)
+        return self._claim(first.scalar_subquery(), eligible, owner, lease_seconds)
+
+    def claim_next(self, *, host: str, owner: str, lease_seconds: float, max_slots: int) -> Claim | None:
+        """Claim the queued job that comes next (priority, then creation) among those that are due.
+
+        None if it needs more than `max_slots`: a job at the head that needs more is waited for, not overtaken. A job whose last
+        attempt ran on another host is left to that host while it is queued with an attempt (its processes can be observed only
+        there).
+        """
+        due = (QUEUED, _claimable(host), jobs.c.not_before <= database_time())
+        head = select(jobs.c.id).where(*due).order_by(jobs.c.priority.desc(), jobs.c.position).limit(1)
+        return self._claim(head.scalar_subquery(), (*due, jobs.c.slots <= max_slots), owner, lease_seconds)
+
+    def _claim(
+        self, candidate: ScalarSelect[str], still: tuple[ColumnElement[bool], ...], owner: str, lease_seconds: float
+    ) -> Claim | None:
+        token = secrets.token_hex(16)
+        statement = (
+            update(jobs)
+            .where(jobs.c.id == candidate, *still)
+            .values(
+                lease_owner=owner,
+                lease_token=token,
+                lease_expires_at=database_time() + lease_seconds,
+                looked_at=database_time(),
+            )
+            .returning(*JOB, jobs.c.looked_at)
+        )
+        with self.writing() as connection:
+            row = connection.execute(statement).mappings().one_or_none()
+        if row is None:
+            return None
+        values = dict(row)
+        now = values.pop("looked_at")
+        return Claim(job=to_job(values), token=token, now=now)
+
+    def apply(self, claim: Claim, change: Change) -> bool:
+        """Write a change and end the lease. False, with nothing written: lease lost, job changed, or a slot taken.
+
+        The lease ends either way, so that nobody has to wait for its end before looking again.
+        """
+        assert change.job.id == claim.job.id, "a change is of the job that was claimed"
+        try:
+            with self.writing() as connection:
+                if _write_job(connection, claim, change.job):
+                    _write_rest(connection, claim, change)
+                    return True
+        except _SlotTaken:
+            pass
+        with self.writing() as connection:
+            mine = (jobs.c.id == claim.job.id, jobs.c.lease_token == claim.token)
+            connection.execute(update(jobs).where(*mine).values(**_FREE))
+        return False
+
+    def free_slots(self, host: str, total: int) -> list[int]:
+        """Slot numbers in 0..total-1 that nobody holds on a host, ascending."""
+        with self.reading() as connection:
+            held = set(connection.scalars(select(slots.c.slot).where(slots.c.host == host)))
+        return [slot for slot in range(total) if slot not in held]
+
+    def queue_depth(self) -> int:
+        """Jobs that wait for slots, of all projects."""
+        with self.reading() as connection:
+            return connection.scalars(select(func.count()).select_from(jobs).where(QUEUED)).one()
+
+
+_FREE: dict[str, Any] = {"lease_owner": None, "lease_token": None, "lease_expires_at": 0.0}
+
+
+def _claimable(host: str) -> ColumnElement[bool]:
+    return (jobs.c.lease_expires_at <= database_time()) & or_(jobs.c.host.is_(None), jobs.c.host == host)
+
+
+def _write_job(connection: Connection, claim: Claim, job: Job) -> bool:
+    values = changed_job_row(job) | {"version": claim.job.version + 1} | _FREE
+    if job.state is not claim.job.state:  # what the new state asks for need not wait for its turn
+        values["looked_at"] = 0.0
+    guard = (jobs.c.id == claim.job.id, jobs.c.lease_token == claim.token, jobs.c.version == claim.job.version)
+    return connection.execute(update(jobs).where(*guard).values(values)).rowcount == 1
+
+
+def _write_rest(connection: Connection, claim: Claim, change: Change) -> None:
+    job = change.job
+    if change.release_slots:
+        connection.execute(delete(slots).where(slots.c.job_id == job.id))
+    if change.events:
+        rows = [event_row(event, claim.job, claim.now) for event in change.events]
+        connection.execute(upsert(connection, events).on_conflict_do_nothing(), rows)
+    if change.checkpoints:
+        rows = [checkpoint_row(checkpoint) for checkpoint in change.checkpoints]
+        connection.execute(upsert(connection, checkpoints).on_conflict_do_nothing(), rows)
+    for file in change.files:
+        connection.execute(insert(files).values(file_row(file)))
+    if change.take_slots:
+        _take_slots(connection, job, change.take_slots)
+
+
+def _take_slots(connection: Connection, job: Job, numbers: Sequence[int]) -> None:
+    assert job.host is not None, "slots are of a host"
+    rows = [
+        {"host": job.host, "slot": slot, "project_id": job.project_id, "job_id": job.id, "attempt": job.attempt}
+        for slot in numbers
+    ]
+    try:
+        connection.execute(insert(slots), rows)
+    except IntegrityError as error:
+        raise _SlotTaken from error

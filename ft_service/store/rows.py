@@ -1,0 +1,130 @@
+"""Between rows and records, and lists as pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Table, select
+
+from ft_service.errors import NotFoundError, SpecError
+from ft_service.events import Metrics
+from ft_service.ids import new_id
+from ft_service.job import Desired, Job, Phase, Reason, State
+from ft_service.store.base import ApiKey, Checkpoint, File, Item, NewEvent, Page, StoredEvent
+from ft_service.store.database import database_time
+from ft_service.store.tables import checkpoints, events, files, jobs, keys
+
+
+def columns_of(record: type, table: Table) -> list[ColumnElement[Any]]:
+    """The columns that a record's fields are named after."""
+    return [table.c[field.name] for field in fields(record)]
+
+
+KEY = columns_of(ApiKey, keys)
+FILE = columns_of(File, files)
+JOB = columns_of(Job, jobs)
+EVENT = columns_of(StoredEvent, events)
+CHECKPOINT = columns_of(Checkpoint, checkpoints)
+
+# What a job is asked to do never changes after its creation, and leases have writers of their own.
+_FIXED = frozenset({"id", "project_id", "created_at", "request", "spec"})
+
+
+def to_key(row: RowMapping) -> ApiKey:
+    return ApiKey(**row)
+
+
+def to_file(row: RowMapping) -> File:
+    return File(**row)
+
+
+def to_job(row: RowMapping | dict[str, Any]) -> Job:
+    return Job(
+        **{
+            **row,
+            "state": State(row["state"]),
+            "phase": row["phase"] and Phase(row["phase"]),
+            "desired": Desired(row["desired"]),
+            "reason": row["reason"] and Reason(row["reason"]),
+        }
+    )
+
+
+def to_event(row: RowMapping) -> StoredEvent:
+    return StoredEvent(**{**row, "metrics": to_metrics(row["metrics"])})
+
+
+def to_checkpoint(row: RowMapping) -> Checkpoint:
+    return Checkpoint(**{**row, "metrics": to_metrics(row["metrics"])})
+
+
+def to_metrics(value: dict[str, Any] | None) -> Metrics | None:
+    return None if value is None else Metrics.model_validate(value)
+
+
+def new_job_row(job: Job) -> dict[str, Any]:
+    row = {field.name: _plain(getattr(job, field.name)) for field in fields(Job)}
+    return row | {"created_at": database_time()}
+
+
+def changed_job_row(job: Job) -> dict[str, Any]:
+    """Every column that may change, `version` raised by one."""
+    row = {field.name: _plain(getattr(job, field.name)) for field in fields(Job) if field.name not in _FIXED}
+    return row | {"version": job.version + 1}
+
+
+def file_row(file: File) -> dict[str, Any]:
+    row = {field.name: getattr(file, field.name) for field in fields(File)}
+    return row | {"created_at": database_time()}
+
+
+def checkpoint_row(checkpoint: Checkpoint) -> dict[str, Any]:
+    row = {field.name: getattr(checkpoint, field.name) for field in fields(Checkpoint)}
+    return row | {"metrics": _metrics(checkpoint.metrics)}
+
+
+def event_row(event: NewEvent, job: Job, now: float) -> dict[str, Any]:
+    """`job`: as it was when the event was read, so that its attempt is the one that wrote it."""
+    segment, line = event.source or (None, None)
+    return {
+        "id": new_id("ftevent-"),
+        "project_id": job.project_id,
+        "job_id": job.id,
+        "attempt": job.attempt if event.source else None,
+        "segment": segment,
+        "line": line,
+        "created_at": now if event.created_at is None else event.created_at,
+        "level": event.level,
+        "message": event.message,
+        "metrics": _metrics(event.metrics),
+    }
+
+
+def not_found(noun: str, row_id: str) -> NotFoundError:
+    return NotFoundError(f"There is no {noun} {row_id!r} in this project.")
+
+
+def cursor(connection: Connection, column: ColumnElement[int], *where: ColumnElement[bool], after: str) -> int:
+    """The place in a list of the row that `after` names. Raises SpecError if the list has no such row."""
+    found = connection.scalars(select(column).where(*where)).one_or_none()
+    if found is None:
+        raise SpecError(
+            f"after = {after!r}: this list has no such item; use the id of an item of the previous page.", param="after"
+        )
+    return found
+
+
+def page(connection: Connection, query: Select[Any], limit: int, record: Callable[[RowMapping], Item]) -> Page[Item]:
+    """The first `limit` rows of a query. One more is read, to know whether there is one."""
+    rows = connection.execute(query.limit(limit + 1)).mappings().all()
+    return Page(data=[record(row) for row in rows[:limit]], has_more=len(rows) > limit)
+
+
+def _metrics(metrics: Metrics | None) -> dict[str, Any] | None:
+    return None if metrics is None else metrics.model_dump(exclude_none=True)
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, State | Phase | Desired | Reason) else value

@@ -1,0 +1,73 @@
+"""The store on SQLite or PostgreSQL: one set of statements for both."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import text
+
+from ft_service.errors import UnavailableError
+from ft_service.store.base import Store
+from ft_service.store.database import Database
+from ft_service.store.files import FileStore
+from ft_service.store.jobs import JobStore
+from ft_service.store.keys import KeyStore
+from ft_service.store.leases import LeaseStore
+
+MIGRATION_LOCK = 7_316_004_150
+"""Any number that no other application uses as an advisory lock in the same PostgreSQL database."""
+
+
+class SqlStore(KeyStore, FileStore, JobStore, LeaseStore, Store):
+    """Safe to share between threads. Forking with open connections is not: make one after the fork."""
+
+    def check(self) -> None:
+        """Raise UnavailableError unless the database answers and its schema is this version's."""
+        with self.reading() as connection:
+            found = MigrationContext.configure(connection).get_current_heads()
+        wanted = _newest_revisions()
+        if found != wanted:
+            raise UnavailableError(
+                f"The database has schema {_named(found)}, and this version of the service needs {_named(wanted)}: "
+                "run its migrations."
+            )
+
+
+def open_store(url: str) -> SqlStore:
+    """A store on a database URL (see Settings.database_url). Nothing is connected or created yet; `check()` does the former."""
+    return SqlStore(url)
+
+
+def migrate(url: str) -> None:
+    """Bring a database to this version's schema; without effect if it is there. Several may try at once: one does it."""
+    database = Database(url)
+    try:
+        with database.writing() as connection:
+            if connection.dialect.name == "postgresql":
+                connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": MIGRATION_LOCK})
+            config = _config()
+            config.attributes["connection"] = connection
+            command.upgrade(config, "head")
+    finally:
+        database.close()
+
+
+def _config() -> Config:
+    config = Config()
+    folder = Path(__file__).parent / "migrations"
+    config.set_main_option("script_location", str(folder).replace("%", "%%"))
+    return config
+
+
+@cache
+def _newest_revisions() -> tuple[str, ...]:
+    return tuple(ScriptDirectory.from_config(_config()).get_heads())
+
+
+def _named(revisions: tuple[str, ...]) -> str:
+    return " and ".join(revisions) or "none"

@@ -1,0 +1,227 @@
+"""The schema: every table, its constraints and the indexes that keep claims and lists flat. `migrations/` creates the same.
+
+Rows of jobs, files and events have a `position` that rises with creation: lists and cursors go by it, because two rows can
+share a time. Conditions of partial indexes are written with literals, since SQLite uses such an index only for a query that
+says the same.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    Table,
+    Text,
+    TypeDecorator,
+    UniqueConstraint,
+    literal_column,
+    or_,
+)
+
+from ft_service.job import State
+
+metadata = MetaData(
+    naming_convention={
+        "pk": "pk_%(table_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+    }
+)
+
+
+def storable(value: Any) -> Any:
+    """A JSON value as both databases can hold it: no NUL, no lone surrogate, no NaN or infinity.
+
+    What a worker prints or a client sends may hold any of them, and a job must not become unwritable over it.
+    """
+    match value:
+        case str():
+            return value.replace("\x00", "\ufffd").encode("utf-8", "replace").decode()
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {storable(key): storable(inner) for key, inner in value.items()}
+        case list() | tuple():
+            return [storable(inner) for inner in value]
+        case _:
+            return value
+
+
+class StorableText(TypeDecorator[str]):
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Any) -> str | None:
+        return storable(value)
+
+
+class StorableJson(TypeDecorator[Any]):
+    """JSON; None is NULL."""
+
+    impl = JSON(none_as_null=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: Any, dialect: Any) -> Any:
+        return storable(value)
+
+    def coerce_compared_value(self, op: Any, value: Any) -> Any:
+        return self.impl_instance.coerce_compared_value(op, value)
+
+
+def _id() -> Column[str]:
+    return Column("id", StorableText, nullable=False, unique=True)
+
+
+def _position() -> Column[int]:
+    return Column("position", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True)
+
+
+def _project() -> Column[str]:
+    return Column("project_id", ForeignKey("projects.id"), nullable=False)
+
+
+def _job() -> Column[str]:
+    return Column("job_id", ForeignKey("jobs.id"), nullable=False)
+
+
+projects = Table(
+    "projects",
+    metadata,
+    Column("id", StorableText, primary_key=True),
+    Column("organization", StorableText, nullable=False),
+    Column("created_at", Double, nullable=False),
+)
+
+keys = Table(
+    "keys",
+    metadata,
+    Column("id", StorableText, primary_key=True),
+    _project(),
+    Column("name", StorableText, nullable=False),
+    Column("scope", StorableText, nullable=False),
+    Column("prefix", StorableText, nullable=False),
+    Column("digest", StorableText, nullable=False, unique=True),
+    Column("created_at", Double, nullable=False),
+    Column("expires_at", Double),
+    Column("last_used_at", Double),
+    Column("revoked_at", Double),
+)
+Index(None, keys.c.project_id)
+
+files = Table(
+    "files",
+    metadata,
+    _position(),
+    _id(),
+    _project(),
+    Column("filename", StorableText, nullable=False),
+    Column("purpose", StorableText, nullable=False),
+    Column("bytes", BigInteger, nullable=False),
+    Column("sha256", StorableText, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("deleted_at", Double),
+    sqlite_autoincrement=True,
+)
+VISIBLE = files.c.deleted_at.is_(None)
+Index(None, files.c.project_id, files.c.position, sqlite_where=VISIBLE, postgresql_where=VISIBLE)
+
+jobs = Table(
+    "jobs",
+    metadata,
+    _position(),
+    _id(),
+    _project(),
+    Column("created_at", Double, nullable=False),
+    Column("request", StorableJson, nullable=False),
+    Column("spec", StorableJson, nullable=False),
+    Column("state", StorableText, nullable=False),
+    Column("phase", StorableText),
+    Column("desired", StorableText, nullable=False),
+    Column("generation", Integer, nullable=False),
+    Column("signalled", Integer, nullable=False),
+    Column("priority", Integer, nullable=False),
+    Column("slots", Integer, nullable=False),
+    Column("host", StorableText),
+    Column("attempt", Integer, nullable=False),
+    Column("failures", Integer, nullable=False),
+    Column("failed_at_step", Integer, nullable=False),
+    Column("not_before", Double, nullable=False),
+    Column("ingested", Integer, nullable=False),
+    Column("reason", StorableText),
+    Column("error", StorableJson),
+    Column("finished_at", Double),
+    Column("trained_tokens", BigInteger),
+    Column("result_file", StorableText),
+    Column("version", Integer, nullable=False),
+    Column("lease_owner", StorableText),
+    Column("lease_token", StorableText),
+    # 0: the lease is free.
+    Column("lease_expires_at", Double, nullable=False, server_default="0"),
+    # 0: to be looked at as soon as possible.
+    Column("looked_at", Double, nullable=False, server_default="0"),
+    sqlite_autoincrement=True,
+)
+# A job has processes, or may have, as long as it has a phase.
+NEEDS_ATTENTION = or_(jobs.c.phase.is_not(None), jobs.c.state == literal_column(f"'{State.VALIDATING.value}'"))
+QUEUED = jobs.c.state == literal_column(f"'{State.QUEUED.value}'")
+UNFINISHED = or_(jobs.c.finished_at.is_(None), jobs.c.phase.is_not(None))
+Index(None, jobs.c.project_id, jobs.c.position)
+Index("ix_jobs_attention", jobs.c.looked_at, sqlite_where=NEEDS_ATTENTION, postgresql_where=NEEDS_ATTENTION)
+Index("ix_jobs_queue", jobs.c.priority.desc(), jobs.c.position, sqlite_where=QUEUED, postgresql_where=QUEUED)
+Index("ix_jobs_unfinished", jobs.c.project_id, sqlite_where=UNFINISHED, postgresql_where=UNFINISHED)
+
+events = Table(
+    "events",
+    metadata,
+    _position(),
+    _id(),
+    _project(),
+    _job(),
+    # Where a worker's event came from; NULL for the service's own, which are never read twice.
+    Column("attempt", Integer),
+    Column("segment", Integer),
+    Column("line", Integer),
+    Column("created_at", Double, nullable=False),
+    Column("level", StorableText, nullable=False),
+    Column("message", StorableText, nullable=False),
+    Column("metrics", StorableJson),
+    UniqueConstraint("job_id", "attempt", "segment", "line"),
+    sqlite_autoincrement=True,
+)
+Index(None, events.c.job_id, events.c.position)
+
+checkpoints = Table(
+    "checkpoints",
+    metadata,
+    Column("id", StorableText, primary_key=True),
+    _project(),
+    _job(),
+    Column("name", StorableText, nullable=False),
+    Column("step", Integer, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("metrics", StorableJson),
+    UniqueConstraint("job_id", "name"),
+)
+Index(None, checkpoints.c.job_id, checkpoints.c.step, checkpoints.c.attempt)
+
+slots = Table(
+    "slots",
+    metadata,
+    Column("host", StorableText, primary_key=True),
+    Column("slot", Integer, primary_key=True, autoincrement=False),
+    _project(),
+    _job(),
+    Column("attempt", Integer, nullable=False),
+)
+Index(None, slots.c.job_id)

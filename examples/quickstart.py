@@ -13,22 +13,23 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ft_service.lifetime import try_lock
 from openai import NotFoundError, OpenAI, OpenAIError
 from openai.types.fine_tuning import FineTuningJob
-from quickstart_processes import Evaluation, Server, ServerError
-from quickstart_report import Report
+from quickstart_processes import Evaluation, ProcessError, Server
+from quickstart_report import LOADING, change, curve, decode_metrics, draw_losses, new_folder, percent
 from rich.console import Console
 
 from ft_service.cli.display import Display, display_for
+from ft_service.client import Client
 from ft_service.errors import FtError
 from ft_service.events import Metrics
 from ft_service.job import TERMINAL, State
-from ft_service.lifetime import try_lock
+from ft_service.progress import clock
 from ft_service.specfile import SpecFile, load_spec_file
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,7 +77,7 @@ def main() -> int:
     except KeyboardInterrupt:
         console.print("Stopped before the job was created. `make quickstart` starts it.")
         return INTERRUPTED
-    except (ServerError, FtError, OpenAIError) as error:
+    except (ProcessError, FtError, OpenAIError) as error:
         return _fail(str(error))
     finally:
         os.close(lock)
@@ -87,8 +88,8 @@ def _run(home: Path, began: float) -> int:
     model = MODELS / spec.request.model
     console.print(f"Fine-tuning the sample model {spec.request.model}: a server, a job and an adapter, all on this machine.\n")
     with Evaluation(model, HELD_OUT) as before, Server(home, MODELS) as server:
-        client = OpenAI(base_url=server.base_url, api_key=server.api_key)
-        _line("server", f"{server.base_url}, for this run only")
+        client = OpenAI(base_url=server.connection.base_url, api_key=server.connection.api_key)
+        _line("server", f"{server.connection.base_url}, for this run only")
         job = _begin(client, spec, home / "quickstart.json")
         try:
             job = _follow(client, job)
@@ -96,11 +97,17 @@ def _run(home: Path, began: float) -> int:
             _ignore_interrupts()
             return _pause(client, job)
         if job.status != State.SUCCEEDED:
-            reason = job.error.message if job.error else job.status
+            reason = job.error.message if job.error else f"it is {job.status}."
             return _fail(f"the job did not succeed: {reason} The server's log: {server.log}")
-        report = Report(client, server, job, home / "quickstart" / job.id)
-        with Evaluation(model, HELD_OUT, report.download_adapter()) as after:
-            report.show(console, before.score(), after.score(), model, time.monotonic() - began)
+        results = new_folder(home / "quickstart" / job.id)
+        with Client(server.connection) as ours:  # OpenAI's client has no call for an adapter
+            adapter = ours.download_adapter(job.id, results / "adapter")
+        rows = decode_metrics(client.files.content(job.result_files[0]).read())
+        with Evaluation(model, HELD_OUT, adapter) as after:
+            picture = draw_losses(rows, results / "loss.png")
+            _report(before, after, rows, picture)
+    console.print(f"  {'time':<10}{clock(time.monotonic() - began)}\n")
+    console.print(LOADING.format(model=_shown(model), adapter=_shown(adapter)), soft_wrap=True)
     return 0
 
 
@@ -191,6 +198,14 @@ def _pause(client: OpenAI, job: FineTuningJob) -> int:
     return INTERRUPTED
 
 
+def _report(before: Evaluation, after: Evaluation, rows: list[dict[str, str]], picture: Path) -> None:
+    with console.status("Measuring the tuned model on chats that it has not seen"):
+        first, last = before.accuracy(), after.accuracy()
+    console.print()
+    _line("accuracy", f"{percent(first)} → {percent(last)} of {last[1]} chats that it had not seen, answered exactly")
+    _line("loss", f"{change(curve(rows, 'train_loss'))}   curve: {_shown(picture)}")
+
+
 def _find_job(client: OpenAI, job_id: str) -> FineTuningJob | None:
     try:
         return client.fine_tuning.jobs.retrieve(job_id)
@@ -225,8 +240,14 @@ def _ended(status: str) -> str:
     return {"succeeded": "finished", "failed": "failed"}.get(status, "been cancelled")
 
 
+def _shown(path: Path) -> str:
+    """Relative to where the user is, if it is below."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
 def _line(title: str, text: str) -> None:
-    console.print(f"  {title:<8}{text}", soft_wrap=True)
+    console.print(f"  {title:<10}{text}", soft_wrap=True)
 
 
 def _fail(message: str) -> int:

@@ -140,9 +140,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
     def close(self) -> None:
@@ -308,7 +306,9 @@ def unpack(archive: Path, target: Path) -> None:
             for member in tar:
                 path = PurePosixPath(member.name)
                 if path.is_absolute() or ".." in path.parts or not (member.isreg() or member.isdir()):
-                    raise FtError(f"The archive holds {member.name!r}, which is not a plain file below it: nothing was unpacked.")
+                    raise FtError(
+                        f"The archive holds {member.name!r}, which is not a plain file below it: nothing was unpacked."
+                    )
                 source = tar.extractfile(member)
                 if source is not None:
                     _write(source, target / path)

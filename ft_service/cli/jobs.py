@@ -189,7 +189,7 @@ def _watch(client: Client, job_id: str, as_json: bool) -> int:
 
 def _follow_as_json(client: Client, job_id: str) -> RemoteJob:
     job = client.job(job_id)
-    for job, events in client.follow(job_id):  # noqa: B020
+    for job, events in client.follow(job_id):
         for event in events:
             print_json_line(event.model_dump())
     print_json_line(job.model_dump())
@@ -198,7 +198,7 @@ def _follow_as_json(client: Client, job_id: str) -> RemoteJob:
 
 def _follow_on(display: Display, client: Client, job_id: str) -> RemoteJob:
     job = client.job(job_id)
-    for job, events in client.follow(job_id):  # noqa: B020
+    for job, events in client.follow(job_id):
         for event in events:
             metrics = event.metrics()
             if metrics is None:

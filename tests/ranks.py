@@ -1,0 +1,74 @@
+"""Run a function on N ranks that talk by gloo: real processes, forked from a server that has imported torch once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers", "peft"]
+
+
+def run_on_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+    """`function(rank, world, *args)` on every rank of a gloo group; what each returned, in rank order.
+
+    The function must be importable. Raises AssertionError with the tracebacks of the ranks that failed, or TimeoutError.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")  # noqa: PTH118
+        started = [_start(context, function, rank, world, store, args) for rank in range(world)]
+        try:
+            return _collect(started, timeout)
+        finally:
+            for process, _ in started:
+                process.kill()
+                process.join()
+                process.close()
+
+
+def _start(context: Any, function: Any, rank: int, world: int, store: str, args: Any) -> tuple[Any, Connection]:
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_rank_main, args=(theirs, function, rank, world, store, args), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _collect(started: list[tuple[Any, Connection]], timeout: float) -> list[Any]:
+    results, failures = [], []
+    for rank, (_, pipe) in enumerate(started):
+        if not pipe.poll(timeout):
+            raise TimeoutError(f"rank {rank} did not answer within {timeout} s; failures so far: {failures}")
+        try:
+            kind, value = pipe.recv()
+        except EOFError:
+            kind, value = "error", "ended without a result"
+        (results if kind == "result" else failures).append(value if kind == "result" else f"rank {rank}: {value}")
+        pipe.close()
+    assert not failures, "\n".join(failures)
+    return results
+
+
+def _rank_main(pipe: Connection, function: Any, rank: int, world: int, store: str, args: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+        result = function(rank, world, *args)
+        pipe.send(("result", result))
+        dist.barrier()
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()))
+    pipe.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # gloo's destructor can hang while the interpreter shuts down

@@ -1,0 +1,190 @@
+"""The tensor subclass that carries a quantised weight through `fully_shard`: row-aligned parts behind a [rows, cols] face.
+
+    face       what modules and FSDP2 see: shape [rows, cols], dtype of the computation; holds no memory
+    parts      what holds memory: plain tensors whose dim 0 is the face's dim 0, plus padding rows at the end, if any
+    logical    rows of the face; stored rows = rows of the parts, never fewer
+
+FSDP2 shards on dim 0, pads the last shards to equal height, gathers the parts' bytes, and cuts the padding off again. Three things
+it does need care:
+
+* `narrow()` from the padded shard to its logical rows keeps the padding rows in the parts: what is gathered must have one height
+  on all ranks. `as_strided()` after the gather cuts them.
+* the gather hook has the one-argument signature. With five arguments FSDP2 checks that inputs have the face's padded size, which
+  packed codes cannot have; only the ranks with a short shard would raise, and the others would hang.
+* every operation returns a new wrapper: since torch 2.13 a view that returns `self` is an error.
+
+Operations that are not listed raise, naming class and operation: a silent fallback would dequantise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+aten = torch.ops.aten
+
+
+class RowQuantized(Tensor):
+    """A frozen weight [rows, cols] in a storage format. Subclasses name their parts and do the arithmetic."""
+
+    PARTS: ClassVar[tuple[str, ...]]
+    """Attribute names of the parts, in the order in which they are gathered."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Self:
+        return Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=parts[0].device, requires_grad=False)
+
+    def __init__(self, parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> None:
+        for name, part in zip(self.PARTS, parts, strict=True):
+            setattr(self, name, part)
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, name) for name in self.PARTS)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the parts, padding rows included."""
+        return sum(part.nbytes for part in self.parts)
+
+    def map(self, fn: Callable[[Tensor], Tensor], shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Self:
+        """A new wrapper around `fn` of every part."""
+        return type(self)([fn(part) for part in self.parts], shape or self.shape, dtype or self.dtype)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"{type(self).__name__}({tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.Size, torch.dtype]]:
+        return list(self.PARTS), (self.shape, self.dtype)
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], meta: Any, outer_size: Any, outer_stride: Any) -> Self:
+        return cls([inner[name] for name in cls.PARTS], outer_size, meta[1])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            raise NotImplementedError(f"{cls.__name__} {tuple(args[0].shape)} does not implement {func}")
+        return handler(func, args, kwargs or {})
+
+    # What a format defines --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def quantize(cls, weight: Tensor) -> Self:
+        """From [rows, cols] in a float dtype, which becomes the face's dtype. Rows are independent of each other."""
+        raise NotImplementedError
+
+    @classmethod
+    def empty(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Self:
+        """Uninitialised, also on meta."""
+        raise NotImplementedError
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The logical rows as a plain [rows, cols] tensor, in the face's dtype unless another is given."""
+        raise NotImplementedError
+
+    def linear(self, x: Tensor) -> Tensor:
+        """x [.., cols] → [.., rows] in x's dtype; saves the parts for backward, never a dequantised copy."""
+        raise NotImplementedError
+
+    # FSDP2's extension points -----------------------------------------------------------------------------------------
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+        """The parts of this rank's padded shard, as they are: nothing is copied or converted."""
+        return self.parts, self.shape[1:]
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Wrap what was gathered. With `out`, a later gather has refilled the storage that `out` already wraps."""
+        if out is not None:
+            return None
+        return type(self)(outputs, (outputs[0].shape[0], *metadata), param_dtype), outputs
+
+
+Handler = Callable[[Any, Any, dict[str, Any]], Any]
+_HANDLERS: dict[Any, Handler] = {}
+
+
+def _implements(*ops: Any) -> Callable[[Handler], Handler]:
+    def register(handler: Handler) -> Handler:
+        for op in ops:
+            _HANDLERS[op] = handler
+        return handler
+
+    return register
+
+
+@_implements(aten.detach.default, aten.clone.default, aten.empty_like.default, aten.zeros_like.default)
+def _same_shape(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    keep = {key: kwargs[key] for key in ("device",) if key in kwargs}
+    return return_and_correct_aliasing(func, args, kwargs, args[0].map(lambda part: func(part, **keep)))
+
+
+@_implements(aten._to_copy.default)
+def _to_copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Another device moves the parts; another dtype changes only the face: codes have no other dtype to be in."""
+    keep = {key: kwargs[key] for key in ("device", "non_blocking") if key in kwargs}
+    return args[0].map(lambda part: func(part, **keep), dtype=kwargs.get("dtype"))
+
+
+@_implements(aten.split.Tensor)
+def _split(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    weight, height = args[0], args[1]
+    _only_rows(func, args[2] if len(args) > 2 else kwargs.get("dim", 0))
+    return [_rows(weight, start, min(start + height, weight.shape[0])) for start in range(0, weight.shape[0], height)]
+
+
+@_implements(aten.new_zeros.default, aten.new_empty.default)
+def _new(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    weight, size = args[0], args[1]
+    return weight.map(lambda part: func(part, (size[0], *part.shape[1:]), device=kwargs.get("device")), shape=size)
+
+
+@_implements(aten.slice.Tensor)
+def _slice(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """`narrow()` to a shard's logical rows: from the first row on, the padding rows stay in the parts."""
+    weight, dim, start, end = (*args, 0, 0, None)[:4] if len(args) < 4 else args[:4]
+    _only_rows(func, dim)
+    if start not in (0, None):
+        raise NotImplementedError(f"{type(weight).__name__} can only be cut at its end, not from row {start}")
+    rows = weight.shape[0] if end is None else min(end, weight.shape[0])
+    return weight.map(lambda part: part.view(part.shape), shape=(rows, *weight.shape[1:]))
+
+
+@_implements(aten.copy_.default)
+def _copy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    target, source = args[0], args[1]
+    rows = source.shape[0]
+    for ours, theirs in zip(target.parts, source.parts, strict=True):
+        ours[:rows].copy_(theirs[:rows])
+    return target
+
+
+@_implements(aten.view.default)
+def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """FSDP2 keeps a flat view of the shard for later; the parts are what it really gathers."""
+    return args[0].map(lambda part: part.view(part.shape))
+
+
+@_implements(aten.as_strided.default)
+def _as_strided(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """From the gathered to the logical rows: the padding is cut off."""
+    rows = args[1][0]
+    return args[0].map(lambda part: part[:rows], shape=args[1])
+
+
+def _rows(weight: RowQuantized, start: int, end: int) -> RowQuantized:
+    return weight.map(lambda part: part[start:end], shape=(end - start, *weight.shape[1:]))
+
+
+def _only_rows(func: Any, dim: int) -> None:
+    if dim != 0:
+        raise NotImplementedError(f"{func}: a row-aligned weight is split by rows (dim 0), not along dim {dim}")

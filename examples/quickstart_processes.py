@@ -64,7 +64,7 @@ class Server:
                 raise ProcessError(f"the server did not start: {_last_line(self.log)} Its log: {self.log}")
             with contextlib.suppress(OSError, ValueError, KeyError, httpx2.TransportError):
                 started = json.loads((self.home / "server.json").read_text())
-                if started["pid"] == self._process.pid and _is_ready(started["base_url"]):
+                if started["pid"] == self._process.pid and _is_ready(started["url"]):
                     return find_connection({}, self.home)
             time.sleep(POLL_SECONDS)
         raise ProcessError(f"the server was not ready after {READY_SECONDS:.0f} seconds. Its log: {self.log}")
@@ -115,8 +115,8 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _is_ready(base_url: str) -> bool:
-    return httpx2.get(httpx2.URL(base_url).join("/readyz"), timeout=5.0, trust_env=False).is_success
+def _is_ready(url: str) -> bool:
+    return httpx2.get(f"{url}/readyz", timeout=5.0, trust_env=False).is_success
 
 
 def _last_line(log: Path) -> str:

@@ -76,6 +76,10 @@ class RemoteJob(_Wire):
     validation_file: str | None = None
     result_files: list[str] = []
     error: dict[str, Any] | None = None
+    phase: str | None = None
+    """While running: launching, training or stopping."""
+    progress: dict[str, Any] | None = None
+    """The newest numbers: step, total_steps, train_loss, …"""
 
     @property
     def over(self) -> bool:
@@ -135,6 +139,7 @@ class Client:
             headers={"Authorization": f"Bearer {connection.api_key}"},
             timeout=httpx2.Timeout(60.0, connect=5.0),
             transport=transport,
+            trust_env=not _is_loopback(connection.base_url),  # a proxy from the environment cannot reach this host's own server
         )
 
     def __enter__(self) -> Self:
@@ -198,9 +203,11 @@ class Client:
         """Events in the order they happened: those after the event with the id `since`, of these the newest `limit`."""
         found: list[RemoteEvent] = []
         for event in self._pages(f"{_job(job_id)}/events", RemoteEvent, PAGE):
-            if event.id == since or len(found) == limit:
+            if event.id == since:
                 break
             found.append(event)
+            if len(found) == limit:
+                break
         return found[::-1]
 
     def follow(
@@ -246,7 +253,9 @@ class Client:
             archive, unpacked = Path(scratch) / "adapter.tar", Path(scratch) / "adapter"
             self._download(f"{_job(job_id)}/adapter", archive)
             unpack(archive, unpacked)
-            unpacked.replace(out)
+            entries = list(unpacked.iterdir())
+            top = entries[0] if len(entries) == 1 and entries[0].is_dir() else unpacked  # the archive's own folder
+            top.replace(out)
         return out
 
     # Transport
@@ -298,7 +307,7 @@ def error_of(answer: httpx2.Response) -> FtError:
 def unpack(archive: Path, target: Path) -> None:
     """Unpack a tar of plain files into a new folder. Raises FtError on a member that is a link, a device, or leads outside.
 
-    Members are read, not extracted: `tarfile.data_filter` is missing from Python 3.11.0 to 3.11.3, which distributions still ship.
+    Members are read, not extracted: Python 3.11.0 to 3.11.3, which distributions still ship, have no `tarfile.data_filter`.
     """
     target.mkdir(parents=True)
     try:
@@ -339,6 +348,10 @@ def _not_ours(answer: httpx2.Response) -> FtError:
     kind = UnavailableError if answer.status_code >= 500 else FtError
     address = answer.request.url.copy_with(query=None)
     return kind(f"{address} answered {answer.status_code} in no shape that this client knows. Is FT_BASE_URL right?")
+
+
+def _is_loopback(base_url: str) -> bool:
+    return httpx2.URL(base_url).host in ("127.0.0.1", "localhost", "::1")
 
 
 def _job(job_id: str) -> str:

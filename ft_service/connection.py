@@ -58,7 +58,7 @@ def _local_credentials(path: Path) -> Connection | None:
 def _address(text: str) -> str:
     try:
         url = httpx2.URL(text)
-    except httpx2.InvalidURL:
+    except (httpx2.InvalidURL, ValueError):
         url = httpx2.URL()
     if url.scheme not in ("http", "https") or not url.host:
         raise SpecError(f"base_url = {text!r}: not an address such as http://127.0.0.1:8000/v1.", param="base_url")

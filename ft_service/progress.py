@@ -30,7 +30,7 @@ class Progress:
             seen = replace(seen, train_loss=metrics.train_loss)
         if metrics.valid_loss is not None:
             seen = replace(seen, valid_loss=metrics.valid_loss)
-        if metrics.step_seconds is not None:
+        if metrics.step_seconds is not None and metrics.step != self.step:  # a checkpoint repeats its step's numbers
             seen = replace(seen, pace=(*self.pace, (metrics.step_seconds, metrics.tokens or 0))[-WINDOW:])
         return seen
 

@@ -82,8 +82,8 @@ def list_jobs(
     if as_json:
         print_json([job.model_dump() for job in found])
     elif found:
-        rows = [(job.id, job.status, job.model, local_time(job.created_at), local_time(job.finished_at)) for job in found]
-        print_table(("ID", "STATUS", "MODEL", "CREATED", "FINISHED"), rows)
+        rows = [(job.id, job.status, _progress(job) or "", job.model, local_time(job.created_at)) for job in found]
+        print_table(("ID", "STATUS", "PROGRESS", "MODEL", "CREATED"), rows)
     else:
         print("No jobs yet. Create one: ft submit SPEC")
 
@@ -98,10 +98,11 @@ def get(job_id: JobId, as_json: Json = False) -> None:
     print_fields(
         [
             ("id", job.id),
-            ("status", job.status),
+            ("status", f"{job.status} ({job.phase})" if job.phase else job.status),
             ("error", job.error_text),
             ("model", job.model),
             ("tuned model", job.fine_tuned_model),
+            ("progress", _progress(job)),
             ("training file", job.training_file),
             ("validation file", job.validation_file),
             ("trained tokens", f"{job.trained_tokens:,}" if job.trained_tokens is not None else None),
@@ -168,6 +169,15 @@ def models(as_json: Json = False) -> None:
         print("The server knows no models: put Hugging Face folders below one that FT_MODELS names.")
 
 
+def _progress(job: RemoteJob) -> str | None:
+    known = job.progress or {}
+    if not known.get("total_steps"):
+        return None
+    text = f"step {known.get('step')}/{known['total_steps']}"
+    loss = known.get("train_loss")
+    return text if loss is None else f"{text} · loss {loss:.3f}"
+
+
 def _show_status(job: RemoteJob, as_json: bool) -> None:
     if as_json:
         print_json(job.model_dump())
@@ -188,16 +198,17 @@ def _watch(client: Client, job_id: str, as_json: bool) -> int:
 
 
 def _follow_as_json(client: Client, job_id: str) -> RemoteJob:
-    job = client.job(job_id)
+    job = None
     for job, events in client.follow(job_id):
         for event in events:
             print_json_line(event.model_dump())
+    assert job is not None, "follow yields at least once"
     print_json_line(job.model_dump())
     return job
 
 
 def _follow_on(display: Display, client: Client, job_id: str) -> RemoteJob:
-    job = client.job(job_id)
+    job = None
     for job, events in client.follow(job_id):
         for event in events:
             metrics = event.metrics()
@@ -205,7 +216,8 @@ def _follow_on(display: Display, client: Client, job_id: str) -> RemoteJob:
                 display.message(event.level, event.message, event.created_at)
             else:
                 display.metrics(metrics, event.created_at)
-        display.status(job.status)
+        display.status(job.phase or job.status)
+    assert job is not None, "follow yields at least once"
     return job
 
 

@@ -99,6 +99,11 @@ def _state(key: ApiKey, now: float) -> str:
     return "expired" if key.expires_at is not None and key.expires_at <= now else "active"
 
 
+def _row(key: ApiKey, now: float) -> tuple[str, ...]:
+    created, used = local_time(key.created_at), local_time(key.last_used_at)
+    return key.id, key.name, key.scope, f"{key.prefix}…", created, used, _state(key, now)
+
+
 def _as_dict(key: ApiKey, now: float) -> dict[str, object]:
     return {
         "id": key.id,

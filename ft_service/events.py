@@ -1,8 +1,8 @@
 """What a worker tells the world while it trains: events, written in immutable segments, read back in order.
 
-One attempt has one writer (rank 0). A segment is a file of JSON lines, `attempts/<n>/events/<seq>.jsonl`, put whole; a reader that
-has ingested (attempt, seq) never needs it again. Times are seconds since the epoch on the writer's clock and only for people:
-no decision compares them.
+One attempt has one writer (rank 0). A segment is a file of JSON lines, `attempts/<n>/events/<seq>.jsonl`, put whole; a reader
+that has ingested (attempt, seq) never needs it again. Times are seconds since the epoch on the writer's clock and only for
+people: no decision compares them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A job's states and what to do next: records, the verbs of the user, and `decide()`. Pure: no clock, no I/O.
 
-Vocabulary. A *job* is what the user submitted; an *attempt* is one run of its workers, numbered from 1. `state` is what the wire
-shows. `phase` refines `running` (and lives on in `cancelled` until the processes are gone). `desired` is the user's wish; each
-change of it raises `generation`, and `signalled` is the last generation that was written to the running attempt.
+Vocabulary. A *job* is what the user submitted; an *attempt* is one run of its workers, numbered from 1. `state` is what the
+wire shows. `phase` refines `running` (and lives on in `cancelled` until the processes are gone). `desired` is the user's
+wish; each change of it raises `generation`, and `signalled` is the last generation that was written to the running attempt.
 
     validating_files ──▶ queued ──▶ running ──▶ succeeded | failed
                            ▲ ▲         │

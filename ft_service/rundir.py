@@ -15,8 +15,8 @@
     result.json                           Result, last of all; names the attempt
     ranks.lock                            held (shared) by every living rank of any attempt
 
-Documents are read and written with four operations only (put, put-if-absent, get, list), so that object storage can hold them too.
-A document is written whole or not at all.
+Documents are read and written with four operations only (put, put-if-absent, get, list), so that object storage can hold them
+too. A document is written whole or not at all.
 """
 
 from __future__ import annotations

@@ -123,7 +123,8 @@ class Change:
 
 
 class Store(Protocol):
-    """Methods raise NotFoundError for a row that is not there (or is another project's), UnavailableError if the database is away."""
+    """Methods raise NotFoundError for a row that is not there (or is another project's), UnavailableError if the database is
+    away."""
 
     def now(self) -> float: ...
     def check(self) -> None:
@@ -202,16 +203,17 @@ class Store(Protocol):
     def claim(self, *, host: str, owner: str, lease_seconds: float, idle_seconds: float) -> Claim | None:
         """Claim one job that may need attention: one compare-and-set statement.
 
-        Candidates: validating, running, or cancelled and still stopping; whose host is None or `host`; whose lease is free or has
-        expired; not looked at for `idle_seconds`. The one looked at longest ago is taken.
+        Candidates: validating, running, or cancelled and still stopping; whose host is None or `host`; whose lease is free or
+        has expired; not looked at for `idle_seconds`. The one looked at longest ago is taken.
         """
         ...
 
     def claim_next(self, *, host: str, owner: str, lease_seconds: float, max_slots: int) -> Claim | None:
         """Claim the queued job that comes next (priority, then creation) among those that are due.
 
-        None if it needs more than `max_slots`. A job at the head that needs more is waited for, not overtaken. A job whose last attempt ran on another host is left to
-        that host while it is queued with an attempt (its processes can be observed only there).
+        None if it needs more than `max_slots`. A job at the head that needs more is waited for, not overtaken. A job whose
+        last attempt ran on another host is left to that host while it is queued with an attempt (its processes can be
+        observed only there).
         """
         ...
 

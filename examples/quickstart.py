@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ft_service.lifetime import try_lock
 from openai import NotFoundError, OpenAI, OpenAIError
 from openai.types.fine_tuning import FineTuningJob
 from quickstart_processes import Evaluation, ProcessError, Server
@@ -29,6 +28,7 @@ from ft_service.client import Client
 from ft_service.errors import FtError
 from ft_service.events import Metrics
 from ft_service.job import TERMINAL, State
+from ft_service.lifetime import try_lock
 from ft_service.progress import clock
 from ft_service.specfile import SpecFile, load_spec_file
 

@@ -28,6 +28,7 @@ EXIT_CODE: dict[str, Literal[0, 1, 64, 75]] = {
 }
 """Exit reason → exit code of the supervisor."""
 
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]:\s*")
 _FAILED_RANK = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 
 
@@ -112,7 +113,7 @@ def _worker_error(message: str, seen: Evidence | None = None) -> Exit:
 
 
 def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line for raw in text.splitlines() if (line := _RANK_PREFIX.sub("", raw).strip())]
     return lines[-1][:300] if lines else "it printed nothing."
 
 

@@ -92,7 +92,9 @@ class StubServer:
         head, _, rest = request.read().partition(b'filename="')[2].partition(b"\r\n\r\n")
         self.uploads.append((head.partition(b'"')[0].decode(), rest.rpartition(b"\r\n--")[0]))
         name = self.uploads[-1][0]
-        return httpx2.Response(200, json={"id": f"file-{len(self.uploads)}", "filename": name, "bytes": len(self.uploads[-1][1])})
+        return httpx2.Response(
+            200, json={"id": f"file-{len(self.uploads)}", "filename": name, "bytes": len(self.uploads[-1][1])}
+        )
 
     def _add(self, status: str) -> httpx2.Response:
         body = job_body(f"ftjob-{len(self.jobs) + 1}", status)

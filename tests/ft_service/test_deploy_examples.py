@@ -31,7 +31,7 @@ def options_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
         annotation = field.annotation
         inner = next((part for part in (annotation, *get_args(annotation)) if is_model(part)), None)
-        if inner is None or name == "hyperparameters" and not prefix:
+        if inner is None or (name == "hyperparameters" and not prefix):
             yield f"{prefix}{name}"
         else:
             yield from options_of(inner, f"{prefix}{name}.")

@@ -39,7 +39,9 @@ def test_the_pace_is_that_of_the_last_steps() -> None:
 
 
 def test_numbers_told_twice_count_once() -> None:
-    assert progress_of(step(1, seconds=4.0), step(2, seconds=2.0), step(2, seconds=2.0)).seconds_left == pytest.approx(148 * 3.0)
+    assert progress_of(step(1, seconds=4.0), step(2, seconds=2.0), step(2, seconds=2.0)).seconds_left == pytest.approx(
+        148 * 3.0
+    )
 
 
 def test_a_job_that_resumed_goes_back() -> None:

@@ -40,9 +40,7 @@ def settings(place: Path) -> Settings:
     return Settings(home=place / "home", models=[place / "models"])
 
 
-def test_paths_are_relative_to_the_file_and_become_absolute_with_a_digest(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_are_relative_to_the_file_and_become_absolute_with_a_digest(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(place, "model: tiny\ntraining_file: ../data/train.jsonl\ntraining: {learning_rate: 2e-3}\n")
     monkeypatch.chdir(path.parent)
     spec = resolve_spec_file(load_spec_file(Path("job.yaml")), settings(place), job_id="ftjob-1", seed=11)

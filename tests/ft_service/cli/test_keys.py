@@ -43,7 +43,11 @@ def test_no_keys(ft: Ft) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
-    [(["create", "--scope", "root"], 64, "'root' is not one of"), (["revoke", "key_x"], 1, "key_x"), ([], 64, "Missing command")],
+    [
+        (["create", "--scope", "root"], 64, "'root' is not one of"),
+        (["revoke", "key_x"], 1, "key_x"),
+        ([], 64, "Missing command"),
+    ],
 )
 def test_mistakes_are_one_line(ft: Ft, arguments: list[str], code: int, message: str) -> None:
     ended = ft("keys", *arguments)

@@ -1,7 +1,7 @@
 """One fine-tuning job from upload to adapter, on this machine: what `make quickstart` runs.
 
-It starts a server for itself, talks to it with the `openai` client, and stops it again. Ctrl-C pauses the job at a checkpoint; the
-next run goes on from there.
+It starts a server for itself, talks to it with the `openai` client, and stops it again. Ctrl-C pauses the job at a checkpoint;
+the next run goes on from there.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,7 @@ from rich.console import Console
 
 from ft_service.cli.display import Display, display_for
 from ft_service.client import Client
+from ft_service.connection import Connection
 from ft_service.errors import FtError
 from ft_service.events import Metrics
 from ft_service.job import TERMINAL, State
@@ -37,6 +39,8 @@ SPEC = ROOT / "deploy/examples/quickstart.yaml"
 MODELS = ROOT / "examples/models"
 HELD_OUT = ROOT / "examples/data/heldout.jsonl"
 FINISHED = frozenset(map(str, TERMINAL))
+RESTING = FINISHED | {str(State.PAUSED)}
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 OPENAI_FIELDS = frozenset({"model", "training_file", "validation_file", "suffix", "seed"})
 """Of the SPEC: arguments of the openai client. Everything else rides in `extra_body`."""
 
@@ -65,17 +69,16 @@ class Choice:
 
 def main() -> int:
     """Run the quickstart; the exit code."""
-    began = time.monotonic()
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in STOP_SIGNALS:
         signal.signal(number, _interrupt)
     home = Path(os.environ.get("FT_HOME", ROOT / ".ft")).absolute()
     lock = try_lock(home / "quickstart.lock")
     if lock is None:
         return _fail(f"another quickstart is running in {home}; wait for it, or name another folder with FT_HOME.")
     try:
-        return _run(home, began)
+        return _run(home)
     except KeyboardInterrupt:
-        console.print("Stopped before the job was created. `make quickstart` starts it.")
+        console.print("Stopped before there was a job. `make quickstart` starts again.")
         return INTERRUPTED
     except (ProcessError, FtError, OpenAIError) as error:
         return _fail(str(error))
@@ -83,30 +86,27 @@ def main() -> int:
         os.close(lock)
 
 
-def _run(home: Path, began: float) -> int:
+def _run(home: Path) -> int:
+    began = time.monotonic()
     spec = load_spec_file(SPEC)
     model = MODELS / spec.request.model
-    console.print(f"Fine-tuning the sample model {spec.request.model}: a server, a job and an adapter, all on this machine.\n")
+    memory = home / "quickstart.json"
+    console.print(f"Fine-tuning the sample model {spec.request.model} on this machine: a server, a job, an adapter.\n")
     with Evaluation(model, HELD_OUT) as before, Server(home, MODELS) as server:
-        client = OpenAI(base_url=server.connection.base_url, api_key=server.connection.api_key)
         _line("server", f"{server.connection.base_url}, for this run only")
-        job = _begin(client, spec, home / "quickstart.json")
+        client = OpenAI(base_url=server.connection.base_url, api_key=server.connection.api_key)
         try:
-            job = _follow(client, job)
+            job = _follow(client, _begin(client, spec, memory))
+            if job.status != State.SUCCEEDED:
+                reason = job.error.message if job.error else f"it is {job.status}."
+                return _fail(f"the job did not succeed: {reason} The server's log: {server.log}")
+            adapter = _show_results(client, server.connection, job, before, model, home / "quickstart" / job.id)
         except KeyboardInterrupt:
-            _ignore_interrupts()
-            return _pause(client, job)
-        if job.status != State.SUCCEEDED:
-            reason = job.error.message if job.error else f"it is {job.status}."
-            return _fail(f"the job did not succeed: {reason} The server's log: {server.log}")
-        results = new_folder(home / "quickstart" / job.id)
-        with Client(server.connection) as ours:  # OpenAI's client has no call for an adapter
-            adapter = ours.download_adapter(job.id, results / "adapter")
-        rows = decode_metrics(client.files.content(job.result_files[0]).read())
-        with Evaluation(model, HELD_OUT, adapter) as after:
-            picture = draw_losses(rows, results / "loss.png")
-            _report(before, after, rows, picture)
-    console.print(f"  {'time':<10}{clock(time.monotonic() - began)}\n")
+            return _pause(client, memory)
+        except BaseException:
+            _pause(client, memory)
+            raise
+    _line("time", f"{clock(time.monotonic() - began)}\n")
     console.print(LOADING.format(model=_shown(model), adapter=_shown(adapter)), soft_wrap=True)
     return 0
 
@@ -147,8 +147,9 @@ def _begin(client: OpenAI, spec: SpecFile, memory: Path) -> FineTuningJob:
             client.fine_tuning.jobs.cancel(last.id)
         uploaded = [client.files.create(file=path, purpose="fine-tune") for path in files]
         _line("upload", f"{', '.join(path.name for path in files)} ({_chats(files)} chats)")
-        job = client.fine_tuning.jobs.create(**create_arguments(spec.body, uploaded[0].id, uploaded[1].id))
-        memory.write_text(json.dumps(asdict(Remembered(job.id, inputs))) + "\n")
+        with _uninterrupted():  # a job that nobody remembers could not be paused
+            job = client.fine_tuning.jobs.create(**create_arguments(spec.body, uploaded[0].id, uploaded[1].id))
+            memory.write_text(json.dumps(asdict(Remembered(job.id, inputs))) + "\n")
     _line("job", f"{job.id} ({choice.text})")
     ranks, weights = spec.request.distributed.nproc_per_node, spec.request.precision.default.upper()
     _line("", f"LoRA of rank {spec.request.lora.r} on a base in {weights}, sharded over {ranks} ranks\n")
@@ -181,29 +182,46 @@ def _show_events(client: OpenAI, job_id: str, seen: str | None, display: Display
     return fresh[0].id if fresh else seen
 
 
-def _pause(client: OpenAI, job: FineTuningJob) -> int:
-    console.print("\nStopping: the job saves a checkpoint first.")
-    with contextlib.suppress(OpenAIError):
-        job = client.fine_tuning.jobs.pause(job.id)
-        deadline = time.monotonic() + PAUSE_SECONDS
-        while job.status not in FINISHED | {State.PAUSED} and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-            job = client.fine_tuning.jobs.retrieve(job.id)
-    if job.status == State.SUCCEEDED:
-        console.print("The job was done already. `make quickstart` starts a new one.")
-    elif job.status == State.PAUSED:
-        console.print("The job is paused. `make quickstart` goes on from the checkpoint.")
-    else:
-        console.print(f"The job is {job.status}. `make quickstart` goes on with it.")
-    return INTERRUPTED
-
-
-def _report(before: Evaluation, after: Evaluation, rows: list[dict[str, str]], picture: Path) -> None:
-    with console.status("Measuring the tuned model on chats that it has not seen"):
+def _show_results(
+    client: OpenAI, connection: Connection, job: FineTuningJob, before: Evaluation, model: Path, folder: Path
+) -> Path:
+    """Fetch the adapter and the metrics into a folder, measure, print; where the adapter is."""
+    new_folder(folder)
+    with Client(connection) as ours:  # OpenAI's client has no call for an adapter
+        adapter = ours.download_adapter(job.id, folder / "adapter")
+    rows = decode_metrics(client.files.content(job.result_files[0]).read())
+    with Evaluation(model, HELD_OUT, adapter) as after, console.status("Asking the tuned model what it has not seen"):
+        picture = draw_losses(rows, folder / "loss.png")
         first, last = before.accuracy(), after.accuracy()
     console.print()
-    _line("accuracy", f"{percent(first)} → {percent(last)} of {last[1]} chats that it had not seen, answered exactly")
-    _line("loss", f"{change(curve(rows, 'train_loss'))}   curve: {_shown(picture)}")
+    _line("accuracy", f"{percent(first)} → {percent(last)} of {last[1]} held-out messages turned into exactly the right JSON")
+    _line("loss", f"{change(curve(rows, 'train_loss'))}, drawn in {_shown(picture)}")
+    _line("adapter", _shown(adapter))
+    return adapter
+
+
+def _pause(client: OpenAI, memory: Path) -> int:
+    """Pause the job, if there is one that is not over, and wait until it rests; 130."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    remembered = _recall(memory)
+    with contextlib.suppress(OpenAIError):
+        job = _find_job(client, remembered.job_id) if remembered else None
+        if job is None or job.status in FINISHED:
+            console.print("\nStopped; no job is running. `make quickstart` starts a new one.")
+            return INTERRUPTED
+        console.print("\nStopping: the job saves a checkpoint first.")
+        job = client.fine_tuning.jobs.pause(job.id)
+        deadline = time.monotonic() + PAUSE_SECONDS
+        while job.status not in RESTING and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+            job = client.fine_tuning.jobs.retrieve(job.id)
+        console.print(
+            f"The job is {job.status}. `make quickstart` {'starts a new one' if job.status in FINISHED else 'goes on'}."
+        )
+        return INTERRUPTED
+    console.print("The server does not answer, so the job was not paused. `make quickstart` finds it again.")
+    return INTERRUPTED
 
 
 def _find_job(client: OpenAI, job_id: str) -> FineTuningJob | None:
@@ -259,9 +277,14 @@ def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def _ignore_interrupts() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Signals that come in between take effect afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 if __name__ == "__main__":

@@ -47,10 +47,9 @@ def draw_losses(rows: Sequence[dict[str, str]], path: Path) -> Path:
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
-    for column, label, style in (("train_loss", "training", {"alpha": 0.7}), ("valid_loss", "validation", {"marker": "o"})):
+    for column, label, marker in (("train_loss", "training", ""), ("valid_loss", "validation", "o")):
         points = curve(rows, column)
-        if points:
-            axes.plot(*zip(*points, strict=True), label=label, **style)
+        axes.plot([step for step, _ in points], [loss for _, loss in points], label=label, marker=marker)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()

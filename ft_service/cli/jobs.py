@@ -198,17 +198,15 @@ def _watch(client: Client, job_id: str, as_json: bool) -> int:
 
 
 def _follow_as_json(client: Client, job_id: str) -> RemoteJob:
-    job = None
-    for job, events in client.follow(job_id):
+    for _, events in client.follow(job_id):
         for event in events:
             print_json_line(event.model_dump())
-    assert job is not None, "follow yields at least once"
+    job = client.job(job_id)
     print_json_line(job.model_dump())
     return job
 
 
 def _follow_on(display: Display, client: Client, job_id: str) -> RemoteJob:
-    job = None
     for job, events in client.follow(job_id):
         for event in events:
             metrics = event.metrics()
@@ -217,8 +215,7 @@ def _follow_on(display: Display, client: Client, job_id: str) -> RemoteJob:
             else:
                 display.metrics(metrics, event.created_at)
         display.status(job.phase or job.status)
-    assert job is not None, "follow yields at least once"
-    return job
+    return client.job(job_id)
 
 
 def _outcome(job: RemoteJob, *, quiet: bool) -> int:

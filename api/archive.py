@@ -25,7 +25,9 @@ class Member:
 
 def members(folder: Path, prefix: str) -> list[Member]:
     """The regular files below a folder, by name, each under `prefix/`. Links are left out: an archive never reaches outside."""
-    return [_member(path, f"{prefix}/{path.relative_to(folder).as_posix()}") for path in sorted(folder.rglob("*")) if _plain(path)]
+    return [
+        _member(path, f"{prefix}/{path.relative_to(folder).as_posix()}") for path in sorted(folder.rglob("*")) if _plain(path)
+    ]
 
 
 def length(files: list[Member]) -> int:

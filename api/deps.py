@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -35,17 +36,18 @@ def services(request: Request) -> Services:
 async def json_body(request: Request) -> Any:
     """The body as JSON. Raises SpecError if it is too large or no JSON; its contents are the core's to check."""
     body = b""
-    async for chunk in request.stream():
+    stream = request.stream()
+    async for chunk in stream:
         body += chunk
         if len(body) > MAX_JSON_BYTES:
-            await drain(request, _DRAINED_BYTES)
+            await drain(stream, _DRAINED_BYTES)
             raise SpecError(f"The body is larger than {MAX_JSON_BYTES} bytes.", code="request_too_large")
     return parse_json(body)
 
 
-async def drain(request: Request, limit: int) -> None:
+async def drain(stream: AsyncIterator[bytes], limit: int) -> None:
     """Read what the client still sends, up to a limit: a connection closed on unread data loses the answer."""
-    async for chunk in request.stream():
+    async for chunk in stream:
         limit -= len(chunk)
         if limit < 0:
             return

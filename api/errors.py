@@ -44,7 +44,13 @@ def install(app: FastAPI) -> None:
 
 
 def error_response(
-    status: int, message: str, *, kind: str, param: str | None = None, code: str | None = None, headers: dict[str, str] | None = None
+    status: int,
+    message: str,
+    *,
+    kind: str,
+    param: str | None = None,
+    code: str | None = None,
+    headers: dict[str, str] | None = None,
 ) -> JSONResponse:
     body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
     return JSONResponse(body, status_code=status, headers=headers)

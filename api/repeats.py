@@ -1,8 +1,9 @@
 """A POST that the client sends again because it did not see the answer must not become a second job or file.
 
-OpenAI's client sends no idempotency key; it counts its tries in `x-stainless-retry-count`. So a request is a repeat when that count
-is above 0 and the same thing was created in the same project a short while ago; a deliberate second request counts 0. Who sends
-`Idempotency-Key` gets a job whose id follows from the key, so that the database itself admits only one. Both hold over restarts.
+OpenAI's client sends no idempotency key; it counts its tries in `x-stainless-retry-count`. So a request is a repeat when that
+count is above 0 and the same thing was created in the same project a short while ago; a deliberate second request counts 0. Who
+sends `Idempotency-Key` gets a job whose id follows from the key, so that the database itself admits only one. Both hold over
+restarts.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def repeated_file(headers: Mapping[str, str], store: Store, principal: Principal
         return None
     since = store.now() - WINDOW_SECONDS
     files = store.list_files(principal.project_id, limit=_LOOKED_AT, purpose=new.purpose).data
-    same = ((file for file in files if (file.sha256, file.filename) == (new.sha256, new.filename)))
+    same = (file for file in files if (file.sha256, file.filename) == (new.sha256, new.filename))
     return next((file for file in same if file.created_at >= since), None)
 
 

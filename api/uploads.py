@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastapi import Request
 from python_multipart import MultipartParser
@@ -24,6 +25,9 @@ from starlette.concurrency import run_in_threadpool
 
 from api.deps import drain
 from ft_service.errors import FtError, SpecError
+
+if TYPE_CHECKING:
+    from python_multipart.multipart import MultipartCallbacks
 
 TEMPORARY_PREFIX = ".upload-"
 _BUFFER_BYTES = 1024**2
@@ -49,25 +53,27 @@ class Upload:
 
 @asynccontextmanager
 async def received(request: Request, folder: Path, limit: int) -> AsyncIterator[Upload]:
-    """Read a multipart body with exactly one file, in the part `file`, of at most `limit` bytes, into a temporary file in `folder`.
+    """Read a multipart body with one file, in the part `file`, of at most `limit` bytes, into a temporary file in `folder`.
 
     Raises SpecError naming the part, and FtError when the disk is full. The temporary file goes when the context ends.
     """
-    boundary = _boundary(request)
+    stream = request.stream()
     await run_in_threadpool(folder.mkdir, parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=folder)
     path = Path(name)
     try:
         form = _Form(descriptor, limit)
         try:
-            await _feed(request, form, boundary)
+            await _feed(stream, form, _boundary(request))
         except SpecError:
-            await drain(request, limit)
+            await drain(stream, limit)
             raise
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            raise FtError("The file could not be stored: the service's disk is full.", param="file", code="disk_full") from error
+            raise FtError(
+                "The file could not be stored: the service's disk is full.", param="file", code="disk_full"
+            ) from error
         finally:
             os.close(descriptor)
         yield Upload(form.fields, form.filename, path, form.bytes, form.sha256.hexdigest())
@@ -87,10 +93,10 @@ def _boundary(request: Request) -> bytes:
     return options[b"boundary"]
 
 
-async def _feed(request: Request, form: _Form, boundary: bytes) -> None:
+async def _feed(stream: AsyncIterator[bytes], form: _Form, boundary: bytes) -> None:
     try:
         parser = MultipartParser(boundary, form.callbacks())
-        async for chunk in request.stream():
+        async for chunk in stream:
             parser.write(chunk)
             if len(form.buffer) >= _BUFFER_BYTES:
                 await run_in_threadpool(form.flush)
@@ -100,7 +106,9 @@ async def _feed(request: Request, form: _Form, boundary: bytes) -> None:
     if not form.complete:
         raise SpecError("The multipart body ends early.", param="file")
     if not form.has_file:
-        raise SpecError("file is required: a part of that name with a filename.", param="file", code="missing_required_parameter")
+        raise SpecError(
+            "file is required: a part of that name with a filename.", param="file", code="missing_required_parameter"
+        )
     await run_in_threadpool(form.finish)
 
 
@@ -125,7 +133,7 @@ class _Form:
         self._in_file = False
         self._value = bytearray()
 
-    def callbacks(self):
+    def callbacks(self) -> MultipartCallbacks:
         return {
             "on_part_begin": self._part_begin,
             "on_header_field": self._header_field,
@@ -185,7 +193,9 @@ class _Form:
             return
         self.bytes += end - start
         if self.bytes > self._limit:
-            raise SpecError(f"file: larger than {self._limit} bytes (FT_MAX_FILE_BYTES). Split it.", param="file", code="file_too_large")
+            raise SpecError(
+                f"file: larger than {self._limit} bytes (FT_MAX_FILE_BYTES). Split it.", param="file", code="file_too_large"
+            )
         self.buffer += data[start:end]
 
     def _part_end(self) -> None:

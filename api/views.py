@@ -196,7 +196,7 @@ def job_view(job: Job, *, organization: str, metrics: Metrics | None, now: float
     return JobView(
         id=job.id,
         created_at=int(job.created_at),
-        error=JobErrorView(**{key: job.error.get(key) for key in ("code", "message", "param")}) if job.error else None,
+        error=JobErrorView.model_validate(job.error) if job.error else None,
         fine_tuned_model=spec.tuned_name if job.state is State.SUCCEEDED else None,
         finished_at=_whole(job.finished_at),
         hyperparameters=hyperparameters,

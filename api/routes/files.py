@@ -100,8 +100,8 @@ def delete(file_id: str, caller: Caller, services: Svc) -> DeletedView:
 
 @router.get("/{file_id}/content", response_class=Response)
 def content(file_id: str, caller: Caller, services: Svc) -> Response:
-    """The bytes. Metrics of a job (purpose `fine-tune-results`) come base64-encoded, as OpenAI's scripts expect, unless the operator
-    has set FT_RESULT_FILES_PLAIN."""
+    """The bytes. Metrics of a job (purpose `fine-tune-results`) come base64-encoded, as OpenAI's scripts expect, unless the
+    operator has set FT_RESULT_FILES_PLAIN."""
     file = services.store.get_file(caller.project_id, file_id)
     path = services.settings.files_dir / file.id
     if not path.is_file():

@@ -41,15 +41,17 @@ def retrieve(model: str, caller: Caller, services: Svc) -> ModelView:
 
 
 def _find_tuned(name: str, caller: Principal, services: Services) -> ModelView:
-    tuned_name, _, step = name.partition(_CHECKPOINT)
-    missing = NotFoundError(f"model = {name[:120]!r}: this project has no such tuned model.", param="model", code="model_not_found")
+    tuned_name, checkpoint_mark, _ = name.partition(_CHECKPOINT)
+    missing = NotFoundError(
+        f"model = {name[:120]!r}: this project has no such tuned model.", param="model", code="model_not_found"
+    )
     try:
         job = services.store.get_job(caller.project_id, "ftjob-" + tuned_name.rsplit(":", 1)[-1])
     except NotFoundError:
         raise missing from None
     if job.spec["tuned_name"] != tuned_name:
         raise missing
-    if not step:
+    if not checkpoint_mark:
         if job.state is not State.SUCCEEDED:
             raise missing
         return _tuned(job)

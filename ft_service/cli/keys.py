@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ft_service.cli.output import Json, load_settings, local_time, print_json, print_table
 from ft_service.store.base import ApiKey
-from ft_service.store.sql import SqlStore, migrate, open_store
+
+if TYPE_CHECKING:
+    from ft_service.store.sql import SqlStore
 
 PROJECT = "default"
 DAY_SECONDS = 86_400.0
@@ -81,6 +83,8 @@ def revoke(
 
 @contextlib.contextmanager
 def _local_store() -> Iterator[SqlStore]:
+    from ft_service.store.sql import migrate, open_store  # half of the command line's start-up time, for one rare command
+
     settings = load_settings()
     settings.home.mkdir(parents=True, exist_ok=True)
     url = settings.resolved_database_url()

@@ -222,7 +222,8 @@ def test_events_and_checkpoints_read_twice_are_stored_once(store):
 
     claimed = claim(store)
     own = NewEvent(level="info", message="own")
-    assert store.apply(claimed, Change(job=replace(claimed.job, attempt=2), events=[own, own]))
+    # read under attempt 1, though the change begins attempt 2
+    assert store.apply(claimed, Change(job=replace(claimed.job, attempt=2), events=[first[0], own, own]))
     claimed = claim(store)
     assert store.apply(claimed, Change(job=claimed.job, events=first[:1]))
     messages = [event.message for event in store.list_events(PROJECT, job.id).data]

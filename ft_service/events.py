@@ -1,8 +1,8 @@
 """What a worker tells the world while it trains: events, written in immutable segments, read back in order.
 
-One attempt has one writer (rank 0). A segment is a file of JSON lines, `attempts/<n>/events/<seq>.jsonl`, put whole; a reader that
-has ingested (attempt, seq) never needs it again. Times are seconds since the epoch on the writer's clock and only for people:
-no decision compares them.
+One attempt has one writer (rank 0). A segment is a file of JSON lines, `attempts/<n>/events/<seq>.jsonl`, put whole; a reader
+that has ingested (attempt, seq) never needs it again. Times are seconds since the epoch on the writer's clock and only for
+people: no decision compares them.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ def write_segment(run: RunDir, attempt: int, seq: int, events: list[Event]) -> N
         raise FileExistsError(f"event segment {seq} of attempt {attempt} exists: two writers in one attempt")
 
 
-def read_segments(run: RunDir, attempt: int, after: int = -1) -> list[tuple[int, list[Event]]]:
-    """Segments of an attempt with seq > `after`, in order and without a gap (a later one is left for the next call)."""
+def read_segments(run: RunDir, attempt: int, after: int = -1, limit: int | None = None) -> list[tuple[int, list[Event]]]:
+    """Segments of an attempt with seq > `after`, at most `limit`, in order, up to the first gap; later ones are for the next call."""
     found: list[tuple[int, list[Event]]] = []
     seq = after + 1
-    while (body := run.get(segment_key(attempt, seq))) is not None:
+    while (limit is None or len(found) < limit) and (body := run.get(segment_key(attempt, seq))) is not None:
         found.append((seq, [parse_event(line) for line in body.decode().splitlines() if line]))
         seq += 1
     return found

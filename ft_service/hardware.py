@@ -6,14 +6,19 @@ import os
 from pathlib import Path
 
 
-def gpu_count(devices: Path = Path("/dev")) -> int:
-    """NVIDIA GPUs that processes of this host may use: CUDA_VISIBLE_DEVICES if set, else the device files."""
+def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
+    """NVIDIA GPUs that processes of this host may use, as CUDA_VISIBLE_DEVICES names them: its entries if set, else numbers."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
-    return len([path for path in devices.glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()])
+        return [part.strip() for part in visible.split(",") if part.strip() not in ("", "-1")]
+    files = [path for path in devices.glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()]
+    return [str(number) for number in range(len(files))]
+
+
+def gpu_count(devices: Path = Path("/dev")) -> int:
+    return len(visible_gpus(devices))
 
 
 def default_slots() -> int:
-    """Ranks this host runs at once: one per GPU; without a GPU one per processor, and at least 2, so that sharding can be tried."""
+    """Ranks this host runs at once: one per GPU; else one per processor, and at least 2, so that sharding can be tried."""
     return gpu_count() or max(2, os.cpu_count() or 1)

@@ -1,8 +1,8 @@
 """A job's states and what to do next: records, the verbs of the user, and `decide()`. Pure: no clock, no I/O.
 
-Vocabulary. A *job* is what the user submitted; an *attempt* is one run of its workers, numbered from 1. `state` is what the wire
-shows. `phase` refines `running` (and lives on in `cancelled` until the processes are gone). `desired` is the user's wish; each
-change of it raises `generation`, and `signalled` is the last generation that was written to the running attempt.
+Vocabulary. A *job* is what the user submitted; an *attempt* is one run of its workers, numbered from 1. `state` is what the
+wire shows. `phase` refines `running` (and lives on in `cancelled` until the processes are gone). `desired` is the user's
+wish; each change of it raises `generation`, and `signalled` is the last generation that was written to the running attempt.
 
     validating_files ──▶ queued ──▶ running ──▶ succeeded | failed
                            ▲ ▲         │
@@ -289,6 +289,8 @@ class Become:
 Action = Wait | Validate | Place | Launch | Signal | Kill | Become
 
 SILENCE_LIMIT_SECONDS = 1800.0
+RECHECK_SECONDS = 5.0
+"""Until a queued job whose last attempt could not be observed is looked at again."""
 
 
 def decide(job: Job, seen: Observation, now: float) -> Action:
@@ -311,10 +313,10 @@ def decide(job: Job, seen: Observation, now: float) -> Action:
 def _decide_at_rest(job: Job, seen: Observation, now: float) -> Action:
     if job.attempt and isinstance(seen, Running):  # cannot be; but two attempts at once must not be either
         return Kill(Reason.STOP_TIMEOUT)
-    if isinstance(seen, Unknown):
-        return Wait()
     if job.state is State.PAUSED or now < job.not_before:
         return Wait()
+    if isinstance(seen, Unknown):  # steps aside, so that the queue behind it moves
+        return Become(replace(job, not_before=now + RECHECK_SECONDS))
     return Place()
 
 
@@ -347,7 +349,9 @@ def _decide_cancelled(job: Job, seen: Observation) -> Action:
         case Unknown():
             return Wait()
         case Running():
-            return Signal() if job.generation != job.signalled else Wait()
+            if job.generation != job.signalled:
+                return Signal()
+            return Kill(Reason.STOP_TIMEOUT) if seen.silent_seconds > SILENCE_LIMIT_SECONDS else Wait()
         case Absent() | Ended():
             return Become(replace(job, phase=None), release=True)
         case _:
@@ -360,17 +364,17 @@ def _decide_ended(job: Job, seen: Ended, now: float) -> Action:
         done = replace(job, state=State.SUCCEEDED, phase=None, reason=reason, finished_at=now)
         return Become(done, release=True, message=USER_TEXT[reason])
     if reason is None:
-        return Become(_at_rest(job), release=True, message="Training has stopped at a checkpoint.")
+        return Become(_at_rest(job), release=True, message=seen.exit.message if seen.exit else None)
     error = seen.exit.error if seen.exit else None
     if RETRY[reason] is Retry.NEVER:
         return Become(fail(job, reason, error, now), release=True, message=failure_text(reason, error))
     return _after_failure(job, seen.checkpoint_step, reason, error, now)
 
 
-def launch_failed(job: Job, message: str, now: float) -> Become:
-    """What becomes of a job whose attempt could not be started; `message` says why. Its slots are free again."""
+def launch_failed(job: Job, message: str, checkpoint_step: int, now: float) -> Become:
+    """What becomes of a job whose attempt could not be started; `message` says why. `checkpoint_step`: as in Ended."""
     error = ErrorInfo(code=ERROR_CODE[Reason.LAUNCH_FAILED], message=message)
-    return _after_failure(job, job.failed_at_step, Reason.LAUNCH_FAILED, error, now)
+    return _after_failure(job, checkpoint_step, Reason.LAUNCH_FAILED, error, now)
 
 
 def _after_failure(job: Job, checkpoint_step: int, reason: Reason, error: ErrorInfo | None, now: float) -> Become:
@@ -408,12 +412,10 @@ def failure_text(reason: Reason, error: ErrorInfo | None) -> str:
 
 
 def reason_of(exit: Exit | None) -> Reason | None:
-    """An exit record as a reason; None: stopped at a checkpoint, which is no failure."""
+    """An exit record as a reason; None: ended because somebody asked for it, which is no failure."""
     if exit is None:
         return Reason.SUPERVISOR_LOST
-    if exit.reason == "stopped":
-        return None
-    return Reason.USER_CANCELLED if exit.reason == "cancelled" else Reason(exit.reason)
+    return None if exit.reason in ("stopped", "cancelled") else Reason(exit.reason)
 
 
 def validated(job: Job, error: ErrorInfo | None, now: float) -> Job:
@@ -434,3 +436,9 @@ def placed(job: Job, host: str) -> Job:
         host=host,
         signalled=job.generation,
     )
+
+
+def signalled(job: Job) -> Job:
+    """The job after its wish was written to the running attempt."""
+    phase = Phase.LAUNCHING if job.desired is Desired.RUN else Phase.STOPPING
+    return replace(job, signalled=job.generation, phase=phase)

@@ -3,6 +3,7 @@
     spec.json                             JobSpec, resolved, immutable
     attempts/<n>/start.json               Start, by the launcher, before anything runs
     attempts/<n>/control.json             Control, by the reconciler, rewritten as the user changes their mind
+    attempts/<n>/supervisor.lock          held by the supervisor as long as it lives
     attempts/<n>/supervisor.json          ProcessIdentity, by the supervisor, once it holds the attempt
     attempts/<n>/stop.json                Stop, by a supervisor that was told to go (SIGTERM)
     attempts/<n>/events/<seq>.jsonl       immutable event segments, by rank 0 (see events.py)
@@ -12,9 +13,10 @@
     checkpoints/step-<s>-a<n>/            DCP shards, then COMPLETE (CheckpointMarker) last
     adapter/  metrics.csv  manifest.json  the outcome
     result.json                           Result, last of all; names the attempt
+    ranks.lock                            held (shared) by every living rank of any attempt
 
-Documents are read and written with four operations only (put, put-if-absent, get, list), so that object storage can hold them too.
-A document is written whole or not at all.
+Documents are read and written with four operations only (put, put-if-absent, get, list), so that object storage can hold them
+too. A document is written whole or not at all.
 """
 
 from __future__ import annotations
@@ -123,6 +125,8 @@ class Start(_Document):
     """Of the wish (`desired`) that this attempt was started under."""
     checkpoint: str | None
     """Folder name below `checkpoints/` to resume from; None: from the first step."""
+    slots: list[int] = []
+    """Slots of the host that the ranks hold: the GPUs they see, on a host with GPUs. Empty: nobody shares the host."""
 
 
 class Control(_Document):
@@ -213,6 +217,13 @@ def complete_checkpoints(run: RunDir) -> list[str]:
         if match and (folder / "COMPLETE").is_file():
             found.append((int(match[1]), int(match[2])))
     return [checkpoint_name(step, attempt) for step, attempt in sorted(found)]
+
+
+def newest_step(run: RunDir) -> int:
+    """Step of the newest complete checkpoint, its files not looked at; -1: there is none."""
+    names = complete_checkpoints(run)
+    match = CHECKPOINT_NAME.fullmatch(names[-1]) if names else None
+    return int(match[1]) if match else -1
 
 
 def newest_checkpoint(run: RunDir) -> str | None:

@@ -115,7 +115,8 @@ class PrecisionOptions(Strict):
     default: WeightFormat = "bf16"
     """Format of every linear layer inside the decoder layers that no override names; the rest stays bf16."""
     overrides: dict[Pattern, WeightFormat] = {}
-    """RE2 pattern on the module's full name → format; the last pattern that matches wins. A pattern without a match is an error."""
+    """RE2 pattern on the module's full name → format; the last pattern that matches wins. A pattern without a match is an
+    error."""
     compute: Literal["bf16", "fp32"] = "bf16"
     """Element type of activations and matrix products. Adapters are fp32 masters either way."""
 

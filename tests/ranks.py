@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 import traceback
@@ -12,6 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 PRELOAD = [
+    "workers.quant.kernels",
     "torch",
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
@@ -54,7 +56,7 @@ def _collect(started: list[tuple[Any, Connection]], timeout: float) -> list[Any]
         if not pipe.poll(timeout):
             raise TimeoutError(f"rank {rank} did not answer within {timeout} s; failures so far: {failures}")
         try:
-            kind, value = pipe.recv()
+            kind, value = pickle.loads(pipe.recv_bytes())
         except EOFError:
             kind, value = "error", "ended without a result"
         (results if kind == "result" else failures).append(value if kind == "result" else f"rank {rank}: {value}")
@@ -71,10 +73,10 @@ def _rank_main(pipe: Connection, function: Any, rank: int, world: int, store: st
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
         result = function(rank, world, *args)
-        pipe.send(("result", result))
+        pipe.send_bytes(pickle.dumps(("result", result)))  # plain pickle: tensors by value, not by shared memory
         dist.barrier()
     except BaseException:
-        pipe.send(("error", traceback.format_exc()))
+        pipe.send_bytes(pickle.dumps(("error", traceback.format_exc())))
     pipe.close()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,7 +1,7 @@
 """Sharding: one FSDP2 group per decoder layer, holding its frozen base and its adapters together, and one for the rest.
 
-With one rank nothing is sharded: FSDP2 copies only the first tensor of a gather hook when the shard size is 1, and there is nothing to
-gather. Both paths compute the same.
+With one rank nothing is sharded: FSDP2 copies only the first tensor of a gather hook when the shard size is 1, and there is
+nothing to gather. Both paths compute the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ def shard(
 ) -> None:
     """Shard a model (on meta or not) over a one-dimensional mesh, in place; on a mesh of size 1 do nothing.
 
-    Adapters are gathered in `compute_dtype` and their gradients reduced in fp32; frozen weights are gathered in their storage format.
+    Adapters are gathered in `compute_dtype` and their gradients reduced in fp32; frozen weights are gathered in their storage
+    format.
     """
     if mesh.size() == 1:
         return

@@ -1,7 +1,7 @@
 """One optimizer step's forward and backward, and one validation pass, over a rank's micro-batches.
 
-The loss of a global batch is the mean over all its target tokens. Each rank knows that number from the batch itself, so a rank's loss is
-its sum divided by it, times the number of ranks, which FSDP2's averaging of gradients takes back.
+The loss of a global batch is the mean over all its target tokens. Each rank knows that number from the batch itself, so a
+rank's loss is its sum divided by it, times the number of ranks, which FSDP2's averaging of gradients takes back.
 """
 
 from __future__ import annotations

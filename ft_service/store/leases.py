@@ -108,6 +108,11 @@ class LeaseStore(Database):
             held = set(connection.scalars(select(slots.c.slot).where(slots.c.host == host)))
         return [slot for slot in range(total) if slot not in held]
 
+    def held_slots(self, job_id: str) -> list[int]:
+        """Slot numbers that a job holds on its host, ascending."""
+        with self.reading() as connection:
+            return list(connection.scalars(select(slots.c.slot).where(slots.c.job_id == job_id).order_by(slots.c.slot)))
+
     def queue_depth(self) -> int:
         """Jobs that wait for slots, of all projects."""
         with self.reading() as connection:

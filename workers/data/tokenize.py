@@ -1,8 +1,8 @@
 """Chat lines to tokens: the tokenizer's own chat template, and a target mask that covers what the assistant says.
 
-The mask comes from rendering prefixes: what the template adds between "up to this answer, with the generation prompt" and "including
-this answer" is what the model must learn to produce, its end-of-turn token included. That needs no support from the template but that
-later turns do not rewrite earlier ones.
+The mask comes from rendering prefixes: what the template adds between "up to this answer, with the generation prompt" and
+"including this answer" is what the model must learn to produce, its end-of-turn token included. That needs no support from
+the template but that later turns do not rewrite earlier ones.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
     """The base's tokenizer. Raises SpecError if it is not a fast one or has no chat template."""
     tokenizer: Any = AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
     if not tokenizer.is_fast:
-        raise SpecError("The base's tokenizer has no tokenizer.json, which is needed to find the assistant's tokens.", param="model")
+        raise SpecError(
+            "The base's tokenizer has no tokenizer.json, which is needed to find the assistant's tokens.", param="model"
+        )
     if tokenizer.chat_template is None:
         raise SpecError("The base's tokenizer has no chat template, so chat lines cannot be rendered.", param="model")
     return tokenizer
@@ -83,8 +85,8 @@ def render(tokenizer: PreTrainedTokenizerBase, sample: Sample, where: str) -> tu
         until = full if i == len(messages) - 1 else _template(tokenizer, messages[: i + 1], where)
         if not (until.startswith(before) and full.startswith(until)):
             raise DataError(
-                f"{where}: the base's chat template writes the conversation up to message {i + 1} differently once more follows, "
-                "so its tokens cannot be told apart. Split the conversation, or give that message weight 0."
+                f"{where}: the base's chat template writes the conversation up to message {i + 1} differently once more "
+                "follows, so its tokens cannot be told apart. Split the conversation, or give that message weight 0."
             )
         spans.append((len(before), len(until)))
     return full, spans

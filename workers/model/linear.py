@@ -14,8 +14,6 @@ from workers.quant.rowwise import RowQuantized
 class FrozenLinear(nn.Linear):
     """A linear layer whose weight is a `RowQuantized`. It is an `nn.Linear`, so that PEFT finds it."""
 
-    weight: nn.Parameter
-
     @classmethod
     def on_meta(cls, linear: nn.Linear, weight_class: type[RowQuantized]) -> FrozenLinear:
         """The same layer, on meta, with storage of another format. The bias, if any, is kept."""
@@ -25,17 +23,18 @@ class FrozenLinear(nn.Linear):
         frozen.bias = linear.bias
         return frozen
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        """[.., in_features] → [.., out_features], in the dtype of the input."""
         weight: Any = self.weight
-        y = weight.linear(x)
+        y = weight.linear(input)
         return y if self.bias is None else y + self.bias
 
 
 class LoraLinear(peft.tuners.lora.Linear):
     """PEFT's LoRA layer, computing in the dtype of its input.
 
-    PEFT casts the input to the adapter's dtype, which is fp32 when nothing is sharded and bf16 inside a gathered FSDP2 group: two
-    results, and a saved fp32 copy of every input. Casting A and B instead gives one result on every path.
+    PEFT casts the input to the adapter's dtype, which is fp32 when nothing is sharded and bf16 inside a gathered FSDP2 group:
+    two results, and a saved fp32 copy of every input. Casting A and B instead gives one result on every path.
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,7 +1,7 @@
 """Weights: every rank reads its own rows of every tensor from safetensors and quantises them itself.
 
-A row's quantised parts depend on that row alone, so quantising a shard equals sharding the quantised whole; no rank ever holds more
-than its rows of one tensor beyond what it keeps.
+A row's quantised parts depend on that row alone, so quantising a shard equals sharding the quantised whole; no rank ever
+holds more than its rows of one tensor beyond what it keeps.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ def own_rows(rows: int, rank: int, world: int) -> tuple[int, int]:
 def load(model: nn.Module, folder: str | Path, *, seed: int, compute_dtype: torch.dtype, device: torch.device) -> None:
     """Replace every parameter on meta by this rank's part: the base from `folder`, adapters from the seed.
 
-    Works on sharded (DTensor) and on unsharded models. `compute_dtype`: of plain frozen weights when nothing is sharded; a sharded
-    one keeps its storage dtype and is converted as it is gathered. Raises SpecError for tensors that the checkpoint does not hold.
+    Works on sharded (DTensor) and on unsharded models. `compute_dtype`: of plain frozen weights when nothing is sharded; a
+    sharded one keeps its storage dtype and is converted as it is gathered. Raises SpecError for tensors that the checkpoint
+    does not hold.
     """
     owners = _owners(model)
     with Safetensors(folder) as checkpoint:
@@ -146,7 +147,9 @@ def _check_complete(owners: list[tuple[str, nn.Parameter, list[Place]]], checkpo
             )
 
 
-def _read(parameter: nn.Parameter, checkpoint: Safetensors, name: str, compute_dtype: torch.dtype, device: torch.device) -> Tensor:
+def _read(
+    parameter: nn.Parameter, checkpoint: Safetensors, name: str, compute_dtype: torch.dtype, device: torch.device
+) -> Tensor:
     face = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
     rows = _shard(parameter, lambda part: checkpoint.rows(name, part.start, part.stop), device)
     if isinstance(face, RowQuantized):

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
-# At import bitsandbytes reports an optional CPU inference kernel that it did not find; training never uses it.
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-
-import bitsandbytes  # noqa: E402
+import bitsandbytes
 
 VERSION: str = bitsandbytes.__version__

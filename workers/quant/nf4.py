@@ -6,10 +6,10 @@ A weight [rows, cols] becomes three tensors whose dim 0 is the weight's dim 0, s
     scales   uint8    [rows, cols' / 64]   block maximum as (scales / 255)² × row_max
     row_max  float32  [rows, 1]            largest magnitude of the row
 
-with cols' = cols rounded up to a multiple of the block (64); the padding columns hold zeros. That is 0.5 + 1/64 + 4/cols bytes a
-parameter. The square spends the 8 bits where block maxima lie: relative to QLoRA's nested statistics (Dettmers et al. 2023,
-arXiv:2305.14314), which need 256 blocks in a row-major run and so cannot be split by rows, the reconstruction error is the same to
-within 0.02 %. Packing and unpacking are bitsandbytes' kernels.
+with cols' = cols rounded up to a multiple of the block (64); the padding columns hold zeros. That is 0.5 + 1/64 + 4/cols
+bytes a parameter. The square spends the 8 bits where block maxima lie: relative to QLoRA's nested statistics (Dettmers et al.
+2023, arXiv:2305.14314), which need 256 blocks in a row-major run and so cannot be split by rows, the reconstruction error is
+the same to within 0.02 %. Packing and unpacking are bitsandbytes' kernels.
 """
 
 from __future__ import annotations

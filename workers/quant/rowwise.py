@@ -4,12 +4,14 @@
     parts      what holds memory: plain tensors whose dim 0 is the face's dim 0, plus padding rows at the end, if any
     logical    rows of the face; stored rows = rows of the parts, never fewer
 
-FSDP2 shards on dim 0, pads the last shards to equal height, gathers the parts' bytes, and cuts the padding off again. Three things
-it does need care:
+FSDP2 shards on dim 0, pads the last shards to equal height, gathers the parts' bytes, and cuts the padding off again. Three
+things it does need care:
 
-* `narrow()` from the padded shard to its logical rows keeps the padding rows in the parts: what is gathered must have one height
+* `narrow()` from the padded shard to its logical rows keeps the padding rows in the parts: what is gathered must have one
+height
   on all ranks. `as_strided()` after the gather cuts them.
-* the gather hook has the one-argument signature. With five arguments FSDP2 checks that inputs have the face's padded size, which
+* the gather hook has the one-argument signature. With five arguments FSDP2 checks that inputs have the face's padded size,
+which
   packed codes cannot have; only the ranks with a short shard would raise, and the others would hang.
 * every operation returns a new wrapper: since torch 2.13 a view that returns `self` is an error.
 
@@ -37,7 +39,7 @@ class RowQuantized(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Self:
+    def __new__(cls, parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> RowQuantized:
         return Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=parts[0].device, requires_grad=False)
 
     def __init__(self, parts: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -151,7 +153,8 @@ def _new(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 @_implements(aten.slice.Tensor)
 def _slice(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """`narrow()` to a shard's logical rows: from the first row on, the padding rows stay in the parts."""
-    weight, dim, start, end = (*args, 0, 0, None)[:4] if len(args) < 4 else args[:4]
+    weight = args[0]
+    dim, start, end = _arguments(args[1:], (0, 0, None))
     _only_rows(func, dim)
     if start not in (0, None):
         raise NotImplementedError(f"{type(weight).__name__} can only be cut at its end, not from row {start}")
@@ -179,6 +182,11 @@ def _as_strided(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """From the gathered to the logical rows: the padding is cut off."""
     rows = args[1][0]
     return args[0].map(lambda part: part[:rows], shape=args[1])
+
+
+def _arguments(given: Sequence[Any], defaults: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Positional arguments of an operator, filled up with the defaults of those left out."""
+    return (*given[: len(defaults)], *defaults[len(given) :])
 
 
 def _rows(weight: RowQuantized, start: int, end: int) -> RowQuantized:

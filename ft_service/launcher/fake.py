@@ -1,0 +1,79 @@
+"""Attempts that exist in memory only: for tests, and to try the service without training anything.
+
+Nothing happens by itself. A test says what the workers would do (`report`, `end`, `set`) and looks at what was asked of them
+(`started`, `signals`, `kills`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ft_service.exits import exit_of
+from ft_service.job import Absent, Ended, Observation, Reason, Running
+from ft_service.launcher.base import LaunchError
+from ft_service.rundir import Control, Exit, RunDir
+
+Key = tuple[str, int]
+"""Name of the run directory (the job's id) and attempt."""
+
+
+class FakeLauncher:
+    """A place of `slots` ranks whose attempts do what they are told."""
+
+    def __init__(self, slots: int = 2, *, host: str = "fake") -> None:
+        self._slots = slots
+        self._host = host
+        self._seen: dict[Key, Observation] = {}
+        self.started: list[Key] = []
+        """Attempts that came into being, in order; starting one again adds nothing."""
+        self.signals: list[tuple[str, int, Control]] = []
+        self.kills: list[tuple[str, int, Reason]] = []
+        self.refusal: str | None = None
+        """If set, `start` raises LaunchError with this message."""
+        self.on_start: Callable[[RunDir, int], None] | None = None
+        """Called for each attempt that comes into being; may write what its workers would."""
+
+    @property
+    def host(self) -> str:
+        return self._host
+
+    @property
+    def slots(self) -> int:
+        return self._slots
+
+    def start(self, run: RunDir, attempt: int) -> None:
+        if self.refusal is not None:
+            raise LaunchError(self.refusal)
+        key = (run.root.name, attempt)
+        if key in self._seen:
+            return
+        self._seen[key] = Running()
+        self.started.append(key)
+        if self.on_start is not None:
+            self.on_start(run, attempt)
+
+    def observe(self, run: RunDir, attempt: int) -> Observation:
+        return self._seen.get((run.root.name, attempt), Absent())
+
+    def signal(self, run: RunDir, attempt: int, control: Control) -> None:
+        self.signals.append((run.root.name, attempt, control))
+        if control.desired == "cancel" and isinstance(self.observe(run, attempt), Running):
+            self.end(run.root.name, attempt, exit_of("cancelled", "The attempt was cancelled."))
+
+    def kill(self, run: RunDir, attempt: int, reason: Reason) -> None:
+        self.kills.append((run.root.name, attempt, reason))
+        if not isinstance(self.observe(run, attempt), Ended):
+            word = {Reason.STALLED: "stalled", Reason.STOP_TIMEOUT: "stop_timeout", Reason.USER_CANCELLED: "cancelled"}
+            self.end(run.root.name, attempt, exit_of(word.get(reason, "worker_killed"), "The service ended the attempt."))
+
+    def report(self, job_id: str, attempt: int, silent_seconds: float = 0.0) -> None:
+        """The attempt lives and has written events."""
+        self.set(job_id, attempt, Running(reported=True, silent_seconds=silent_seconds))
+
+    def end(self, job_id: str, attempt: int, exit: Exit | None, checkpoint_step: int = -1) -> None:
+        """The attempt's processes are gone; None: without an exit record."""
+        self.set(job_id, attempt, Ended(exit, checkpoint_step))
+
+    def set(self, job_id: str, attempt: int, seen: Observation) -> None:
+        """Whatever else `observe` is to answer from now on."""
+        self._seen[job_id, attempt] = seen

@@ -1,0 +1,188 @@
+"""Attempts as processes of this host, each below a supervisor of its own that outlives the service.
+
+What lives is told from locks and process identities only, so that a restarted service finds its attempts again without having
+been their parent. `supervisor.lock` is taken here and handed to the supervisor as an open file: from `start` on until its death
+there is no moment in which the attempt looks free.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ft_service import processes
+from ft_service.events import segment_key
+from ft_service.exits import exit_of
+from ft_service.job import Absent, Ended, Observation, Reason, Running, Unknown
+from ft_service.launcher.base import LaunchError
+from ft_service.lifetime import RANKS_LOCK, is_locked, require_linux, try_lock, wait_unlocked
+from ft_service.processes import ProcessIdentity
+from ft_service.rundir import Control, Exit, Result, RunDir, newest_step
+from ft_service.supervisor import DEFAULT_GRACE_SECONDS, attempt_key
+from ft_service.torchrun import tail
+
+log = logging.getLogger(__name__)
+
+SPAWN_SECONDS = 60.0
+"""How long a new supervisor may take to detach itself."""
+KILL_SECONDS = 10.0
+"""How long `kill` waits for killed processes; what still lives then is left for the next call."""
+SUPERVISOR_LOG = "logs/supervisor.log"
+_MACHINE_ID = Path("/etc/machine-id")
+
+
+def host_id() -> str:
+    """Stable name of this host: its machine id, or its host name where it has none."""
+    machine = _MACHINE_ID.read_text().strip() if _MACHINE_ID.is_file() else ""
+    return machine or platform.node()
+
+
+class LocalLauncher:
+    """Runs up to `slots` ranks on this host. For one thread."""
+
+    def __init__(
+        self,
+        slots: int,
+        *,
+        stop_grace_seconds: float = DEFAULT_GRACE_SECONDS,
+        worker_command: Sequence[str] | None = None,
+        host: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`worker_command`: what supervisors run instead of torchrun with our workers. Raises UnavailableError off Linux."""
+        require_linux()
+        self._host = host or host_id()
+        self._slots = slots
+        self._grace = stop_grace_seconds
+        self._worker_command = worker_command
+        self._clock = clock
+        self._heard: dict[tuple[Path, int], tuple[int, float]] = {}
+        """Attempt → number of segments seen, and when the last new one was seen, on our clock."""
+
+    @property
+    def host(self) -> str:
+        return self._host
+
+    @property
+    def slots(self) -> int:
+        return self._slots
+
+    def start(self, run: RunDir, attempt: int) -> None:
+        lock = try_lock(run.path(attempt_key(attempt, "supervisor.lock")))
+        if lock is None:
+            return
+        try:
+            if not _was_run(run, attempt):
+                self._spawn(run, attempt, lock)
+        except LaunchError:
+            os.close(lock)
+            self.kill(run, attempt, Reason.LAUNCH_FAILED)  # half a start must not come to life later
+            raise
+        os.close(lock)
+
+    def observe(self, run: RunDir, attempt: int) -> Observation:
+        ended = _exit_record(run, attempt)
+        if ended is None and is_locked(run.path(attempt_key(attempt, "supervisor.lock"))):
+            return self._running(run, attempt)
+        if ended is None:
+            supervisor = run.read(attempt_key(attempt, "supervisor.json"), ProcessIdentity)
+            if supervisor is None:
+                return Absent()
+            # Between the first look and the test of the lock it may have written its record and gone.
+            ended = _exit_record(run, attempt)
+            if ended is None and processes.is_alive(supervisor):
+                return Unknown(f"supervisor {supervisor.pid} lives and does not hold its lock")
+        if ended is None and is_locked(run.path(RANKS_LOCK)):
+            return Unknown("the supervisor is gone and a rank still lives")
+        self._heard.pop((run.root, attempt), None)
+        return Ended(ended, newest_step(run))
+
+    def signal(self, run: RunDir, attempt: int, control: Control) -> None:
+        run.write(attempt_key(attempt, "control.json"), control)
+
+    def kill(self, run: RunDir, attempt: int, reason: Reason) -> None:
+        lock = run.path(attempt_key(attempt, "supervisor.lock"))
+        if is_locked(lock):
+            supervisor = run.read(attempt_key(attempt, "supervisor.json"), ProcessIdentity)
+            if supervisor is None or not processes.kill(supervisor):
+                log.warning("%s, attempt %d: its supervisor cannot be reached yet", run.root, attempt)
+        if not wait_unlocked(lock, KILL_SECONDS) or not wait_unlocked(run.path(RANKS_LOCK), KILL_SECONDS):
+            log.warning("%s, attempt %d: its processes are not gone yet", run.root, attempt)
+            return
+        _seal(run, attempt, reason)
+
+    def _spawn(self, run: RunDir, attempt: int, lock: int) -> None:
+        command = [sys.executable, "-P", "-m", "ft_service.supervisor", str(run.root), str(attempt)]
+        command += ["--grace", str(self._grace), "--detach", "--lock-fd", str(lock)]
+        if self._worker_command:
+            command += ["--command", *self._worker_command]
+        output = run.path(attempt_key(attempt, SUPERVISOR_LOG))
+        output.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with output.open("ab") as file:
+                code = subprocess.run(
+                    command,
+                    cwd=run.root,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                    pass_fds=[lock],
+                    timeout=SPAWN_SECONDS,
+                    check=False,
+                ).returncode
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise LaunchError(f"The supervisor could not be started: {error}.") from error
+        if code:
+            raise LaunchError(f"The supervisor could not be started (exit code {code}): {tail(output, 3)}")
+
+    def _running(self, run: RunDir, attempt: int) -> Running:
+        seen, since = self._heard.get((run.root, attempt), (0, self._clock()))
+        count = seen
+        while run.path(segment_key(attempt, count)).exists():
+            count += 1
+        if count != seen:
+            since = self._clock()
+        self._heard[run.root, attempt] = (count, since)
+        return Running(reported=count > 0, silent_seconds=self._clock() - since)
+
+
+def _exit_record(run: RunDir, attempt: int) -> Exit | None:
+    """The attempt's exit record; a result that it left is as good as one."""
+    ended = run.read(attempt_key(attempt, "exit.json"), Exit)
+    if ended is not None:
+        return ended
+    result = run.read("result.json", Result)
+    if result is None or result.attempt != attempt or is_locked(run.path(attempt_key(attempt, "supervisor.lock"))):
+        return None
+    return exit_of("succeeded", f"Training has finished after {result.steps} steps.")
+
+
+def _was_run(run: RunDir, attempt: int) -> bool:
+    return any(run.path(attempt_key(attempt, name)).exists() for name in ("supervisor.json", "exit.json"))
+
+
+def _seal(run: RunDir, attempt: int, reason: Reason) -> None:
+    """Leave an exit record, under the lock: a supervisor that comes later finds it and does nothing."""
+    lock = try_lock(run.path(attempt_key(attempt, "supervisor.lock")))
+    if lock is None:
+        return
+    try:
+        run.write_if_absent(attempt_key(attempt, "exit.json"), _killed_exit(run, attempt, reason))
+    finally:
+        os.close(lock)
+
+
+def _killed_exit(run: RunDir, attempt: int, reason: Reason) -> Exit:
+    result = run.read("result.json", Result)
+    if result is not None and result.attempt == attempt:
+        return exit_of("succeeded", f"Training has finished after {result.steps} steps.")
+    if reason is Reason.USER_CANCELLED:
+        return exit_of("cancelled", "The attempt was cancelled.")
+    word = reason.value if reason in (Reason.STALLED, Reason.STOP_TIMEOUT) else "worker_killed"
+    return exit_of(word, f"The service ended the attempt ({reason.value}).")

@@ -1,0 +1,115 @@
+"""How the processes of an attempt are tied to each other: the parent-death signal and locks that the kernel frees.
+
+Standard library only, so that a rank can call this before it imports anything large:
+
+    die_with_parent()           a rank dies with torchrun, torchrun with the supervisor
+    hold_rank_lock(run_dir)     `ranks.lock` of the run directory, shared by all living ranks; free means that none lives
+
+The locks are flock(2): they belong to an open file, survive fork and exec where the file is passed on, and go with its last
+holder, however it ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from ft_service.errors import UnavailableError
+
+RANKS_LOCK = "ranks.lock"
+SUPERVISOR_PID = "FT_SUPERVISOR_PID"
+"""Environment variable by which a rank knows who must be the parent of its parent."""
+
+POLL_SECONDS = 0.05
+_PR_SET_PDEATHSIG = 1
+_held: list[int] = []
+
+
+def require_linux() -> None:
+    """Raises UnavailableError on a system that cannot tie processes together."""
+    if sys.platform != "linux":
+        raise UnavailableError(
+            f"Training processes run on Linux only (they need prctl and /proc); this is {sys.platform}. "
+            "Run the service in a Linux container or virtual machine."
+        )
+
+
+def die_with_parent(parent: int | None = None, with_signal: int = signal.SIGKILL) -> None:
+    """Have the kernel send `with_signal` to this process when its parent dies; leave at once if it is dead already.
+
+    `parent`: process id that the parent must have. None: whoever it is now, and below a supervisor (SUPERVISOR_PID is set) one
+    whose own parent is that supervisor, which an orphan's new parent never is. Raises UnavailableError on other systems than
+    Linux.
+    """
+    require_linux()
+    libc = ctypes.CDLL(None, use_errno=True)
+    before = os.getppid()
+    if libc.prctl(_PR_SET_PDEATHSIG, int(with_signal), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != (before if parent is None else parent) or (parent is None and _orphaned()):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hold_rank_lock(run_dir: str | Path) -> None:
+    """Take this rank's share of `ranks.lock` and keep it until the process ends. Call it after `die_with_parent`."""
+    descriptor = _open(Path(run_dir) / RANKS_LOCK)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    _held.append(descriptor)
+
+
+def try_lock(path: Path) -> int | None:
+    """Take a lock exclusively: its open file descriptor (close it to free the lock), or None if somebody holds it."""
+    descriptor = _open(path)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def is_locked(path: Path) -> bool:
+    """Whether somebody holds a lock, shared or not.
+
+    The test holds the lock for an instant itself: a `try_lock` at that moment fails, and whoever makes one must try again.
+    """
+    if not path.exists():
+        return False
+    descriptor = try_lock(path)
+    if descriptor is None:
+        return True
+    os.close(descriptor)
+    return False
+
+
+def wait_unlocked(path: Path, seconds: float) -> bool:
+    """Wait until nobody holds a lock; False if somebody still does after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while is_locked(path):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
+
+
+def _open(path: Path) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def _orphaned() -> bool:
+    supervisor = os.environ.get(SUPERVISOR_PID)
+    return supervisor is not None and _parent_of(os.getppid()) != int(supervisor)
+
+
+def _parent_of(pid: int) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[1])

@@ -1,0 +1,216 @@
+"""The parent of torchrun: runs one attempt, once, and writes down how it ended.
+
+    python -m ft_service.supervisor RUN_DIR ATTEMPT
+
+It holds `supervisor.lock` as long as it lives and names itself in `supervisor.json`; whoever finds either taken leaves the
+attempt alone. It starts torchrun when no rank of an earlier attempt lives, ends it when the user cancels (`control.json`) or a
+stop takes longer than the grace, and writes `exit.json` last, when the last rank is gone. SIGTERM and SIGINT ask the ranks to
+checkpoint and leave (`stop.json`). Its exit code is that of the exit record. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ft_service import processes, torchrun
+from ft_service.exits import Evidence, Forced, decide_exit, exit_of, find_failed_rank
+from ft_service.lifetime import RANKS_LOCK, die_with_parent, require_linux, try_lock, wait_unlocked
+from ft_service.rundir import Control, Exit, Outcome, Result, RunDir, Start, Stop
+
+log = logging.getLogger(__name__)
+
+CONTROL_POLL_SECONDS = 0.2
+EARLIER_RANKS_SECONDS = 60.0
+"""How long ranks of an earlier attempt may take to die before this one gives up."""
+LEFTOVER_LOG_SECONDS = 60.0
+DEFAULT_GRACE_SECONDS = 60.0
+
+
+def attempt_key(attempt: int, name: str) -> str:
+    return f"attempts/{attempt}/{name}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse(arguments)
+    require_linux()
+    if options.parent is not None:
+        die_with_parent(options.parent, signal.SIGTERM)
+    if options.detach and os.fork():
+        return 0
+    if options.detach:
+        os.setsid()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+    supervisor = Supervisor(RunDir(options.run_dir), options.attempt, options.grace, options.command)
+    signal.signal(signal.SIGTERM, supervisor.ask_to_stop)
+    signal.signal(signal.SIGINT, supervisor.ask_to_stop)
+    return supervisor.run(options.lock_fd)
+
+
+class Supervisor:
+    """One attempt of one run directory, whose `start.json` is there."""
+
+    def __init__(self, run: RunDir, attempt: int, grace_seconds: float, command: Sequence[str] | None = None) -> None:
+        """`command`: what to run instead of torchrun with our workers; it gets RUN_DIR and ATTEMPT appended."""
+        self.run_dir = run
+        self.attempt = attempt
+        self.grace_seconds = grace_seconds
+        self.command = command
+        self.stop_signal: int | None = None
+        self.forced: Forced | None = None
+        self._deadline: float | None = None
+
+    def ask_to_stop(self, number: int, frame: object) -> None:
+        """Signal handler: the main loop sees it at its next turn."""
+        self.stop_signal = number
+
+    def run(self, lock: int | None = None) -> int:
+        """Run the attempt if nobody did before, and return its exit code. `lock`: descriptor by which it is held already."""
+        held = lock if lock is not None else try_lock(self.run_dir.path(self._key("supervisor.lock")))
+        if held is None:
+            log.info("attempt %d is held by another supervisor; nothing to do", self.attempt)
+            return 1
+        recorded = self.run_dir.read(self._key("exit.json"), Exit)
+        if recorded is not None:
+            log.info("attempt %d has ended before; nothing to do", self.attempt)
+            return recorded.code
+        if not self.run_dir.write_if_absent(self._key("supervisor.json"), processes.of(os.getpid())):
+            log.info("attempt %d was run before, and its supervisor left no exit record; nothing to do", self.attempt)
+            return 1
+        ended = self._attempt()
+        self.run_dir.write_if_absent(self._key("exit.json"), ended)
+        log.info("attempt %d ended: %s (%s)", self.attempt, ended.reason, ended.message)
+        return ended.code
+
+    def _attempt(self) -> Exit:
+        start = self.run_dir.read(self._key("start.json"), Start)
+        if start is None:
+            return exit_of("permanent_error", f"{self._key('start.json')} is missing.")
+        if not wait_unlocked(self.run_dir.path(RANKS_LOCK), EARLIER_RANKS_SECONDS):
+            waited = f"{EARLIER_RANKS_SECONDS:g} seconds"
+            return exit_of("worker_error", f"Processes of an earlier attempt are still alive after {waited}.")
+        result = self.run_dir.read("result.json", Result)
+        if result is not None:
+            return exit_of("succeeded", f"Training had finished in attempt {result.attempt} already.")
+        if self._wish() == "cancel":
+            return exit_of("cancelled", "The attempt was cancelled before it started.")
+        if self.stop_signal is not None:
+            return exit_of("stopped", "The attempt was stopped before it started.")
+        try:
+            process = self._spawn(start)
+        except OSError as error:
+            return exit_of("worker_error", f"torchrun could not be started: {error}.")
+        self._watch(process)
+        self._wait_for_ranks()
+        return self._judge(process.returncode)
+
+    def _spawn(self, start: Start) -> subprocess.Popen[bytes]:
+        logs = self.run_dir.path(self._key("logs"))
+        logs.mkdir(parents=True, exist_ok=True)
+        command = list(self.command) if self.command else torchrun.command(start, logs)
+        supervisor = os.getpid()
+        with (logs / torchrun.LOG).open("wb") as output:
+            process = subprocess.Popen(
+                [*command, str(self.run_dir.root), str(self.attempt)],
+                cwd=self.run_dir.root,
+                env=torchrun.environment(os.environ, start, self.run_dir.path(self._key("rendezvous"))),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                # This process has one thread, so that running Python between fork and exec is safe.
+                preexec_fn=lambda: die_with_parent(supervisor),
+            )
+        log.info("attempt %d: %d ranks below process %d", self.attempt, start.world_size, process.pid)
+        return process
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        """Until torchrun is gone: pass on what the user and the host want."""
+        handle = os.pidfd_open(process.pid)
+        try:
+            while not select.select([handle], [], [], CONTROL_POLL_SECONDS)[0]:
+                self._enforce(process)
+        finally:
+            os.close(handle)
+        process.wait()
+
+    def _enforce(self, process: subprocess.Popen[bytes]) -> None:
+        wish = self._wish()
+        if wish == "cancel":
+            self._kill(process, "cancelled")
+            return
+        if self.stop_signal is not None:
+            name = signal.Signals(self.stop_signal).name
+            self.run_dir.write_if_absent(self._key("stop.json"), Stop(reason=f"the supervisor got {name}"))
+        if wish == "run" and self.stop_signal is None:
+            self._deadline = None
+        elif self._deadline is None:
+            self._deadline = time.monotonic() + self.grace_seconds
+        elif time.monotonic() >= self._deadline:
+            self._kill(process, "stop_timeout")
+
+    def _kill(self, process: subprocess.Popen[bytes], why: Forced) -> None:
+        """End torchrun and its session; the ranks, which have sessions of their own, follow by their parent-death signal."""
+        if self.forced is None:
+            log.info("attempt %d: killing process group %d (%s)", self.attempt, process.pid, why)
+            self.forced = why
+        os.killpg(process.pid, signal.SIGKILL)
+
+    def _wait_for_ranks(self) -> None:
+        """However long it takes: while one lives, the attempt has not ended and no other may start."""
+        while not wait_unlocked(self.run_dir.path(RANKS_LOCK), LEFTOVER_LOG_SECONDS):
+            log.warning("attempt %d: torchrun is gone and a rank still lives", self.attempt)
+
+    def _judge(self, returncode: int) -> Exit:
+        logs = self.run_dir.path(self._key("logs"))
+        failed = find_failed_rank(torchrun.tail(logs / torchrun.LOG, 400))
+        return decide_exit(
+            Evidence(
+                outcome=self.run_dir.read(self._key("outcome.json"), Outcome),
+                result=self.run_dir.read("result.json", Result),
+                returncode=returncode,
+                forced=self.forced,
+                failed_rank=failed,
+                log_tail=torchrun.guilty_tail(logs, failed.rank if failed else None),
+            )
+        )
+
+    def _wish(self) -> str:
+        control = self.run_dir.read(self._key("control.json"), Control)
+        return control.desired if control else "run"
+
+    def _key(self, name: str) -> str:
+        return attempt_key(self.attempt, name)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m ft_service.supervisor", description="Run one attempt of a job.")
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    parser.add_argument("attempt", metavar="ATTEMPT", type=int)
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=float(os.environ.get("FT_STOP_GRACE_SECONDS", DEFAULT_GRACE_SECONDS)),
+        help="seconds that the ranks may take to checkpoint and leave (default: FT_STOP_GRACE_SECONDS, or 60)",
+    )
+    parser.add_argument("--detach", action="store_true", help="go on in the background, as no child of the caller")
+    parser.add_argument("--parent", type=int, help="process id of the caller, whose death means SIGTERM")
+    parser.add_argument("--lock-fd", type=int, help="inherited descriptor that holds supervisor.lock")
+    parser.add_argument(
+        "--command",
+        nargs=argparse.REMAINDER,
+        help="run this, with RUN_DIR and ATTEMPT appended, instead of torchrun (last option)",
+    )
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

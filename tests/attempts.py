@@ -1,0 +1,87 @@
+"""Attempts for tests: run directories whose workers follow a script (`fixtures/scripted_worker.py`), and their processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from ft_service import processes
+from ft_service.processes import ProcessIdentity
+from ft_service.rundir import RunDir, Start
+
+Value = TypeVar("Value")
+WORKER = Path(__file__).parent / "fixtures" / "scripted_worker.py"
+
+
+def scripted(script: str) -> list[str]:
+    """The command of a worker that follows this script."""
+    return [sys.executable, str(WORKER), script]
+
+
+def new_run(folder: Path, attempt: int = 1, job_id: str = "ftjob-test") -> RunDir:
+    """A run directory in which one attempt is ready to be started."""
+    run = RunDir(folder)
+    write_start(run, attempt, job_id)
+    return run
+
+
+def write_start(run: RunDir, attempt: int, job_id: str = "ftjob-test") -> None:
+    start = Start(job_id=job_id, attempt=attempt, world_size=2, generation=1, checkpoint=None)
+    run.write_if_absent(f"attempts/{attempt}/start.json", start)
+
+
+def wait_for(what: Callable[[], Value | None], seconds: float = 30.0) -> Value:
+    """The first answer that is neither None nor False. Fails the test if none comes in time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        value = what()
+        if value is not None and value is not False:
+            return value
+        time.sleep(0.02)
+    raise AssertionError(f"did not happen within {seconds:g} seconds: {what}")
+
+
+def process_of(run: RunDir, name: str) -> ProcessIdentity:
+    """Identity of a scripted process (`<attempt>-torchrun`, `<attempt>-<rank>`), once it has said its number."""
+    body = wait_for(lambda: run.get(f"pids/{name}"))
+    return processes.of(int(body))
+
+
+def supervisor_of(run: RunDir, attempt: int = 1) -> ProcessIdentity:
+    return wait_for(lambda: run.read(f"attempts/{attempt}/supervisor.json", ProcessIdentity))
+
+
+def all_processes(run: RunDir, attempt: int = 1) -> list[ProcessIdentity]:
+    """The attempt's supervisor, torchrun and both ranks, once they all live."""
+    return [supervisor_of(run, attempt), *(process_of(run, f"{attempt}-{name}") for name in ("torchrun", "0", "1"))]
+
+
+def gone(identities: list[ProcessIdentity]) -> bool:
+    return not any(processes.is_alive(identity) for identity in identities)
+
+
+def starts(run: RunDir, attempt: int) -> int:
+    """How often the attempt's torchrun was started."""
+    return len((run.get(f"starts/{attempt}") or b"").splitlines())
+
+
+def kill_leftovers(folder: Path) -> None:
+    """End whatever a failed test left: supervisors first, so that nobody waits for the rest."""
+    for path in folder.rglob("attempts/*/supervisor.json"):
+        processes.kill(ProcessIdentity.model_validate_json(path.read_bytes()))
+    for path in folder.rglob("pids/*"):
+        pid = int(path.read_text())
+        if _is_scripted(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _is_scripted(pid: int) -> bool:
+    try:
+        return str(WORKER).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False

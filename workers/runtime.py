@@ -1,0 +1,141 @@
+"""One rank's surroundings: run directory, spec, device, process groups, and how its errors leave it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import re
+import sys
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ft_service.errors import FtError
+from ft_service.rundir import ErrorInfo, Outcome, RunDir, Start
+from ft_service.spec import JobSpec
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+"""A rank that waits longer than this for the others gives up with an error."""
+
+INIT_METHOD = "FT_INIT_METHOD"
+"""Environment variable by which the supervisor tells the ranks where to meet; without it torchrun's own address is used."""
+
+COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+_LOST_PEER = re.compile(
+    r"Connection (closed|reset) by peer|Broken pipe|Connection refused|Timed out waiting|NCCL.*(abort|timeout)", re.I
+)
+
+
+class TrainingError(FtError):
+    """Training cannot go on and trying again cannot help: the numbers themselves went wrong."""
+
+    code = "training_diverged"
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What every part of the worker is given."""
+
+    run: RunDir
+    spec: JobSpec
+    start: Start
+    rank: int
+    world: int
+    device: torch.device
+    mesh: DeviceMesh
+    """One dimension: the ranks that shard."""
+    stop_group: dist.ProcessGroup | None
+    """Gloo, on the CPU: the agreement to stop must not mix with the collectives of training. None with one rank."""
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return COMPUTE_DTYPE[self.spec.precision.compute]
+
+
+def enter(run: RunDir, attempt: int) -> Runtime:
+    """Join the process group that torchrun set up, on this rank's device."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = _pick_device(int(os.environ["LOCAL_RANK"]))
+    _quiet_libraries()
+    _reproducible(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        init_method=os.environ.get(INIT_METHOD),
+        rank=rank,
+        world_size=world,
+        timeout=COLLECTIVE_TIMEOUT,
+        device_id=device if device.type == "cuda" else None,
+    )
+    return surroundings(run, attempt, device)
+
+
+def surroundings(run: RunDir, attempt: int, device: torch.device) -> Runtime:
+    """What the default process group and the run directory make of this rank. Called by all ranks together."""
+    spec, start = run.read("spec.json", JobSpec), run.read(f"attempts/{attempt}/start.json", Start)
+    assert spec is not None, f"{run.root} holds no spec.json"
+    assert start is not None, f"attempt {attempt} has no start.json"
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+    stop_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world > 1 else None
+    assert not isinstance(stop_group, int), "this rank is in the group that it makes"
+    return Runtime(run, spec, start, rank, world, device, mesh, stop_group)
+
+
+def report_failure(run: RunDir, attempt: int, error: BaseException) -> None:
+    """Leave this rank's error in `outcome.json`, unless another rank's is there or this one only lost its peers."""
+    text = "".join(traceback.format_exception(error))
+    print(text, file=sys.stderr, flush=True)
+    if lost_peer(error):
+        return
+    permanent = isinstance(error, FtError)
+    code = error.code if isinstance(error, FtError) else "training_failed"
+    message = error.message if isinstance(error, FtError) else f"{type(error).__name__}: {error}"
+    info = ErrorInfo(
+        code=code,
+        message=message,
+        param=error.param if isinstance(error, FtError) else None,
+        traceback=text,
+        rank=int(os.environ.get("RANK", "0")),
+    )
+    run.write_if_absent(f"attempts/{attempt}/outcome.json", Outcome(kind="failed", permanent=permanent, error=info))
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether an error says no more than that another rank went away, whose own error is the one to show."""
+    return isinstance(error, RuntimeError) and bool(_LOST_PEER.search(str(error)))
+
+
+def leave(code: int) -> None:
+    """End this process at once. Interpreter shutdown can hang in gloo's destructor, and nothing is left to clean up."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _pick_device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _quiet_libraries() -> None:
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+
+
+def _reproducible(device: torch.device) -> None:
+    """Nothing of ours draws from the global generators; they are fixed in case a library does."""
+    random.seed(0)
+    torch.manual_seed(0)
+    if device.type == "cpu":
+        torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,0 +1,111 @@
+"""The main path of a rank: torchrun starts `python -m workers.train RUN_DIR ATTEMPT` once per rank.
+
+Everything it needs is in the run directory, and everything it leaves is there too. Exit code 0: the attempt ended as
+`outcome.json` says; 1: an error, which is there as well.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from ft_service.lifetime import die_with_parent, hold_rank_lock
+
+if __name__ == "__main__":  # before torch is imported: a rank must not outlive torchrun, not even while it starts
+    die_with_parent()
+    hold_rank_lock(sys.argv[1])
+
+import torch.distributed as dist
+
+from ft_service.rundir import Outcome, RunDir
+from workers import checkpoint
+from workers.data.batches import Tokens
+from workers.data.tokenize import Dataset, load_dataset, load_tokenizer
+from workers.export import publish
+from workers.loop import Schedule, Trainer
+from workers.model.build import build
+from workers.model.load import adapters, load
+from workers.optim import JobState
+from workers.parallel import shard
+from workers.report import Reporter
+from workers.runtime import Runtime, enter, leave, report_failure
+from workers.stop import StopRequest
+
+
+def main(run: RunDir, attempt: int) -> int:
+    """Run one attempt on this rank; the process's exit code."""
+    try:
+        runtime = enter(run, attempt)
+        with Reporter(run, attempt, active=runtime.rank == 0) as reporter:
+            outcome = train(runtime, reporter)
+        if runtime.rank == 0:
+            run.write_if_absent(f"attempts/{attempt}/outcome.json", outcome)
+        dist.barrier()
+    except BaseException as error:  # whatever it is, the user must hear of it
+        report_failure(run, attempt, error)
+        return 1
+    return 0
+
+
+def train(runtime: Runtime, reporter: Reporter) -> Outcome:
+    """Build, load, resume, train, publish. The order matters; each step says why it stands where it does."""
+    spec = runtime.spec
+    stop = StopRequest(runtime)
+    train_set, valid_set = _data(runtime, reporter)  # first: the cheapest way to find out that a job cannot run
+
+    built = build(spec, runtime.device)  # on meta: formats and adapters are in place before any memory is taken
+    shard(  # still on meta: the largest allocation that a rank ever makes is one of its own shards
+        built.peft_model,
+        built.layers,
+        runtime.mesh,
+        compute_dtype=runtime.compute_dtype,
+        reshard_after_forward=spec.distributed.reshard_after_forward,
+    )
+    load(  # each rank reads and quantises its own rows, which needs the shards' shapes
+        built.peft_model, spec.model.path, seed=spec.seed, compute_dtype=runtime.compute_dtype, device=runtime.device
+    )
+    job = JobState(dict(adapters(built.peft_model)), spec.training)  # on the final parameters: loading replaced them
+    schedule = Schedule.of(spec, len(train_set))
+    _resume(runtime, reporter, job, schedule)
+
+    built.peft_model.train()
+    trainer = Trainer(runtime, built.peft_model, job, train_set, valid_set, schedule, reporter, stop)
+    stopped_at = trainer.fit()
+    if stopped_at is not None:
+        reporter.message(f"Stopped at step {job.step}; checkpoint {stopped_at} is complete.")
+        return Outcome(kind="stopped", checkpoint=stopped_at)
+    reporter.flush()  # the metrics table is made from the events
+    publish(runtime.run, runtime.start.attempt, spec, built, job)
+    reporter.message(f"Training is complete after {job.step} steps; the adapter is written.")
+    return Outcome(kind="succeeded")
+
+
+def _data(runtime: Runtime, reporter: Reporter) -> tuple[list[Tokens], list[Tokens]]:
+    spec = runtime.spec
+    tokenizer = load_tokenizer(spec.model.path)
+    train_set = load_dataset(tokenizer, spec.training_data, spec.training.max_length)
+    _warn_of_losses(reporter, train_set, spec.training_data.name, spec.training.max_length)
+    if spec.validation_data is None:
+        return train_set.samples, []
+    valid_set = load_dataset(tokenizer, spec.validation_data, spec.training.max_length)
+    _warn_of_losses(reporter, valid_set, spec.validation_data.name, spec.training.max_length)
+    return train_set.samples, valid_set.samples
+
+
+def _warn_of_losses(reporter: Reporter, data: Dataset, name: str, max_length: int) -> None:
+    if data.truncated:
+        reporter.message(f"{name}: {data.truncated} samples were cut to training.max_length = {max_length} tokens.", "warn")
+    if data.dropped:
+        reporter.message(f"{name}: {data.dropped} samples are left out: no assistant token within {max_length} tokens.", "warn")
+
+
+def _resume(runtime: Runtime, reporter: Reporter, job: JobState, schedule: Schedule) -> None:
+    where = f"on {runtime.world} rank{'s' if runtime.world > 1 else ''} ({runtime.device.type})"
+    if runtime.start.checkpoint is None:
+        reporter.message(f"Training starts {where}: {schedule.total_steps} steps.")
+        return
+    checkpoint.restore(job, runtime.run, runtime.start.checkpoint, runtime.spec)
+    reporter.message(f"Training resumes {where} behind step {job.step} of {schedule.total_steps}.")
+
+
+if __name__ == "__main__":
+    leave(main(RunDir(sys.argv[1]), int(sys.argv[2])))

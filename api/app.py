@@ -1,0 +1,60 @@
+"""The web application: everything HTTP, nothing else. It holds no state of its own; any number of processes may serve it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Depends, FastAPI
+from fastapi_offline import FastAPIOffline
+
+from api import errors
+from api.auth import authenticated
+from api.deps import Services
+from api.middleware import RequestContext
+from api.routes import files, fine_tuning, health, inference, models
+from api.views import ErrorView
+from ft_service import __version__
+from ft_service.catalogue import Catalogue
+from ft_service.settings import Settings
+from ft_service.spec import JobRequest
+from ft_service.store.base import Store
+
+_DESCRIPTION = """
+Fine-tuning in OpenAI's wire format: `openai.OpenAI(base_url="…/v1", api_key="…")` works unchanged. Options that OpenAI has no
+field for ride at the top level of the create body (`extra_body` of the client); answers carry extra fields beside OpenAI's.
+"""
+_SCHEMAS = "#/components/schemas/{model}"
+
+
+def create_app(settings: Settings, store: Store) -> FastAPI:
+    """The application over a store whose schema is up to date. Raises SpecError if FT_MODEL_ALIASES is wrong."""
+    app = FastAPIOffline(
+        title="ft-service",
+        version=__version__,
+        description=_DESCRIPTION,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses={"4XX": {"model": ErrorView}, "5XX": {"model": ErrorView}},
+    )
+    app.state.services = Services(settings, store, Catalogue.from_settings(settings))
+    app.include_router(health.router)
+    for router in (files.router, fine_tuning.router, models.router, inference.router):
+        # Here and not only in the routes, so that nobody without a key gets as far as sending a body.
+        app.include_router(router, dependencies=[Depends(authenticated)])
+    errors.install(app)
+    app.add_middleware(RequestContext)
+    _describe_create_body(app)
+    return app
+
+
+def _describe_create_body(app: FastAPI) -> None:
+    """Add the schema of the create body to the OpenAPI document, which knows only what FastAPI itself checks."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = generate()
+        schema = JobRequest.model_json_schema(ref_template=_SCHEMAS)
+        document["components"]["schemas"] |= {**schema.pop("$defs"), "JobRequest": schema}
+        return document
+
+    app.openapi = openapi

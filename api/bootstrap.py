@@ -1,0 +1,68 @@
+"""The first start of a service: its project, its first key, and the credentials file that the local command line reads."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from ft_service.errors import SpecError
+from ft_service.settings import Settings
+from ft_service.store.base import Store
+
+PROJECT = "default"
+
+
+def prepare(settings: Settings, store: Store, base_url: str) -> str | None:
+    """Make the project and, in a database without any key, the first admin key; point the credentials file at `base_url`.
+
+    The key if it was made now. Raises SpecError if FT_BOOTSTRAP_KEY_FILE cannot be read or holds too short a key.
+    """
+    store.ensure_project(PROJECT, settings.organization)
+    path = settings.home / "credentials"
+    if store.has_keys():
+        key = _known_key(path, store)
+        if key:
+            _write_credentials(path, key, base_url)
+        return None
+    _, key = store.create_key(project_id=PROJECT, name="first admin key", scope="admin", secret=_given_key(settings))
+    _write_credentials(path, key, base_url)
+    return key
+
+
+def write_private(path: Path, body: str) -> None:
+    """Write or replace a file that only its owner may read, whole or not at all."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")  # mode 0600
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(body)
+        Path(temporary).replace(path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            Path(temporary).unlink()
+        raise
+
+
+def _given_key(settings: Settings) -> str | None:
+    path = settings.bootstrap_key_file
+    if path is None:
+        return None
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"FT_BOOTSTRAP_KEY_FILE = {path}: {error}", param="FT_BOOTSTRAP_KEY_FILE") from None
+
+
+def _known_key(path: Path, store: Store) -> str | None:
+    """The key of the credentials file, if it opens this service; the file may be gone, or somebody else's."""
+    try:
+        key = json.loads(path.read_text())["api_key"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return key if isinstance(key, str) and store.authenticate(key) else None
+
+
+def _write_credentials(path: Path, key: str, base_url: str) -> None:
+    write_private(path, json.dumps({"api_key": key, "base_url": base_url}) + "\n")

@@ -1,0 +1,82 @@
+"""What routes are given: the service's parts, and a request's body and list parameters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
+
+from ft_service.catalogue import Catalogue
+from ft_service.errors import SpecError
+from ft_service.settings import Settings
+from ft_service.store.base import Store
+
+MAX_JSON_BYTES = 1024**2
+"""Largest JSON body."""
+_DRAINED_BYTES = 64 * 1024**2
+"""How much of a refused body is read and thrown away, so that the client gets to read the refusal."""
+
+
+@dataclass(frozen=True)
+class Services:
+    """The parts of one service, built in `main` and passed down."""
+
+    settings: Settings
+    store: Store
+    catalogue: Catalogue
+
+
+def services(request: Request) -> Services:
+    return request.app.state.services
+
+
+async def json_body(request: Request) -> Any:
+    """The body as JSON. Raises SpecError if it is too large or no JSON; its contents are the core's to check."""
+    body = b""
+    stream = request.stream()
+    async for chunk in stream:
+        body += chunk
+        if len(body) > MAX_JSON_BYTES:
+            await drain(stream, _DRAINED_BYTES)
+            raise SpecError(f"The body is larger than {MAX_JSON_BYTES} bytes.", code="request_too_large")
+    return parse_json(body)
+
+
+async def drain(stream: AsyncIterator[bytes], limit: int) -> None:
+    """Read what the client still sends, up to a limit: a connection closed on unread data loses the answer."""
+    async for chunk in stream:
+        limit -= len(chunk)
+        if limit < 0:
+            return
+
+
+def parse_json(body: bytes) -> Any:
+    """Strict JSON: no NaN, no key twice in an object. Raises SpecError."""
+    if not body:
+        raise SpecError("The body is empty: send a JSON object.", code="invalid_json")
+    try:
+        return json.loads(body, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except RecursionError:
+        raise SpecError("The body is not usable JSON: nested too deeply.", code="invalid_json") from None
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors too
+        raise SpecError(f"The body is not JSON: {error}.", code="invalid_json") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise SpecError(f"{key} is given twice in one object: keep one.", param=key, code="invalid_json")
+        found[key] = value
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")
+
+
+Svc = Annotated[Services, Depends(services)]
+JsonBody = Annotated[Any, Depends(json_body)]

@@ -1,0 +1,101 @@
+"""Every error leaves as OpenAI's error body: `{"error": {"message", "type", "param", "code"}}`, all four keys always there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from ft_service.errors import (
+    AuthError,
+    ConflictError,
+    DataError,
+    ForbiddenError,
+    FtError,
+    NotFoundError,
+    SpecError,
+    UnavailableError,
+)
+
+INVALID = "invalid_request_error"
+SERVER = "server_error"
+
+STATUS: dict[type[FtError], tuple[int, str]] = {
+    SpecError: (400, INVALID),
+    DataError: (400, INVALID),
+    NotFoundError: (404, INVALID),
+    AuthError: (401, INVALID),
+    ForbiddenError: (403, INVALID),
+    ConflictError: (409, "conflict_error"),
+    UnavailableError: (503, SERVER),
+    FtError: (500, SERVER),
+}
+"""HTTP status and `error.type` of each branch of the tree; a class that is not here takes its parent's."""
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of the application in the one shape."""
+    app.add_exception_handler(FtError, _ft_error)
+    app.add_exception_handler(RequestValidationError, _invalid_parameter)
+    app.add_exception_handler(HTTPException, _http_error)
+
+
+def error_response(
+    status: int,
+    message: str,
+    *,
+    kind: str,
+    param: str | None = None,
+    code: str | None = None,
+    headers: dict[str, str] | None = None,
+) -> JSONResponse:
+    body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return JSONResponse(body, status_code=status, headers=headers)
+
+
+def internal_error(request_id: str) -> JSONResponse:
+    """For what nobody expected: tells the user what to quote and nothing of the inside."""
+    message = f"The service failed in a way it should not. The operator finds the cause in its log under {request_id}."
+    # A client repeats a 5xx by default; the same request would hit the same fault.
+    return error_response(500, message, kind=SERVER, code="internal_error", headers={"x-should-retry": "false"})
+
+
+def _ft_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, FtError)
+    status, kind = next(STATUS[parent] for parent in type(error).__mro__ if parent in STATUS)
+    return error_response(status, error.message, kind=kind, param=error.param, code=error.code, headers=_headers(status))
+
+
+def _headers(status: int) -> dict[str, str]:
+    if status == 401:
+        return {"www-authenticate": "Bearer"}
+    if status == 503:
+        return {"retry-after": "1"}
+    # The rest of 5xx comes again however often it is tried; a 409 is a lost race and may be tried again.
+    return {"x-should-retry": "false"} if status >= 500 else {}
+
+
+def _invalid_parameter(request: Request, error: Exception) -> JSONResponse:
+    """Query and path parameters that FastAPI checks; bodies are checked by the core."""
+    assert isinstance(error, RequestValidationError)
+    fault: dict[str, Any] = error.errors()[0]
+    name = ".".join(str(part) for part in fault["loc"][1:]) or "request"
+    shown = repr(fault.get("input"))
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return error_response(400, f"{name} = {shown}: {fault['msg']}.", kind=INVALID, param=name, code="invalid_value")
+
+
+def _http_error(request: Request, error: Exception) -> JSONResponse:
+    """What the framework itself refuses: unknown routes, wrong methods."""
+    assert isinstance(error, HTTPException)
+    asked = f"{request.method} {request.url.path}"
+    headers = dict(error.headers or {})
+    if error.status_code == 404:
+        return error_response(404, f"There is no route {asked}. /docs lists them.", kind=INVALID, code="unknown_url")
+    if error.status_code == 405:
+        message = f"{asked}: this path takes {headers.get('Allow', 'other methods')}."
+        return error_response(405, message, kind=INVALID, code="method_not_allowed", headers=headers)
+    return error_response(error.status_code, str(error.detail), kind=INVALID, code="invalid_request", headers=headers)

@@ -1,0 +1,137 @@
+"""`/v1/files`: upload, list, read and delete."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import quote
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import FileResponse, StreamingResponse
+
+from api import repeats
+from api.auth import Caller
+from api.deps import Svc
+from api.uploads import Upload, keep, received
+from api.views import DeletedView, FileView, ListView, file_view, list_view
+from ft_service.errors import NotFoundError, SpecError
+from ft_service.ids import new_id
+from ft_service.store.base import File, Order
+
+router = APIRouter(prefix="/v1/files", tags=["files"])
+
+PURPOSE = "fine-tune"
+RESULTS = "fine-tune-results"
+_ENCODED_CHUNK = 3 * 256 * 1024
+"""A multiple of 3: base64 of the pieces is the base64 of the whole."""
+
+_FORM = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["file", "purpose"],
+                    "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"const": PURPOSE}},
+                }
+            }
+        },
+    }
+}
+
+
+async def _upload(request: Request, caller: Caller, services: Svc) -> AsyncIterator[Upload]:
+    async with received(request, services.settings.files_dir, services.settings.max_file_bytes) as upload:
+        yield upload
+
+
+@router.post("", openapi_extra=_FORM)
+def create(request: Request, caller: Caller, services: Svc, upload: Annotated[Upload, Depends(_upload)]) -> FileView:
+    """Upload a `.jsonl` file of chat lines (purpose `fine-tune`). Its contents are checked when a job uses it."""
+    _check_form(upload)
+    new = File(
+        id=new_id("file-"),
+        project_id=caller.project_id,
+        filename=upload.filename,
+        purpose=PURPOSE,
+        bytes=upload.bytes,
+        sha256=upload.sha256,
+        created_at=0.0,
+    )
+    if earlier := repeats.repeated_file(request.headers, services.store, caller, new):
+        return file_view(earlier)
+    path = services.settings.files_dir / new.id
+    keep(upload, path)
+    try:
+        return file_view(services.store.add_file(new))
+    except BaseException:
+        path.unlink()
+        raise
+
+
+@router.get("", response_model=ListView[FileView])
+def list_files(
+    caller: Caller,
+    services: Svc,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
+    order: Order = "desc",
+    purpose: str | None = None,
+) -> Any:
+    page = services.store.list_files(caller.project_id, after=after, limit=limit, order=order, purpose=purpose)
+    return list_view([file_view(file) for file in page.data], page.has_more)
+
+
+@router.get("/{file_id}")
+def retrieve(file_id: str, caller: Caller, services: Svc) -> FileView:
+    return file_view(services.store.get_file(caller.project_id, file_id))
+
+
+@router.delete("/{file_id}")
+def delete(file_id: str, caller: Caller, services: Svc) -> DeletedView:
+    """Hide a file. Jobs that use it go on; its bytes go when no unfinished job refers to it."""
+    if services.store.delete_file(caller.project_id, file_id):
+        (services.settings.files_dir / file_id).unlink(missing_ok=True)
+    return DeletedView(id=file_id)
+
+
+@router.get("/{file_id}/content", response_class=Response)
+def content(file_id: str, caller: Caller, services: Svc) -> Response:
+    """The bytes. Metrics of a job (purpose `fine-tune-results`) come base64-encoded, as OpenAI's scripts expect, unless the
+    operator has set FT_RESULT_FILES_PLAIN."""
+    file = services.store.get_file(caller.project_id, file_id)
+    path = services.settings.files_dir / file.id
+    if not path.is_file():
+        raise NotFoundError(f"The contents of {file.id} are gone from the service's disk.", param="file_id")
+    disposition = {"content-disposition": f"attachment; filename*=utf-8''{quote(file.filename, safe='')}"}
+    if file.purpose == RESULTS and not services.settings.result_files_plain:
+        return StreamingResponse(_encoded(path), media_type="application/octet-stream", headers=disposition)
+    return FileResponse(path, media_type="application/octet-stream", headers=disposition)
+
+
+def _check_form(upload: Upload) -> None:
+    """Raises SpecError naming the part."""
+    for name in upload.fields:
+        if name.startswith("expires_after"):
+            message = f"{name}: files do not expire in this version; leave it out and delete the file yourself."
+            raise SpecError(message, param="expires_after", code="not_available")
+        if name != "purpose":
+            raise SpecError(f"{name}: there is no such part; known are file and purpose.", param=name, code="unknown_parameter")
+    purpose = upload.fields.get("purpose")
+    if purpose is None:
+        raise SpecError("purpose is required.", param="purpose", code="missing_required_parameter")
+    if purpose != PURPOSE:
+        message = f"purpose = {purpose[:80]!r}: only {PURPOSE!r} is available in this version."
+        raise SpecError(message, param="purpose", code="not_available")
+    if not upload.filename.lower().endswith(".jsonl"):
+        message = f"file: the name must end in .jsonl, and {upload.filename!r} does not."
+        raise SpecError(message, param="file", code="invalid_filename")
+
+
+def _encoded(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(_ENCODED_CHUNK):
+            yield base64.b64encode(chunk)

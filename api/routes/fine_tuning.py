@@ -1,0 +1,191 @@
+"""`/v1/fine_tuning/jobs`: OpenAI's job resource, and what a job leaves behind."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import PlainTextResponse, StreamingResponse
+
+from api import archive, repeats
+from api.auth import Caller
+from api.deps import JsonBody, Services, Svc
+from api.tails import tail
+from api.views import (
+    CheckpointView,
+    EventView,
+    JobView,
+    ListView,
+    checkpoint_view,
+    event_view,
+    job_view,
+    list_view,
+)
+from ft_service.admission import submit
+from ft_service.errors import ConflictError, NotFoundError, SpecError
+from ft_service.job import Job, State, Verb
+from ft_service.rundir import RunDir
+from ft_service.store.base import Principal
+
+router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"])
+
+JOB_REQUEST = {
+    "requestBody": {"required": True, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/JobRequest"}}}}
+}
+"""The body is checked by the core, so the schema is named here instead of derived from the signature (see app.py)."""
+
+_METADATA = re.compile(r"metadata\[(.*)\]", re.DOTALL)
+
+
+@router.post("", openapi_extra=JOB_REQUEST)
+def create(request: Request, body: JsonBody, caller: Caller, services: Svc) -> JobView:
+    """Create a job. Every option is checked first, and nothing is stored unless all are fine; the contents of the files are
+    checked by the job itself (`validating_files`)."""
+    job_id = repeats.keyed_job_id(request.headers, caller)
+    if job_id:
+        job = repeats.keyed_job(services.store, caller, job_id, body) or _create_keyed(job_id, body, caller, services)
+    else:
+        job = repeats.repeated_job(request.headers, services.store, caller, body) or _submit(body, caller, services)
+    return _view(job, caller, services)
+
+
+@router.get("", response_model=ListView[JobView])
+def list_jobs(
+    request: Request, caller: Caller, services: Svc, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
+) -> Any:
+    """Newest first. `metadata[k]=v`, any number of times: only jobs whose metadata hold all these pairs."""
+    page = services.store.list_jobs(caller.project_id, after=after, limit=limit, metadata=_metadata(request))
+    return list_view([_view(job, caller, services) for job in page.data], page.has_more)
+
+
+@router.get("/{job_id}")
+def retrieve(job_id: str, caller: Caller, services: Svc) -> JobView:
+    return _view(services.store.get_job(caller.project_id, job_id), caller, services)
+
+
+@router.post("/{job_id}/cancel")
+def cancel(job_id: str, caller: Caller, services: Svc) -> JobView:
+    """End the job. It answers `cancelled` at once; `phase` says `stopping` until its processes are gone."""
+    return _view(services.store.request(caller.project_id, job_id, Verb.CANCEL), caller, services)
+
+
+@router.post("/{job_id}/pause")
+def pause(job_id: str, caller: Caller, services: Svc) -> JobView:
+    """Stop at a checkpoint and free the slots."""
+    return _view(services.store.request(caller.project_id, job_id, Verb.PAUSE), caller, services)
+
+
+@router.post("/{job_id}/resume")
+def resume(job_id: str, caller: Caller, services: Svc) -> JobView:
+    """Go on from the last checkpoint."""
+    return _view(services.store.request(caller.project_id, job_id, Verb.RESUME), caller, services)
+
+
+@router.get("/{job_id}/events", response_model=ListView[EventView])
+def events(
+    job_id: str, caller: Caller, services: Svc, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
+) -> Any:
+    """Newest first."""
+    page = services.store.list_events(caller.project_id, job_id, after=after, limit=limit)
+    return list_view([event_view(event) for event in page.data], page.has_more)
+
+
+@router.get("/{job_id}/checkpoints", response_model=ListView[CheckpointView])
+def checkpoints(
+    job_id: str, caller: Caller, services: Svc, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 10
+) -> Any:
+    """Complete checkpoints, the highest step first."""
+    job = services.store.get_job(caller.project_id, job_id)
+    page = services.store.list_checkpoints(caller.project_id, job_id, after=after, limit=limit)
+    return list_view([checkpoint_view(point, job.spec["tuned_name"]) for point in page.data], page.has_more)
+
+
+@router.get("/{job_id}/adapter", response_class=StreamingResponse)
+def adapter(job_id: str, caller: Caller, services: Svc) -> StreamingResponse:
+    """Not in OpenAI's API. The outcome as a tar archive: a folder `adapter/` that PEFT loads."""
+    job = services.store.get_job(caller.project_id, job_id)
+    if job.state is not State.SUCCEEDED:
+        message = f"Job {job.id} is {job.state.value} and has no adapter; a job that has succeeded has one."
+        raise NotFoundError(message, param="job_id", code="no_adapter")
+    files = archive.members(_run_dir(job, services).path("adapter"), "adapter")
+    if not files:
+        raise NotFoundError(f"The adapter of job {job.id} is gone from the service's disk.", param="job_id", code="no_adapter")
+    headers = {
+        "content-length": str(archive.length(files)),
+        "content-disposition": f'attachment; filename="{job.id}-adapter.tar"',
+    }
+    return StreamingResponse(archive.stream(files), media_type="application/x-tar", headers=headers)
+
+
+@router.get("/{job_id}/logs", response_class=PlainTextResponse)
+def logs(
+    job_id: str,
+    caller: Caller,
+    services: Svc,
+    attempt: Annotated[int | None, Query(ge=1, le=1_000_000)] = None,
+    lines: Annotated[int, Query(ge=1, le=10_000)] = 200,
+) -> str:
+    """Not in OpenAI's API. The last lines of everything that the processes of an attempt (default: the newest) have printed."""
+    job = services.store.get_job(caller.project_id, job_id)
+    number = attempt or job.attempt
+    folder = _run_dir(job, services).path(f"attempts/{number}/logs")
+    found = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    if not found:
+        message = (
+            f"Attempt {number} of job {job.id} has printed nothing." if number else f"Job {job.id} has not been started yet."
+        )
+        raise NotFoundError(message, param="attempt", code="no_logs")
+    return "\n".join(_sections(found, folder, lines))
+
+
+def _submit(body: Any, caller: Principal, services: Services, job_id: str | None = None) -> Job:
+    return submit(
+        body,
+        principal=caller,
+        store=services.store,
+        settings=services.settings,
+        catalogue=services.catalogue,
+        job_id=job_id,
+    )
+
+
+def _create_keyed(job_id: str, body: Any, caller: Principal, services: Services) -> Job:
+    try:
+        return _submit(body, caller, services, job_id)
+    except ConflictError:  # the same request arrived twice at once, and the other one has just created the job
+        job = repeats.keyed_job(services.store, caller, job_id, body)
+        if job is None:
+            raise
+        return job
+
+
+def _view(job: Job, caller: Principal, services: Services) -> JobView:
+    metrics = services.store.latest_metrics(job.id) if job.attempt else None
+    now = services.store.now() if metrics and job.state is State.RUNNING else 0.0
+    return job_view(job, organization=caller.organization, metrics=metrics, now=now)
+
+
+def _metadata(request: Request) -> dict[str, str] | None:
+    """The pairs of `metadata[k]=v`. Raises SpecError for forms that are not understood, instead of listing everything."""
+    found: dict[str, str] = {}
+    for name, value in request.query_params.multi_items():
+        if not name.startswith("metadata"):
+            continue
+        match = _METADATA.fullmatch(name)
+        if match is None:
+            raise SpecError(f"{name[:80]} = {value[:80]!r}: filter by metadata[key]=value.", param="metadata")
+        if found.setdefault(match[1], value) != value:
+            raise SpecError(f"{name[:80]} is given twice, with different values: no job can have both.", param=name[:80])
+    return found or None
+
+
+def _run_dir(job: Job, services: Services) -> RunDir:
+    return RunDir(services.settings.runs_dir / job.id)
+
+
+def _sections(files: list[Path], folder: Path, lines: int) -> Iterator[str]:
+    for path in files:
+        yield f"==> {path.relative_to(folder).as_posix()} <==\n{tail(path, lines)}"

@@ -1,0 +1,155 @@
+"""The server process: database, first key, socket, reconciler, web server; and an orderly end of all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from api.app import create_app
+from api.bootstrap import PROJECT, prepare, write_private
+from api.uploads import TEMPORARY_PREFIX
+from ft_service.errors import SpecError
+from ft_service.hardware import default_slots
+from ft_service.job import Phase, State
+from ft_service.launcher.local import LocalLauncher
+from ft_service.reconciler import Reconciler
+from ft_service.settings import Settings
+from ft_service.store.base import Store
+from ft_service.store.sql import migrate, open_store
+
+Reconcile = Callable[[Settings, Store, threading.Event], None]
+"""Moves jobs on until the event is set. Runs in a thread of its own."""
+
+_STREAM_GRACE_SECONDS = 3
+"""How long running answers (downloads) may go on after the server was told to stop."""
+_RECONCILER_GRACE_SECONDS = 10.0
+_STALE_UPLOAD_SECONDS = 24 * 3600.0
+
+
+def reconcile_here(settings: Settings, store: Store, stop: threading.Event) -> None:
+    """Run jobs as processes of this host."""
+    launcher = LocalLauncher(settings.slots or default_slots(), stop_grace_seconds=settings.stop_grace_seconds)
+    Reconciler(store, launcher, settings.runs_dir, settings.files_dir).run(stop)
+
+
+def serve(settings: Settings, reconcile: Reconcile = reconcile_here) -> None:
+    """Serve until SIGINT or SIGTERM. Only for a process's main thread.
+
+    Raises SpecError if a setting is wrong or the port is taken, UnavailableError if the database does not answer.
+    """
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settings.home.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(_bound(settings))
+        url = _url(settings, listener)
+        migrate(settings.resolved_database_url())
+        store = open_store(settings.resolved_database_url())
+        stack.callback(store.close)
+        app = create_app(settings, store)
+        key = prepare(settings, store, base_url=f"{url}/v1")
+        _remove_stale_uploads(settings.files_dir)
+        stack.enter_context(_announced(settings.home / "server.json", url))
+        stack.enter_context(_stop_signals_end_quietly())
+        stack.enter_context(_reconciling(reconcile, settings, store))
+        _greet(url, key)
+        _run(app, listener)
+        _say_what_goes_on(store)
+
+
+def _run(app: Any, listener: socket.socket) -> None:
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=_STREAM_GRACE_SECONDS
+    )
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+@contextlib.contextmanager
+def _bound(settings: Settings) -> Iterator[socket.socket]:
+    """The listening socket, before anything else: a port that is taken must not leave a half-started server."""
+    family = socket.AF_INET6 if ":" in settings.bind else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((settings.bind, settings.port))
+        except OSError as error:
+            message = f"FT_BIND = {settings.bind!r}, FT_PORT = {settings.port}: cannot listen there: {error.strerror or error}."
+            raise SpecError(message, param="FT_PORT", code="cannot_listen") from None
+        listener.listen(128)
+        yield listener
+
+
+def _url(settings: Settings, listener: socket.socket) -> str:
+    """An address that works from this host."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.bind, settings.bind)
+    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def _announced(path: Path, url: str) -> Iterator[None]:
+    """`server.json`: where the local server is, as long as it is there."""
+    body = json.dumps({"url": url, "pid": os.getpid()}) + "\n"
+    write_private(path, body)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            if path.read_text() == body:  # not another server's that took over
+                path.unlink()
+
+
+@contextlib.contextmanager
+def _stop_signals_end_quietly() -> Iterator[None]:
+    """uvicorn ends on these signals and then raises them again, which would kill the process before it has cleaned up."""
+    previous = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _reconciling(reconcile: Reconcile, settings: Settings, store: Store) -> Iterator[None]:
+    stop = threading.Event()
+    thread = threading.Thread(target=reconcile, args=(settings, store, stop), name="reconciler", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(_RECONCILER_GRACE_SECONDS)
+
+
+def _greet(url: str, key: str | None) -> None:
+    print(f"Serving {url}/v1 (documentation: {url}/docs)", flush=True)
+    if key and sys.stdout.isatty():  # never into a log
+        print(f"First admin key: {key}", flush=True)
+
+
+def _say_what_goes_on(store: Store) -> None:
+    """Training does not need the server; who stops it should know what still runs."""
+    jobs = store.list_jobs(PROJECT, limit=100).data
+    running = [job.id for job in jobs if job.state is State.RUNNING and job.phase is not Phase.STOPPING]
+    if running:
+        print(f"Stopped serving. Training goes on without the server: {', '.join(running)}", flush=True)
+        print("The next start takes these jobs up again; to stop one, start the server and cancel it.", flush=True)
+
+
+def _remove_stale_uploads(folder: Path) -> None:
+    """What a server that was killed in the middle of an upload has left."""
+    for path in folder.glob(f"{TEMPORARY_PREFIX}*"):
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_mtime < time.time() - _STALE_UPLOAD_SECONDS:
+                path.unlink()

@@ -1,0 +1,284 @@
+"""The wire: OpenAI's objects as this service writes them, and how records become them. Pure.
+
+OpenAI's fields come first in each class; what this service adds follows them. Times are whole seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Generic, Literal, TypeVar
+
+from pydantic import BaseModel
+
+from ft_service.events import Metrics
+from ft_service.job import Job, State
+from ft_service.spec import LEARNING_RATE, JobSpec, TrainingOptions
+from ft_service.store.base import Checkpoint, File, StoredEvent
+
+View = TypeVar("View", bound=BaseModel)
+
+
+class ErrorBody(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorView(BaseModel):
+    """Every answer of 400 and above."""
+
+    error: ErrorBody
+
+
+class ListView(BaseModel, Generic[View]):
+    """A page. The next one: `after=<last_id>`."""
+
+    object: Literal["list"] = "list"
+    data: list[View]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+class FileView(BaseModel):
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    status: Literal["processed"] = "processed"
+    """A file is usable as soon as it is there: clients wait for this word."""
+    status_details: None = None
+    expires_at: None = None
+
+
+class DeletedView(BaseModel):
+    id: str
+    object: Literal["file"] = "file"
+    deleted: Literal[True] = True
+
+
+class ModelView(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+
+
+class ModelsView(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelView]
+
+
+class HyperparametersView(BaseModel):
+    """As resolved: no "auto" is left."""
+
+    n_epochs: int | None
+    """None: training.max_steps decides instead."""
+    batch_size: int
+    learning_rate_multiplier: float
+
+
+class SupervisedView(BaseModel):
+    hyperparameters: HyperparametersView
+
+
+class MethodView(BaseModel):
+    type: Literal["supervised"] = "supervised"
+    supervised: SupervisedView
+
+
+class JobErrorView(BaseModel):
+    code: str
+    message: str
+    param: str | None
+
+
+class ProgressView(BaseModel):
+    """The newest numbers that training reported."""
+
+    step: int
+    total_steps: int
+    epoch: float | None
+    train_loss: float | None
+    valid_loss: float | None
+    learning_rate: float | None
+    grad_norm: float | None
+    step_seconds: float | None
+    tokens_per_second: float | None
+    trained_tokens: int | None
+
+
+class JobView(BaseModel):
+    id: str
+    object: Literal["fine_tuning.job"] = "fine_tuning.job"
+    created_at: int
+    error: JobErrorView | None
+    fine_tuned_model: str | None
+    """Once succeeded."""
+    finished_at: int | None
+    hyperparameters: HyperparametersView
+    model: str
+    organization_id: str
+    result_files: list[str]
+    seed: int
+    status: str
+    trained_tokens: int | None
+    training_file: str
+    validation_file: str | None
+    estimated_finish: int | None
+    integrations: list[Any]
+    metadata: dict[str, str] | None
+    method: MethodView
+
+    phase: str | None
+    """While running: launching, training or stopping; while cancelled: stopping, until the processes are gone."""
+    reason: str | None
+    """Why the job is in its final state, or why its last attempt ended."""
+    attempt: int
+    """Runs of the workers so far; 0: none yet."""
+    progress: ProgressView | None
+    priority: int
+    lora: dict[str, Any]
+    precision: dict[str, Any]
+    training: dict[str, Any]
+    distributed: dict[str, Any]
+    checkpoint: dict[str, Any]
+
+
+class EventView(BaseModel):
+    id: str
+    object: Literal["fine_tuning.job.event"] = "fine_tuning.job.event"
+    created_at: int
+    level: str
+    message: str
+    type: Literal["message", "metrics"]
+    data: dict[str, Any] | None
+
+
+class CheckpointMetricsView(BaseModel):
+    step: int
+    train_loss: float | None
+    train_mean_token_accuracy: float | None
+    valid_loss: float | None
+    valid_mean_token_accuracy: float | None
+    full_valid_loss: float | None
+    """The same as valid_loss: a validation always reads the whole file."""
+    full_valid_mean_token_accuracy: float | None
+
+
+class CheckpointView(BaseModel):
+    id: str
+    object: Literal["fine_tuning.job.checkpoint"] = "fine_tuning.job.checkpoint"
+    created_at: int
+    fine_tuning_job_id: str
+    fine_tuned_model_checkpoint: str
+    step_number: int
+    metrics: CheckpointMetricsView
+
+
+def list_view(items: Sequence[Any], has_more: bool) -> dict[str, Any]:
+    """A ListView of views that have an id."""
+    first, last = (items[0].id, items[-1].id) if items else (None, None)
+    return {"object": "list", "data": items, "has_more": has_more, "first_id": first, "last_id": last}
+
+
+def file_view(file: File) -> FileView:
+    return FileView(id=file.id, bytes=file.bytes, created_at=int(file.created_at), filename=file.filename, purpose=file.purpose)
+
+
+def job_view(job: Job, *, organization: str, metrics: Metrics | None, now: float) -> JobView:
+    """`metrics`: the job's newest; `now`: database time, for the estimate."""
+    spec = JobSpec.model_validate(job.spec)
+    hyperparameters = _hyperparameters(spec.training)
+    return JobView(
+        id=job.id,
+        created_at=int(job.created_at),
+        error=JobErrorView.model_validate(job.error) if job.error else None,
+        fine_tuned_model=spec.tuned_name if job.state is State.SUCCEEDED else None,
+        finished_at=_whole(job.finished_at),
+        hyperparameters=hyperparameters,
+        model=spec.model.name,
+        organization_id=organization,
+        result_files=[job.result_file] if job.result_file else [],
+        seed=spec.seed,
+        status=job.state.value,
+        trained_tokens=job.trained_tokens,
+        training_file=job.request["training_file"],
+        validation_file=job.request.get("validation_file"),
+        estimated_finish=_whole(_estimate(job, metrics, now)),
+        integrations=[],
+        metadata=job.request.get("metadata"),
+        method=MethodView(supervised=SupervisedView(hyperparameters=hyperparameters)),
+        phase=job.phase.value if job.phase else None,
+        reason=job.reason.value if job.reason else None,
+        attempt=job.attempt,
+        progress=_progress(metrics) if metrics else None,
+        priority=job.priority,
+        lora=spec.lora.model_dump(),
+        precision=spec.precision.model_dump(),
+        training=spec.training.model_dump(),
+        distributed=spec.distributed.model_dump(),
+        checkpoint=spec.checkpoint.model_dump(),
+    )
+
+
+def event_view(event: StoredEvent) -> EventView:
+    return EventView(
+        id=event.id,
+        created_at=int(event.created_at),
+        level=event.level,
+        message=event.message,
+        type="metrics" if event.metrics else "message",
+        data=event.metrics.model_dump(exclude_none=True) if event.metrics else None,
+    )
+
+
+def checkpoint_view(checkpoint: Checkpoint, tuned_name: str) -> CheckpointView:
+    known = checkpoint.metrics or Metrics(step=checkpoint.step, total_steps=checkpoint.step)
+    return CheckpointView(
+        id=checkpoint.id,
+        created_at=int(checkpoint.created_at),
+        fine_tuning_job_id=checkpoint.job_id,
+        fine_tuned_model_checkpoint=checkpoint_model(tuned_name, checkpoint.step),
+        step_number=checkpoint.step,
+        metrics=CheckpointMetricsView(
+            step=checkpoint.step,
+            train_loss=known.train_loss,
+            train_mean_token_accuracy=known.train_mean_token_accuracy,
+            valid_loss=known.valid_loss,
+            valid_mean_token_accuracy=known.valid_mean_token_accuracy,
+            full_valid_loss=known.valid_loss,
+            full_valid_mean_token_accuracy=known.valid_mean_token_accuracy,
+        ),
+    )
+
+
+def checkpoint_model(tuned_name: str, step: int) -> str:
+    return f"{tuned_name}:ckpt-step-{step}"
+
+
+def _hyperparameters(training: TrainingOptions) -> HyperparametersView:
+    return HyperparametersView(
+        n_epochs=training.n_epochs if training.max_steps is None else None,
+        batch_size=training.batch_size,
+        # Back to the number the user wrote: 1e-4 / 2e-4 and its kind carry the noise of two roundings.
+        learning_rate_multiplier=float(f"{training.learning_rate / LEARNING_RATE:.12g}"),
+    )
+
+
+def _progress(metrics: Metrics) -> ProgressView:
+    speed = metrics.tokens / metrics.step_seconds if metrics.tokens and metrics.step_seconds else None
+    return ProgressView(tokens_per_second=speed, **metrics.model_dump(include=set(ProgressView.model_fields)))
+
+
+def _estimate(job: Job, metrics: Metrics | None, now: float) -> float | None:
+    if job.state is not State.RUNNING or metrics is None or metrics.step_seconds is None:
+        return None
+    return now + (metrics.total_steps - metrics.step) * metrics.step_seconds
+
+
+def _whole(seconds: float | None) -> int | None:
+    return None if seconds is None else int(seconds)

@@ -1,0 +1,332 @@
+from __future__ import annotations
+
+import io
+import tarfile
+from dataclasses import replace
+from typing import Any
+
+import openai
+import pytest
+
+from ft_service.events import Metrics
+from ft_service.ids import new_id
+from ft_service.job import Job, Phase, Reason, State
+from ft_service.rundir import RunDir
+from ft_service.store.base import Change, Checkpoint, NewEvent
+from ft_service.store.sql import SqlStore
+from tests.api.conftest import TRAINING, Service
+
+METRICS = Metrics(
+    step=5, total_steps=20, train_loss=1.25, valid_loss=1.5, valid_mean_token_accuracy=0.5, tokens=400, step_seconds=2.0
+)
+
+
+def put(service: Service, job_id: str, *events: NewEvent, checkpoints: tuple[int, ...] = (), **changes: Any) -> Job:
+    """Write to a job what a reconciler would write."""
+    claim = service.store.claim(host="h", owner="test", lease_seconds=60.0, idle_seconds=0.0)
+    assert claim is not None
+    assert claim.job.id == job_id
+    points = [
+        Checkpoint(
+            id=new_id("ftckpt_"),
+            project_id=claim.job.project_id,
+            job_id=job_id,
+            name=f"step-{step}-a1",
+            step=step,
+            attempt=1,
+            created_at=0.0,
+            metrics=METRICS if step == METRICS.step else None,
+        )
+        for step in checkpoints
+    ]
+    change = Change(job=replace(claim.job, **changes), events=events, checkpoints=points)
+    assert service.store.apply(claim, change)
+    return service.store.get_job(claim.job.project_id, job_id)
+
+
+def put_state(store: SqlStore, job_id: str, state: State) -> None:
+    claim = store.claim(host="h", owner="test", lease_seconds=60.0, idle_seconds=0.0)
+    assert claim is not None
+    assert claim.job.id == job_id
+    assert store.apply(claim, Change(job=replace(claim.job, state=state, attempt=1, host="h")))
+
+
+def run_dir(service: Service, job_id: str) -> RunDir:
+    return RunDir(service.settings.runs_dir / job_id)
+
+
+def test_a_new_job_shows_what_was_resolved(service: Service, client: openai.OpenAI, training_file: str) -> None:
+    validation = client.files.create(file=("valid.jsonl", TRAINING), purpose="fine-tune")
+    job = client.fine_tuning.jobs.create(
+        model="gpt-4o-mini-2024-07-18",
+        training_file=training_file,
+        validation_file=validation.id,
+        suffix="mine",
+        metadata={"team": "a"},
+        method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 2, "learning_rate_multiplier": 0.3}}},
+        extra_body={"lora": {"r": 4}, "precision": {"default": "nf4"}, "distributed": {"nproc_per_node": 2}, "priority": 7},
+    )
+
+    assert job.id.startswith("ftjob-")
+    assert (job.object, job.status, job.model, job.organization_id) == ("fine_tuning.job", "validating_files", "tiny", "local")
+    assert (job.training_file, job.validation_file, job.metadata) == (training_file, validation.id, {"team": "a"})
+    assert (job.error, job.fine_tuned_model, job.finished_at, job.trained_tokens, job.result_files) == (
+        None,
+        None,
+        None,
+        None,
+        [],
+    )
+    assert job.estimated_finish is None
+    assert isinstance(job.seed, int)
+    assert job.hyperparameters.model_dump() == {"n_epochs": 2, "batch_size": 8, "learning_rate_multiplier": 0.3}
+    assert job.method is not None
+    assert job.method.supervised is not None
+    assert job.method.supervised.hyperparameters is not None
+    assert job.method.supervised.hyperparameters.n_epochs == 2
+    extra = job.model_extra or {}
+    assert extra["lora"]["r"] == 4
+    assert extra["precision"]["default"] == "nf4"
+    assert (extra["distributed"]["nproc_per_node"], extra["priority"], extra["attempt"], extra["phase"]) == (2, 7, 0, None)
+
+    stored = service.store.get_job("default", job.id)
+    assert (stored.slots, stored.priority, stored.state) == (2, 7, State.VALIDATING)
+    assert stored.spec["training_data"] == {
+        "name": "train.jsonl",
+        "path": str(service.settings.files_dir / training_file),
+        "sha256": service.store.get_file("default", training_file).sha256,
+    }
+    assert stored.spec["seed"] == job.seed
+    assert stored.spec["tuned_name"] == f"ft:tiny:local:mine:{job.id.removeprefix('ftjob-')}"
+
+
+def test_every_key_of_the_schema_is_there_even_when_empty(service: Service, client: openai.OpenAI, training_file: str) -> None:
+    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
+    job = service.http("GET", f"/v1/fine_tuning/jobs/{job_id}").json()
+
+    required = (
+        "id object created_at error fine_tuned_model finished_at hyperparameters model organization_id result_files seed "
+        "status trained_tokens training_file validation_file estimated_finish integrations metadata method"
+    )
+    assert set(required.split()) <= set(job)
+
+
+def test_jobs_are_listed_newest_first_paged_and_filtered(client: openai.OpenAI, training_file: str) -> None:
+    ids = [
+        client.fine_tuning.jobs.create(model="tiny", training_file=training_file, metadata={"n": str(n), "all": "y & z"}).id
+        for n in range(5)
+    ]
+
+    assert [job.id for job in client.fine_tuning.jobs.list(limit=2)] == ids[::-1]
+    assert [job.id for job in client.fine_tuning.jobs.list(metadata={"n": "3", "all": "y & z"})] == [ids[3]]
+    assert [job.id for job in client.fine_tuning.jobs.list(metadata={"n": "9"})] == []
+
+
+def test_verbs_answer_the_new_state_and_their_events(client: openai.OpenAI, training_file: str) -> None:
+    jobs = client.fine_tuning.jobs
+    job_id = jobs.create(model="tiny", training_file=training_file).id
+
+    assert jobs.pause(job_id).status == "validating_files"
+    assert jobs.resume(job_id).status == "validating_files"
+    cancelled = jobs.cancel(job_id)
+
+    assert (cancelled.status, cancelled.finished_at is not None) == ("cancelled", True)
+    assert jobs.cancel(job_id).status == "cancelled"
+    with pytest.raises(openai.BadRequestError, match="cannot be resumed") as caught:
+        jobs.resume(job_id)
+    assert caught.value.code == "invalid_state"
+    events = list(jobs.list_events(job_id, limit=2))
+    assert [event.message for event in events][::-1] == [
+        f"Created fine-tuning job: {job_id}",
+        "Pause requested.",
+        "Resume requested.",
+        "Cancel requested.",
+    ]
+    assert {(event.object, event.level, event.type, event.data) for event in events} == {
+        ("fine_tuning.job.event", "info", "message", None)
+    }
+
+
+def test_a_running_job_shows_progress_and_when_it_may_end(service: Service, client: openai.OpenAI, training_file: str) -> None:
+    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
+    event = NewEvent(level="info", message="Step 5/20", metrics=METRICS)
+    put(service, job_id, event, state=State.RUNNING, phase=Phase.TRAINING, attempt=1, host="h")
+
+    before = service.store.now()
+    job = client.fine_tuning.jobs.retrieve(job_id)
+
+    assert (job.status, job.trained_tokens) == ("running", None)
+    assert job.estimated_finish is not None
+    assert before + 30 - 1 <= job.estimated_finish <= service.store.now() + 30
+    extra = job.model_extra or {}
+    assert (extra["phase"], extra["attempt"]) == ("training", 1)
+    assert extra["progress"]["step"] == 5
+    assert extra["progress"]["total_steps"] == 20
+    assert extra["progress"]["tokens_per_second"] == 200.0
+    newest = client.fine_tuning.jobs.list_events(job_id).data[0]
+    assert (newest.type, newest.message) == ("metrics", "Step 5/20")
+    assert isinstance(newest.data, dict)
+    assert newest.data["train_loss"] == 1.25
+
+
+def test_a_job_that_succeeded_names_its_outcome(service: Service, client: openai.OpenAI, training_file: str) -> None:
+    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file, suffix="s").id
+    put(
+        service,
+        job_id,
+        checkpoints=(5, 10),
+        state=State.SUCCEEDED,
+        reason=Reason.SUCCEEDED,
+        attempt=1,
+        finished_at=1e9,
+        trained_tokens=800,
+        result_file="file-x",
+    )
+    name = f"ft:tiny:local:s:{job_id.removeprefix('ftjob-')}"
+
+    job = client.fine_tuning.jobs.retrieve(job_id)
+    assert (job.status, job.fine_tuned_model, job.finished_at) == ("succeeded", name, 1_000_000_000)
+    assert (job.trained_tokens, job.result_files) == (800, ["file-x"])
+
+    points = list(client.fine_tuning.jobs.checkpoints.list(job_id, limit=1))
+    assert [point.step_number for point in points] == [10, 5]
+    assert points[1].fine_tuned_model_checkpoint == f"{name}:ckpt-step-5"
+    assert (points[1].fine_tuning_job_id, points[1].id.startswith("ftckpt_")) == (job_id, True)
+    assert points[1].metrics.model_dump(exclude_none=True) == {
+        "step": 5,
+        "train_loss": 1.25,
+        "valid_loss": 1.5,
+        "valid_mean_token_accuracy": 0.5,
+        "full_valid_loss": 1.5,
+        "full_valid_mean_token_accuracy": 0.5,
+    }
+    body = service.http("GET", f"/v1/fine_tuning/jobs/{job_id}/checkpoints?limit=1").json()
+    assert (body["has_more"], body["first_id"], body["last_id"]) == (True, points[0].id, points[0].id)
+
+    ids = [model.id for model in client.models.list()]
+    assert ids == ["meta-llama/Llama-3.2-1B", "tiny", name]
+    assert client.models.retrieve(name).owned_by == "local"
+    assert client.models.retrieve(f"{name}:ckpt-step-5").id == f"{name}:ckpt-step-5"
+    with pytest.raises(openai.NotFoundError, match=f"ft download {job_id}") as caught:
+        client.chat.completions.create(model=name, messages=[{"role": "user", "content": "Hi"}])
+    assert caught.value.code == "model_not_served"
+    for missing in (f"{name}:ckpt-step-6", f"{name}:ckpt-step-", f"{name}x", f"ft:other:local:s:{job_id[6:]}"):
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve(missing)
+
+
+def test_a_failed_job_has_openais_error_object(service: Service, client: openai.OpenAI, training_file: str) -> None:
+    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
+    error = {"code": "invalid_training_file", "message": "train.jsonl: line 3: is not JSON.", "param": "training_file"}
+    put(service, job_id, state=State.FAILED, reason=Reason.INVALID_FILE, error=error, finished_at=1e9)
+
+    job = client.fine_tuning.jobs.retrieve(job_id)
+
+    assert job.status == "failed"
+    assert job.error is not None
+    assert job.error.model_dump() == error
+
+
+def test_the_adapter_is_a_tar_archive_once_the_job_has_succeeded(
+    service: Service, client: openai.OpenAI, training_file: str
+) -> None:
+    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
+    path = f"/v1/fine_tuning/jobs/{job_id}/adapter"
+    early = service.http("GET", path)
+    assert (early.status_code, early.json()["error"]["code"]) == (404, "no_adapter")
+    assert "validating_files" in early.json()["error"]["message"]
+
+    weights = bytes(range(256)) * 10_001
+    run = run_dir(service, job_id)
+    run.put("adapter/adapter_model.safetensors", weights)
+    run.put("adapter/adapter_config.json", b"{}")
+    (run.root / "adapter" / "link").symlink_to("/etc/passwd")
+    assert service.http("GET", path).status_code == 404
+    put(service, job_id, state=State.SUCCEEDED, attempt=1)
+    answer = service.http("GET", path)
+
+    assert answer.headers["content-type"] == "application/x-tar"
+    assert int(answer.headers["content-length"]) == len(answer.content)
+    with tarfile.open(fileobj=io.BytesIO(answer.content)) as archive:
+        assert archive.getnames() == ["adapter/adapter_config.json", "adapter/adapter_model.safetensors"]
+        member = archive.extractfile("adapter/adapter_model.safetensors")
+        assert member is not None
+        assert member.read() == weights
+
+
+def test_logs_are_the_last_lines_of_an_attempt(service: Service, client: openai.OpenAI, training_file: str) -> None:
+    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
+    path = f"/v1/fine_tuning/jobs/{job_id}/logs"
+    early = service.http("GET", path)
+    assert (early.status_code, early.json()["error"]["code"]) == (404, "no_logs")
+
+    run = run_dir(service, job_id)
+    run.put("attempts/1/logs/supervisor.log", b"first\n")
+    run.put("attempts/2/logs/torchrun.log", "".join(f"line {n} \N{SNOWMAN}\n" for n in range(300)).encode() + b"\xff")
+    put(service, job_id, state=State.RUNNING, attempt=2)
+
+    newest = service.http("GET", f"{path}?lines=2")
+    assert newest.headers["content-type"].startswith("text/plain")
+    assert newest.text == "==> torchrun.log <==\nline 299 \N{SNOWMAN}\n\N{REPLACEMENT CHARACTER}"
+    assert service.http("GET", f"{path}?attempt=1").text == "==> supervisor.log <==\nfirst\n"
+    assert service.http("GET", f"{path}?attempt=3").status_code == 404
+
+
+def test_a_create_that_the_client_repeats_is_one_job(service: Service, training_file: str) -> None:
+    def create(retry: int, **more: Any) -> str:
+        body = {"model": "tiny", "training_file": training_file, **more}
+        headers = {"x-stainless-retry-count": str(retry)}
+        return service.http("POST", "/v1/fine_tuning/jobs", json=body, headers=headers).json()["id"]
+
+    first, second = create(0), create(0)
+
+    assert first != second
+    assert create(1) == second
+    assert create(2, suffix="other") not in (first, second)
+    assert len(service.store.list_jobs("default").data) == 3
+
+
+def test_an_idempotency_key_stands_for_one_job(service: Service, training_file: str) -> None:
+    def create(key: str, **more: Any) -> Any:
+        body = {"model": "tiny", "training_file": training_file, **more}
+        return service.http("POST", "/v1/fine_tuning/jobs", json=body, headers={"idempotency-key": key}).json()
+
+    first = create("a")
+
+    assert create("a")["id"] == first["id"]
+    assert create("b")["id"] != first["id"]
+    assert create("a", suffix="other")["error"]["code"] == "idempotency_key_reused"
+    assert create("k" * 256)["error"]["param"] == "Idempotency-Key"
+    assert len(service.store.list_jobs("default").data) == 2
+
+
+def test_a_tuned_model_answers_for_its_project_only(service: Service, client: openai.OpenAI, training_file: str) -> None:
+    service.store.ensure_project("other", "rival")
+    _, key = service.store.create_key(project_id="other", name="k", scope="user")
+    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
+    put(service, job_id, state=State.SUCCEEDED, attempt=1)
+    name = client.fine_tuning.jobs.retrieve(job_id).fine_tuned_model
+    assert name is not None
+    with service.client(key) as other:
+        assert list(other.files.list()) == []
+        assert list(other.fine_tuning.jobs.list()) == []
+        assert [model.id for model in other.models.list()] == ["meta-llama/Llama-3.2-1B", "tiny"]
+        for ask in (
+            lambda: other.files.retrieve(training_file),
+            lambda: other.files.content(training_file),
+            lambda: other.files.delete(training_file),
+            lambda: other.fine_tuning.jobs.retrieve(job_id),
+            lambda: other.fine_tuning.jobs.cancel(job_id),
+            lambda: other.fine_tuning.jobs.pause(job_id),
+            lambda: other.fine_tuning.jobs.resume(job_id),
+            lambda: other.fine_tuning.jobs.list_events(job_id),
+            lambda: other.fine_tuning.jobs.checkpoints.list(job_id),
+            lambda: other.models.retrieve(name),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                ask()
+        with pytest.raises(openai.BadRequestError) as caught:
+            other.fine_tuning.jobs.create(model="tiny", training_file=training_file)
+        assert caught.value.param == "training_file"
+    for path in ("adapter", "logs"):
+        assert service.http("GET", f"/v1/fine_tuning/jobs/{job_id}/{path}", key=key).status_code == 404

@@ -1,0 +1,260 @@
+"""What is wrong is a 4xx in OpenAI's error body, names its field, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from ft_service.errors import ConflictError, UnavailableError
+from tests.api.conftest import Service
+
+OVERLONG = "x" * 65
+OVERFULL = {str(n): "v" for n in range(17)}
+
+MALFORMED: list[tuple[dict[str, Any], str]] = [
+    ({"model": None}, "model"),
+    ({"model": 5}, "model"),
+    ({"model": ""}, "model"),
+    ({"model": "gpt-9"}, "model"),
+    ({"model": "../models/tiny"}, "model"),
+    ({"model": "/etc"}, "model"),
+    ({"model": "ft:tiny:local::abc"}, "model"),
+    ({"model": "tiny\0"}, "model"),
+    ({"training_file": None}, "training_file"),
+    ({"training_file": ["file-a"]}, "training_file"),
+    ({"training_file": "file-unknown"}, "training_file"),
+    ({"training_file": "/data/train.jsonl"}, "training_file"),
+    ({"validation_file": "file-unknown"}, "validation_file"),
+    ({"validation_file": 1}, "validation_file"),
+    ({"suffix": ""}, "suffix"),
+    ({"suffix": OVERLONG}, "suffix"),
+    ({"suffix": "a:b"}, "suffix"),
+    ({"seed": -1}, "seed"),
+    ({"seed": 2**31}, "seed"),
+    ({"seed": 1.5}, "seed"),
+    ({"seed": "7"}, "seed"),
+    ({"seed": True}, "seed"),
+    ({"metadata": OVERFULL}, "metadata"),
+    ({"metadata": {"k": 1}}, "metadata"),
+    ({"metadata": {"k": "v" * 513}}, "metadata"),
+    ({"metadata": {"k": "\ud800"}}, "metadata.k"),
+    ({"integrations": [{"type": "wandb", "wandb": {"project": "p"}}]}, "integrations"),
+    ({"method": {"type": "dpo"}}, "method.type"),
+    ({"method": {"type": "magic"}}, "method.type"),
+    (
+        {"method": {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 0}}}},
+        "method.supervised.hyperparameters.n_epochs",
+    ),
+    ({"hyperparameters": {"n_epochs": 51}}, "hyperparameters.n_epochs"),
+    ({"hyperparameters": {"n_epochs": "many"}}, "hyperparameters.n_epochs"),
+    ({"hyperparameters": {"batch_size": 257}}, "hyperparameters.batch_size"),
+    ({"hyperparameters": {"learning_rate_multiplier": 0}}, "hyperparameters.learning_rate_multiplier"),
+    ({"hyperparameters": {"learning_rate": 1e-4}}, "hyperparameters.learning_rate"),
+    ({"hyperparameters": {"n_epochs": 2}, "training": {"n_epochs": 2}}, "hyperparameters.n_epochs"),
+    ({"lora": {"r": 0}}, "lora.r"),
+    ({"lora": {"r": 513}}, "lora.r"),
+    ({"lora": {"rank": 8}}, "lora.rank"),
+    ({"lora": {"lora_dropout": 0.1}}, "lora.lora_dropout"),
+    ({"lora": {"target_modules": "("}}, "lora.target_modules"),
+    ({"lora": {"use_dora": True}}, "lora.use_dora"),
+    ({"lora": []}, "lora"),
+    ({"precision": {"default": "int4"}}, "precision.default"),
+    ({"precision": {"default": "fp8"}}, "precision.default"),
+    ({"precision": {"overrides": {"(": "nf4"}}}, "precision.overrides"),
+    ({"training": {"max_steps": 0}}, "training.max_steps"),
+    ({"training": {"learning_rate": 2}}, "training.learning_rate"),
+    ({"training": {"packing": True}}, "training.packing"),
+    ({"distributed": {"nproc_per_node": 5}}, "distributed.nproc_per_node"),
+    ({"distributed": {"nproc_per_node": 0}}, "distributed.nproc_per_node"),
+    ({"distributed": {"nnodes": 2}}, "distributed.nnodes"),
+    ({"checkpoint": {"save_steps": 0}}, "checkpoint.save_steps"),
+    ({"priority": 1001}, "priority"),
+    ({"colour": "red"}, "colour"),
+]
+
+UNREADABLE: list[bytes] = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'"text"',
+    b"\xff\xfe",
+    b"[" * 100_000,
+    b'{"model": NaN}',
+    b'{"model": "tiny", "model": "tiny"}',
+    b'{"seed": ' + b"1" * 5000 + b"}",
+    b'{"model": "' + b"x" * 2**20 + b'"}',
+]
+
+
+def check_error(answer: Any, status: int) -> dict[str, Any]:
+    """The error of an answer, after checking its shape."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["x-request-id"].startswith("req_")
+    error = answer.json()["error"]
+    assert set(answer.json()) == {"error"}
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str)
+    assert isinstance(error["type"], str)
+    return error
+
+
+def test_a_malformed_body_is_a_400_that_names_the_field_and_stores_nothing(
+    service: Service, training_file: str, subtests: pytest.Subtests
+) -> None:
+    for change, param in MALFORMED:
+        with subtests.test(change=change):
+            body = {"model": "tiny", "training_file": training_file, **change}
+            answer = service.http("POST", "/v1/fine_tuning/jobs", content=json.dumps(body))
+
+            error = check_error(answer, 400)
+            assert (error["param"], error["type"]) == (param, "invalid_request_error")
+            assert param.rsplit(".", 1)[-1] in error["message"]
+    for name in ("model", "training_file"):
+        body = {"model": "tiny", "training_file": training_file}
+        del body[name]
+        assert check_error(service.http("POST", "/v1/fine_tuning/jobs", json=body), 400)["param"] == name
+    assert service.store.list_jobs("default").data == []
+
+
+def test_a_body_that_cannot_be_read_is_a_400(service: Service, subtests: pytest.Subtests) -> None:
+    for body in UNREADABLE:
+        with subtests.test(body=body[:40]):
+            check_error(service.http("POST", "/v1/fine_tuning/jobs", content=body), 400)
+    assert service.store.list_jobs("default").data == []
+
+
+def test_limits_are_named_with_their_numbers(service: Service, client: openai.OpenAI, training_file: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.fine_tuning.jobs.create(
+            model="tiny", training_file=training_file, extra_body={"distributed": {"nproc_per_node": 5}}
+        )
+    assert "= 5: this host runs at most 4 ranks" in caught.value.message
+
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.fine_tuning.jobs.create(model="gpt-9", training_file=training_file)
+    assert "There are: meta-llama/Llama-3.2-1B, tiny." in caught.value.message
+    assert caught.value.code == "model_not_found"
+
+
+def test_without_a_valid_key_nothing_but_health_answers(service: Service) -> None:
+    paths = service.http("GET", "/openapi.json").json()["paths"]
+    health = {"/livez", "/readyz"}
+    assert len(paths) > 10
+    for path, methods in paths.items():
+        for method in methods if path not in health else ():
+            for authorization in ("", "Basic x", "Bearer", "Bearer no", b"Bearer \xff"):
+                answer = service.http(method.upper(), path, headers={"authorization": authorization})
+                assert check_error(answer, 401)["code"] == "invalid_api_key", path
+                assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_the_client_raises_its_own_classes(service: Service, client: openai.OpenAI) -> None:
+    with service.client("ft-wrong-key-wrong-key") as wrong, pytest.raises(openai.AuthenticationError) as caught:
+        wrong.models.list()
+    assert "wrong-key" not in caught.value.message
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.fine_tuning.jobs.retrieve("ftjob-none")
+    assert missing.value.request_id
+    with pytest.raises(openai.BadRequestError) as after:
+        client.fine_tuning.jobs.list(after="ftjob-none")
+    assert after.value.param == "after"
+
+
+def test_unknown_routes_and_wrong_methods_have_the_same_body(service: Service) -> None:
+    for path in ("/v2/files", "/v1/files/", "/v1/fine_tuning", "/"):
+        assert check_error(service.http("GET", path), 404)["code"] == "unknown_url"
+    answer = service.http("PUT", "/v1/files")
+    assert check_error(answer, 405)["code"] == "method_not_allowed"
+    assert "GET" in answer.headers["allow"] or "POST" in answer.headers["allow"]
+
+
+LIST_PARAMETERS = [
+    ("fine_tuning/jobs?limit=0", "limit"),
+    ("fine_tuning/jobs?limit=101", "limit"),
+    ("fine_tuning/jobs?limit=many", "limit"),
+    ("fine_tuning/jobs?metadata=null", "metadata"),
+    ("fine_tuning/jobs?metadata[a]=1&metadata[a]=2", "metadata[a]"),
+    ("files?order=up", "order"),
+    ("files?limit=10001", "limit"),
+    ("files?after=file-none", "after"),
+]
+
+
+def test_wrong_list_parameters_are_named(service: Service, subtests: pytest.Subtests) -> None:
+    for query, param in LIST_PARAMETERS:
+        with subtests.test(query=query):
+            assert check_error(service.http("GET", f"/v1/{query}"), 400)["param"] == param
+
+
+def test_model_ids_hold_slashes_and_colons(service: Service, client: openai.OpenAI) -> None:
+    assert client.models.retrieve("meta-llama/Llama-3.2-1B").id == "meta-llama/Llama-3.2-1B"
+    assert client.models.retrieve("gpt-4o-mini-2024-07-18").id == "tiny"
+    for missing in ("meta-llama/none", "ft:tiny:local::none", "..%2Fetc", "%2Fetc"):
+        check_error(service.http("GET", f"/v1/models/{missing}"), 404)
+    assert service.http("GET", "/v1/models/meta-llama%2FLlama-3.2-1B").json()["object"] == "model"
+
+
+def test_chat_completions_say_what_to_do_instead(service: Service, client: openai.OpenAI) -> None:
+    for model, code in (("tiny", "model_not_served"), ("ft:tiny:local::none", "model_not_found")):
+        with pytest.raises(openai.NotFoundError) as caught:
+            client.chat.completions.create(model=model, messages=[{"role": "user", "content": "Hi"}])
+        assert (caught.value.param, caught.value.code) == ("model", code)
+    check_error(service.http("POST", "/v1/chat/completions", json=[]), 400)
+
+
+def test_a_bug_tells_nothing_of_the_inside_and_is_not_retried(
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(service.store, "list_jobs", lambda *_, **__: 1 / 0)
+    answer = service.http("GET", "/v1/fine_tuning/jobs")
+
+    error = check_error(answer, 500)
+    assert (error["type"], error["code"]) == ("server_error", "internal_error")
+    assert "division" not in answer.text
+    assert answer.headers["x-request-id"] in error["message"]
+    assert answer.headers["x-should-retry"] == "false"
+    assert answer.headers["x-request-id"] in caplog.text
+
+
+def test_what_may_pass_may_be_retried(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_with(error: Exception) -> None:
+        def raise_it(*_: object, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr(service.store, "list_jobs", raise_it)
+
+    fail_with(UnavailableError("The database is away."))
+    answer = service.http("GET", "/v1/fine_tuning/jobs")
+    check_error(answer, 503)
+    assert "x-should-retry" not in answer.headers
+    fail_with(ConflictError("Somebody was faster."))
+    answer = service.http("GET", "/v1/fine_tuning/jobs")
+    assert check_error(answer, 409)["code"] == "conflict"
+    assert "x-should-retry" not in answer.headers
+
+
+def test_health_needs_no_key_and_readiness_asks_the_database(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert service.http("GET", "/livez", headers={"authorization": ""}).json() == {"status": "ok"}
+    assert service.http("GET", "/readyz").status_code == 200
+
+    def away() -> None:
+        raise UnavailableError("The database is away.")
+
+    monkeypatch.setattr(service.store, "check", away)
+    check_error(service.http("GET", "/readyz"), 503)
+    assert service.http("GET", "/livez").status_code == 200
+
+
+def test_the_documentation_works_without_a_network(service: Service) -> None:
+    page = service.http("GET", "/docs").text
+    document = service.http("GET", "/openapi.json").json()
+
+    assert "://" not in page.replace("http://www.w3.org", "")
+    assert "JobRequest" in document["components"]["schemas"]
+    assert "HTTPBearer" in document["components"]["securitySchemes"]
+    references = {part.split('"')[0] for part in json.dumps(document).split('"#/components/schemas/')[1:]}
+    assert references <= set(document["components"]["schemas"])

@@ -1,0 +1,178 @@
+"""The server as a process: first start, credentials, restart, and its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import openai
+import pytest
+
+from api.bootstrap import prepare
+from ft_service.errors import SpecError
+from ft_service.job import State
+from ft_service.settings import Settings
+from ft_service.store.sql import SqlStore, open_store
+from tests.api.conftest import TRAINING, make_model, wait_until
+from tests.api.test_fine_tuning import put_state
+
+SERVE_AND_RUN = """
+from api.server import serve
+from ft_service.settings import Settings
+
+serve(Settings())
+"""
+
+SERVE = """
+import threading
+from api.server import serve
+from ft_service.settings import Settings
+
+def wait(settings, store, stop: threading.Event) -> None:
+    stop.wait()
+
+serve(Settings(), wait)
+"""
+
+
+@contextmanager
+def server(home: Path, program: str = SERVE, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A server process, by default with nothing that reconciles. Ended at the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, "FT_HOME": str(home), "FT_PORT": "0", **environment},
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def read(path: Path) -> dict[str, str]:
+    return json.loads(path.read_text())
+
+
+def started(home: Path, process: subprocess.Popen[str]) -> openai.OpenAI:
+    """A client with what the server has left for the local command line."""
+
+    def is_up() -> bool:
+        assert process.poll() is None, process.communicate()
+        path = home / "server.json"
+        return path.exists() and read(path)["pid"] == process.pid
+
+    wait_until(is_up)
+    credentials = read(home / "credentials")
+    return openai.OpenAI(api_key=credentials["api_key"], base_url=credentials["base_url"], max_retries=5)
+
+
+def ended(process: subprocess.Popen[str], number: int) -> tuple[str, str]:
+    """What a server has printed, after it was told to end and has done so as it should."""
+    process.send_signal(number)
+    output = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    return output
+
+
+def test_a_first_start_makes_a_key_and_a_restart_keeps_it(tmp_path: Path) -> None:
+    make_model(tmp_path / "models" / "tiny")
+    with server(tmp_path) as process:
+        with started(tmp_path, process) as client:
+            assert [model.id for model in client.models.list()] == ["tiny"]
+            file_id = client.files.create(file=("a.jsonl", TRAINING), purpose="fine-tune").id
+            job_id = client.fine_tuning.jobs.create(model="tiny", training_file=file_id).id
+        first = read(tmp_path / "credentials")
+        out, err = ended(process, signal.SIGTERM)
+    assert first["base_url"] in out
+    assert first["api_key"] not in out + err
+    assert err == ""
+    assert (tmp_path / "credentials").stat().st_mode & 0o777 == 0o600
+    assert not (tmp_path / "server.json").exists()
+
+    store = open_store(f"sqlite:///{tmp_path / 'ft.db'}")
+    put_state(store, job_id, State.RUNNING)
+    store.close()
+    with server(tmp_path) as process:
+        with started(tmp_path, process) as client:
+            assert client.fine_tuning.jobs.retrieve(job_id).status == "running"
+        second = read(tmp_path / "credentials")
+        out, _ = ended(process, signal.SIGINT)
+    assert second["api_key"] == first["api_key"]
+    assert second["base_url"] != first["base_url"]
+    assert f"Training goes on without the server: {job_id}" in out
+
+
+def test_a_file_that_cannot_be_trained_on_fails_the_job_without_a_training_process(tmp_path: Path) -> None:
+    make_model(tmp_path / "models" / "tiny")
+    with server(tmp_path, SERVE_AND_RUN) as process:
+        with started(tmp_path, process) as client:
+            file_id = client.files.create(file=("bad.jsonl", TRAINING + b"{}\n"), purpose="fine-tune").id
+            job_id = client.fine_tuning.jobs.create(model="tiny", training_file=file_id).id
+            wait_until(lambda: client.fine_tuning.jobs.retrieve(job_id).status == "failed")
+            job = client.fine_tuning.jobs.retrieve(job_id)
+        ended(process, signal.SIGTERM)
+
+    assert job.error is not None
+    assert job.error.model_dump() == {
+        "code": "invalid_training_file",
+        "message": "bad.jsonl: line 4: messages is required (1 line at fault, 3 fine).",
+        "param": "training_file",
+    }
+    assert not (tmp_path / "runs" / job_id / "attempts").exists()
+
+
+def test_a_port_that_is_taken_is_named_and_nothing_is_started(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        with server(tmp_path, FT_PORT=port) as process:
+            _, err = process.communicate(timeout=60)
+
+    assert process.returncode == 1
+    assert f"FT_PORT = {port}: cannot listen there" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+class TestPrepare:
+    def test_the_first_key_may_come_from_a_file(self, settings: Settings, store: SqlStore, tmp_path: Path) -> None:
+        (tmp_path / "key").write_text("ft-chosen-by-the-operator\n")
+        given = settings.model_copy(update={"bootstrap_key_file": tmp_path / "key"})
+
+        assert prepare(given, store, "http://here/v1") == "ft-chosen-by-the-operator"
+        assert store.authenticate("ft-chosen-by-the-operator") is not None
+        assert prepare(given, store, "http://there/v1") is None
+        assert read(tmp_path / "credentials") == {"api_key": "ft-chosen-by-the-operator", "base_url": "http://there/v1"}
+
+    @pytest.mark.parametrize("text", [None, "short"])
+    def test_an_unusable_key_file_is_refused(
+        self, settings: Settings, store: SqlStore, tmp_path: Path, text: str | None
+    ) -> None:
+        if text is not None:
+            (tmp_path / "key").write_text(text)
+        given = settings.model_copy(update={"bootstrap_key_file": tmp_path / "key"})
+
+        with pytest.raises(SpecError):
+            prepare(given, store, "http://here/v1")
+        assert not store.has_keys()
+        assert not (tmp_path / "credentials").exists()
+
+    def test_credentials_that_are_gone_are_not_made_up(self, settings: Settings, store: SqlStore, tmp_path: Path) -> None:
+        prepare(settings, store, "http://here/v1")
+        (tmp_path / "credentials").unlink()
+
+        assert prepare(settings, store, "http://here/v1") is None
+        assert not (tmp_path / "credentials").exists()
+        assert len(store.list_keys("default")) == 1

@@ -94,6 +94,7 @@ class Reconciler:
         self._lease_seconds = lease_seconds
         self._owner = f"{platform.node()}:{os.getpid()}"
         self._wake = threading.Event()
+        self._queue_first = False
         self._checks = _Checks(check, self.wake)
 
     def wake(self) -> None:
@@ -135,12 +136,22 @@ class Reconciler:
         return failures
 
     def _claim(self) -> Claim | None:
-        host = self._launcher.host
-        claim = self._store.claim(
-            host=host, owner=self._owner, lease_seconds=self._lease_seconds, idle_seconds=self._idle_seconds
+        """A job that holds something or waits to; the two kinds come first in turn, so that neither keeps the other waiting."""
+        self._queue_first = not self._queue_first
+        if self._queue_first:
+            return self._claim_queued() or self._claim_active()
+        return self._claim_active() or self._claim_queued()
+
+    def _claim_active(self) -> Claim | None:
+        return self._store.claim(
+            host=self._launcher.host,
+            owner=self._owner,
+            lease_seconds=self._lease_seconds,
+            idle_seconds=self._idle_seconds,
         )
-        if claim is not None:
-            return claim
+
+    def _claim_queued(self) -> Claim | None:
+        host = self._launcher.host
         free = len(self._store.free_slots(host, self._launcher.slots))
         if not free:
             return None

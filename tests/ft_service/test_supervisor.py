@@ -51,7 +51,7 @@ def test_sigterm_stops_at_a_checkpoint(folder: Path) -> None:
     assert process.wait() == 75
     assert run.read("attempts/1/stop.json", Stop) is not None
     assert (exit_of(run).reason, exit_of(run).message) == ("stopped", "Training has stopped at checkpoint step-3-a1.")
-    assert gone(everything)
+    wait_for(lambda: gone(everything))
 
 
 def test_a_pause_is_the_workers_own_to_obey(folder: Path) -> None:
@@ -70,7 +70,7 @@ def test_ranks_that_do_not_stop_in_time_are_killed(folder: Path) -> None:
     process.terminate()
     assert process.wait() == 1
     assert exit_of(run).reason == "stop_timeout"
-    assert gone(everything)
+    wait_for(lambda: gone(everything))
 
 
 def test_a_pause_is_held_to_the_same_grace(folder: Path) -> None:
@@ -88,7 +88,7 @@ def test_cancel_leaves_no_process(folder: Path) -> None:
     everything = all_processes(run)
     run.write("attempts/1/control.json", Control(generation=2, desired="cancel"))
     process.wait(timeout=20)
-    assert gone(everything)
+    wait_for(lambda: gone(everything))
     assert exit_of(run).reason == "cancelled"
 
 
@@ -107,7 +107,7 @@ def test_a_killed_torchrun_ends_the_attempt_and_its_ranks(folder: Path) -> None:
     processes.kill(process_of(run, "1-torchrun"))
     assert process.wait() == 1
     assert (exit_of(run).reason, exit_of(run).message) == ("worker_killed", "torchrun was killed by SIGKILL.")
-    assert gone(everything)
+    wait_for(lambda: gone(everything))
 
 
 def test_a_killed_rank_ends_the_attempt(folder: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_killed_rank_ends_the_attempt(folder: Path) -> None:
     processes.kill(process_of(run, "1-1"))
     assert process.wait() == 1
     assert (exit_of(run).reason, exit_of(run).message) == ("worker_killed", "Rank 1 was killed by SIGKILL.")
-    assert gone(everything)
+    wait_for(lambda: gone(everything))
 
 
 def test_a_killed_supervisor_takes_everything_with_it(folder: Path) -> None:

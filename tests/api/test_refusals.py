@@ -153,8 +153,8 @@ def test_without_a_valid_key_nothing_but_health_answers(service: Service) -> Non
 
 
 def test_the_client_raises_its_own_classes(service: Service, client: openai.OpenAI) -> None:
-    with service.client("ft-wrong-key-wrong-key") as wrong, pytest.raises(openai.AuthenticationError) as caught:
-        wrong.models.list()
+    with pytest.raises(openai.AuthenticationError) as caught:
+        service.client("ft-wrong-key-wrong-key").models.list()
     assert "wrong-key" not in caught.value.message
     with pytest.raises(openai.NotFoundError) as missing:
         client.fine_tuning.jobs.retrieve("ftjob-none")

@@ -35,7 +35,7 @@ from ft_service.job import (
     Wait,
 )
 from ft_service.launcher.base import Launcher, LaunchError
-from ft_service.rundir import Control, ErrorInfo, RunDir, Start, newest_checkpoint
+from ft_service.rundir import Control, ErrorInfo, RunDir, Start, newest_checkpoint, newest_step
 from ft_service.scheduling import choose_slots
 from ft_service.spec import DataFileRef, JobSpec
 from ft_service.store.base import Change, Claim, File, NewEvent, Store
@@ -218,7 +218,7 @@ class Reconciler:
             self._launcher.start(run, job.attempt)
         except LaunchError as error:
             log.warning("job %s: attempt %d was not started: %s", job.id, job.attempt, error)
-            failed = rules.launch_failed(job, str(error), claim.now)
+            failed = rules.launch_failed(job, str(error), newest_step(run), claim.now)
             self._apply(claim, report, failed.job, _events(failed), release_slots=True)
             return
         self._apply(claim, report, job)

@@ -1,0 +1,81 @@
+# make quickstart   one fine-tuning job on this machine, from upload to adapter
+# make serve        the server in the foreground, with the sample base model
+# make test         every test that needs no GPU        make test-all   the long ones too
+# make check        format, lint, types and the direction of imports
+#
+# Everything is installed into .venv, state is kept in .ft. Variables:
+#   PYTHON=python3.12   the interpreter to build .venv with (3.11, 3.12 or 3.13)
+#   TORCH_INDEX=URL     package index to take PyTorch from, as the selector on pytorch.org names it (CPU only, another CUDA version)
+#   FT_HOME=DIR         where state is kept            FT_MODELS=DIR:DIR   folders of base models
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+export FT_HOME ?= $(CURDIR)/.ft
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+LOG := $(VENV)/install.log
+GPU := $(wildcard /dev/nvidia0)
+
+.PHONY: help quickstart serve test test-all check
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '1,/^$$/p'
+
+quickstart: $(READY)
+	@$(BIN)/python examples/quickstart.py
+
+serve: export FT_MODELS ?= $(FT_HOME)/models:$(CURDIR)/examples/models
+serve: $(READY)
+	@$(BIN)/ft serve
+
+test: $(READY)
+	@$(BIN)/python -m pytest -m "not slow$(if $(GPU),, and not gpu)"
+
+test-all: $(READY)
+	@$(BIN)/python -m pytest $(if $(GPU),,-m "not gpu")
+
+check: $(READY)
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/pyright
+	@$(BIN)/lint-imports
+
+# Set-up ------------------------------------------------------------------------------------------------------------------
+# PyTorch comes first and alone, so that TORCH_INDEX is asked for nothing else. Of what pip says, only large downloads are shown.
+
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
+SHOW = 2>&1 | tee -a $(LOG) | awk '/Downloading.*\(([0-9][0-9]+\.[0-9] MB|[0-9.]+ GB)\)/ {print "  " $$2, $$3, $$4; fflush()}' \
+	|| { tail -n 25 $(LOG) >&2; echo "Set-up failed; all of pip's output is in $(LOG). Run make again to go on." >&2; exit 1; }
+
+$(READY): pyproject.toml constraints.txt
+	@$(CHECK_PYTHON)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@: > $(LOG)
+	@echo "Installing PyTorch into $(VENV) (once; the largest part)"
+	@$(PIP_INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX) "$$(grep '^torch==' constraints.txt)",-c constraints.txt torch) $(SHOW)
+	@echo "Installing everything else"
+	@$(PIP_INSTALL) -c constraints.txt -e '.[api,workers,examples,dev]' $(SHOW)
+	@touch $@
+	@echo "Set-up is done."
+
+define CHECK_PYTHON
+command -v $(PYTHON) > /dev/null || { \
+	echo "make: $(PYTHON) was not found. Install Python 3.11, 3.12 or 3.13 (Debian, Ubuntu: apt install python3 python3-venv)," \
+		"or name one: make PYTHON=/path/to/python" >&2; exit 1; }; \
+$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || { \
+	echo "make: $(PYTHON) is $$($(PYTHON) -V 2>&1), and 3.11, 3.12 or 3.13 is needed." >&2; \
+	for other in python3.13 python3.12 python3.11; do \
+		! command -v $$other > /dev/null || { echo "make: $$other is installed: run make with PYTHON=$$other" >&2; break; }; \
+	done; exit 1; }; \
+$(PYTHON) -c 'import venv, ensurepip' 2> /dev/null || { \
+	echo "make: $(PYTHON) cannot create virtual environments: venv or ensurepip is missing." \
+		"On Debian and Ubuntu: apt install $$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')" >&2; \
+	exit 1; }
+endef

@@ -1,0 +1,115 @@
+"""A job's progress on the screen: a live bar on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bars
+from rich.text import Text
+
+from ft_service.events import Metrics
+from ft_service.progress import Progress, describe, numbers
+
+LINES = 20
+"""Progress lines that a whole job prints where there is no terminal."""
+
+
+class Display(Protocol):
+    """Used in a `with`; ends with the screen as it was, the last state left standing."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+    def status(self, text: str) -> None:
+        """What the job is doing, in a word or two."""
+        ...
+
+    def message(self, level: str, text: str, when: float) -> None:
+        """Something happened. `level`: info, warn or error; `when`: seconds since the epoch."""
+        ...
+
+    def metrics(self, metrics: Metrics, when: float) -> None: ...
+
+
+def display_for(console: Console) -> Display:
+    return BarDisplay(console) if console.is_terminal else LineDisplay(console)
+
+
+class BarDisplay:
+    """One bar that is drawn anew; messages scroll by above it."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress()
+        self._bars = Bars(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=28),
+            TextColumn("{task.fields[steps]}"),
+            TextColumn("{task.fields[numbers]}", style="dim"),
+            console=console,
+        )
+        self._task = self._bars.add_task("starting", total=None, steps="", numbers="")
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._bars.stop()
+
+    def status(self, text: str) -> None:
+        self._bars.update(self._task, description=text)
+
+    def message(self, level: str, text: str, when: float) -> None:
+        self._bars.console.print(Text(text, style={"warn": "yellow", "error": "red"}.get(level, "dim")))
+
+    def metrics(self, metrics: Metrics, when: float) -> None:
+        self._progress = now = self._progress.after(metrics)
+        self._bars.update(
+            self._task,
+            completed=now.step,
+            total=now.total_steps,
+            steps=f"{now.step}/{now.total_steps}",
+            numbers=numbers(now),
+        )
+
+
+class LineDisplay:
+    """A line for every message and status, and about LINES for the progress of a whole job."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress()
+        self._status = ""
+        self._printed = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+    def status(self, text: str) -> None:
+        if text != self._status:
+            self._status = text
+            self._line(time.time(), text)
+
+    def message(self, level: str, text: str, when: float) -> None:
+        self._line(when, text if level == "info" else f"{level}: {text}")
+
+    def metrics(self, metrics: Metrics, when: float) -> None:
+        self._progress = now = self._progress.after(metrics)
+        due = now.step >= self._printed + max(1, now.total_steps // LINES) or now.step < self._printed
+        if due or now.step == now.total_steps or metrics.valid_loss is not None:
+            self._printed = now.step
+            self._line(when, describe(now))
+
+    def _line(self, when: float, text: str) -> None:
+        clock = time.strftime("%H:%M:%S", time.localtime(when))
+        self._console.print(f"{clock}  {text}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,230 @@
+"""Commands that talk to a server: submit, list, watch, stop and fetch jobs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ft_service.cli.display import Display, display_for
+from ft_service.cli.output import (
+    JobId,
+    Json,
+    complain,
+    connect,
+    local_time,
+    print_fields,
+    print_json,
+    print_json_line,
+    print_table,
+)
+from ft_service.client import Client, RemoteJob
+from ft_service.errors import SpecError
+from ft_service.job import State
+from ft_service.specfile import SpecFile, load_spec_file
+
+INTERRUPTED = 130
+STOPPED = 75
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module, in the order in which the help lists them."""
+    app.command()(submit)
+    app.command("jobs")(list_jobs)
+    app.command()(get)
+    app.command()(watch)
+    app.command()(logs)
+    app.command()(download)
+    app.command()(cancel)
+    app.command()(pause)
+    app.command()(resume)
+    app.command()(models)
+
+
+def submit(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="YAML file; its paths are relative to it.")],
+    follow: Annotated[bool, typer.Option("--watch", help="Stay and show the progress.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Upload a SPEC's files and create its job."""
+    loaded = load_spec_file(spec)
+    with connect() as client:
+        job = submit_spec(client, loaded)
+        if as_json:
+            print_json_line(job.model_dump()) if follow else print_json(job.model_dump())
+        elif follow:
+            print(f"Created {job.id}.")
+        else:
+            print(f"Created {job.id}. Watch it: ft watch {job.id}")
+        return _watch(client, job.id, as_json) if follow else 0
+
+
+def submit_spec(client: Client, spec: SpecFile) -> RemoteJob:
+    """Upload the files that a SPEC names and create the job. Raises SpecError if the SPEC names a model by its folder."""
+    if spec.model_folder is not None:
+        message = f"model = {spec.request.model!r}: a server knows models by name (`ft models`); folders are for `ft run`."
+        raise SpecError(message, param="model")
+    paths = {"training_file": spec.training_file, "validation_file": spec.validation_file}
+    uploaded = {field: client.upload_file(path).id for field, path in paths.items() if path}
+    return client.create_job({**spec.body, **uploaded})
+
+
+def list_jobs(
+    limit: Annotated[int, typer.Option(min=1, help="How many, the newest first.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """List the newest jobs."""
+    with connect() as client:
+        found = client.jobs(limit)
+    if as_json:
+        print_json([job.model_dump() for job in found])
+    elif found:
+        rows = [(job.id, job.status, _progress(job) or "", job.model, local_time(job.created_at)) for job in found]
+        print_table(("ID", "STATUS", "PROGRESS", "MODEL", "CREATED"), rows)
+    else:
+        print("No jobs yet. Create one: ft submit SPEC")
+
+
+def get(job_id: JobId, as_json: Json = False) -> None:
+    """Show one job."""
+    with connect() as client:
+        job = client.job(job_id)
+    if as_json:
+        print_json(job.model_dump())
+        return
+    print_fields(
+        [
+            ("id", job.id),
+            ("status", f"{job.status} ({job.phase})" if job.phase else job.status),
+            ("error", job.error_text),
+            ("model", job.model),
+            ("tuned model", job.fine_tuned_model),
+            ("progress", _progress(job)),
+            ("training file", job.training_file),
+            ("validation file", job.validation_file),
+            ("trained tokens", f"{job.trained_tokens:,}" if job.trained_tokens is not None else None),
+            ("created", local_time(job.created_at)),
+            ("finished", local_time(job.finished_at)),
+        ]
+    )
+
+
+def watch(job_id: JobId, as_json: Json = False) -> int:
+    """Show a job's progress until it ends or rests paused. Ctrl-C leaves the job running."""
+    with connect() as client:
+        return _watch(client, job_id, as_json)
+
+
+def logs(job_id: JobId) -> None:
+    """Print what a job's processes printed in the newest attempt."""
+    with connect() as client:
+        sys.stdout.write(client.logs(job_id))
+
+
+def download(
+    job_id: JobId,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to; default: a folder named after the job.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Download a finished job's adapter, in the format that PEFT loads."""
+    target = out or Path(job_id)
+    with connect() as client:
+        client.download_adapter(job_id, target)
+    if as_json:
+        print_json({"id": job_id, "adapter": str(target.absolute())})
+    else:
+        print(f"The adapter is in {target}")
+
+
+def cancel(job_id: JobId, as_json: Json = False) -> None:
+    """Stop a job for good. Its checkpoints stay."""
+    with connect() as client:
+        _show_status(client.cancel(job_id), as_json)
+
+
+def pause(job_id: JobId, as_json: Json = False) -> None:
+    """Stop a job at a checkpoint and free its processors, until it is resumed."""
+    with connect() as client:
+        _show_status(client.pause(job_id), as_json)
+
+
+def resume(job_id: JobId, as_json: Json = False) -> None:
+    """Let a paused job go on from its checkpoint."""
+    with connect() as client:
+        _show_status(client.resume(job_id), as_json)
+
+
+def models(as_json: Json = False) -> None:
+    """List the models that the server knows: bases and tuned ones."""
+    with connect() as client:
+        found = client.models()
+    if as_json:
+        print_json([model.model_dump() for model in found])
+    elif found:
+        print_table(("MODEL", "OWNER", "CREATED"), [(m.id, m.owned_by, local_time(m.created)) for m in found])
+    else:
+        print("The server knows no models: put Hugging Face folders below one that FT_MODELS names.")
+
+
+def _progress(job: RemoteJob) -> str | None:
+    known = job.progress or {}
+    if not known.get("total_steps"):
+        return None
+    text = f"step {known.get('step')}/{known['total_steps']}"
+    loss = known.get("train_loss")
+    return text if loss is None else f"{text} · loss {loss:.3f}"
+
+
+def _show_status(job: RemoteJob, as_json: bool) -> None:
+    if as_json:
+        print_json(job.model_dump())
+    else:
+        print(f"{job.id}: {job.status}")
+
+
+def _watch(client: Client, job_id: str, as_json: bool) -> int:
+    try:
+        if as_json:
+            job = _follow_as_json(client, job_id)
+        else:
+            with display_for(Console(highlight=False)) as display:
+                job = _follow_on(display, client, job_id)
+    except KeyboardInterrupt:
+        return complain(f"the job goes on. Watch it again: ft watch {job_id} · stop it: ft cancel {job_id}", INTERRUPTED)
+    return _outcome(job, quiet=as_json)
+
+
+def _follow_as_json(client: Client, job_id: str) -> RemoteJob:
+    for _, events in client.follow(job_id):
+        for event in events:
+            print_json_line(event.model_dump())
+    job = client.job(job_id)
+    print_json_line(job.model_dump())
+    return job
+
+
+def _follow_on(display: Display, client: Client, job_id: str) -> RemoteJob:
+    for job, events in client.follow(job_id):
+        for event in events:
+            metrics = event.metrics()
+            if metrics is None:
+                display.message(event.level, event.message, event.created_at)
+            else:
+                display.metrics(metrics, event.created_at)
+        display.status(job.phase or job.status)
+    return client.job(job_id)
+
+
+def _outcome(job: RemoteJob, *, quiet: bool) -> int:
+    if job.status == State.SUCCEEDED:
+        if not quiet:
+            print(f"{job.id} has succeeded: {job.fine_tuned_model}\nGet the adapter: ft download {job.id}")
+        return 0
+    if job.paused:
+        return complain(f"{job.id} is paused. Let it go on: ft resume {job.id}", STOPPED)
+    if job.status == State.CANCELLED:
+        return complain(f"{job.id} was cancelled.", 1)
+    return complain(f"{job.id} has failed: {job.error_text or 'no reason was given'}", 1)

@@ -1,0 +1,76 @@
+"""`ft run`: a job without a server, in a run directory."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ft_service.cli.display import Display, display_for
+from ft_service.cli.output import Json, complain, load_settings, print_json
+from ft_service.events import Event
+from ft_service.ids import new_id
+from ft_service.local_run import run_local
+from ft_service.rundir import Exit, RunDir
+from ft_service.settings import Settings
+from ft_service.spec import JobSpec
+from ft_service.specfile import SpecFile, load_spec_file, resolve_spec_file
+
+RunDirectory = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Train into DIR, going on with what is there. Default: a new folder in FT_HOME."),
+]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("run")(run)
+
+
+def run(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="YAML file; its paths are relative to it.")],
+    run_dir: RunDirectory = None,
+    as_json: Json = False,
+) -> int:
+    """Run a SPEC on this machine without a server. Ctrl-C stops it at a checkpoint; run it again to go on."""
+    settings = load_settings()
+    loaded = load_spec_file(spec)
+    job_id = new_id("ftjob-")
+    folder = (run_dir or settings.runs_dir / job_id).absolute()
+    resolved = resolve_for(loaded, settings, folder, job_id)
+    with display_for(Console(highlight=False, stderr=as_json)) as display:
+        display.status("starting")
+        ended = run_local(resolved, folder, lambda event: _show(display, event), stop_grace_seconds=settings.stop_grace_seconds)
+    return _report(ended, folder, spec, as_json)
+
+
+def resolve_for(loaded: SpecFile, settings: Settings, folder: Path, job_id: str) -> JobSpec:
+    """What to train in a run directory. One that was begun before keeps its id and the seed that was drawn for it."""
+    begun = RunDir(folder).read("spec.json", JobSpec)
+    if begun is None:
+        return resolve_spec_file(loaded, settings, job_id=job_id, seed=secrets.randbelow(2**31))
+    return resolve_spec_file(loaded, settings, job_id=begun.job_id, seed=begun.seed)
+
+
+def _show(display: Display, event: Event) -> None:
+    display.status("running")
+    if event.metrics is not None:
+        display.metrics(event.metrics, event.time)
+    if event.kind != "metrics":
+        display.message(event.level, event.message, event.time)
+
+
+def _report(ended: Exit, folder: Path, spec: Path, as_json: bool) -> int:
+    if as_json:
+        print_json({**ended.model_dump(), "run_dir": str(folder)})
+    elif ended.reason == "succeeded":
+        print(f"The adapter is in {folder / 'adapter'}")
+    elif ended.reason == "stopped":
+        print(f"Stopped at a checkpoint. To go on: ft run {spec} --run-dir {folder}", file=sys.stderr)
+    else:
+        reason = ended.error.message if ended.error else ended.message
+        complain(f"{reason} (logs: {folder / 'attempts'})", ended.code)
+    return ended.code

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ft_service import __version__
+from tests.ft_service.cli.conftest import Ft
+
+COMMANDS = {
+    *("version", "serve", "run", "submit", "jobs", "get", "watch", "logs"),
+    *("download", "cancel", "pause", "resume", "models", "keys"),
+}
+
+
+def test_the_commands_are_exactly_these(ft: Ft) -> None:
+    listed = ft()
+    assert listed.code == 0
+    assert set(re.findall(r"^[│ ] *([a-z]+)  ", listed.out, flags=re.MULTILINE)) == COMMANDS
+
+
+def test_version(ft: Ft) -> None:
+    assert ft("version").out == f"ft-service {__version__}\n"
+    assert json.loads(ft("version", "--json").out) == {"version": __version__}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fly"], "No such command 'fly'"),
+        (["get"], "Missing argument 'ID'"),
+        (["jobs", "--limit", "0"], "'--limit'"),
+        (["jobs", "--colour"], "--colour"),
+        (["submit", "absent.yaml"], "absent.yaml cannot be read"),
+        (["serve", "--port", "70000"], "--port = 70000: "),
+    ],
+)
+def test_wrong_usage_is_one_line_and_64(ft: Ft, arguments: list[str], message: str) -> None:
+    ended = ft(*arguments)
+    assert (ended.code, ended.out) == (64, "")
+    assert ended.err.startswith("ft: ")
+    assert message in ended.err
+    assert ended.err.count("\n") == 1
+
+
+def test_a_wrong_setting_is_named_as_the_variable_that_it_is(ft: Ft, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FT_SLOTS", "0")
+    ended = ft("jobs")
+    assert ended.code == 64
+    assert ended.err.startswith("ft: FT_SLOTS = '0': ")
+
+
+def test_without_a_server_the_line_says_how_to_start_one(ft: Ft) -> None:
+    ended = ft("jobs")
+    assert ended.code == 1
+    assert "ft serve" in ended.err
+
+
+def test_the_module_runs_as_the_command_does(home: Path) -> None:
+    ended = subprocess.run([sys.executable, "-m", "ft_service.cli", "get"], capture_output=True, text=True, check=False)
+    assert ended.returncode == 64
+    assert ended.stderr == "ft: Missing argument 'ID'.\n"
+
+
+def test_the_command_line_starts_without_torch_or_a_web_framework(home: Path) -> None:
+    heavy = {"torch", "transformers", "fastapi", "uvicorn", "api"}
+    code = f"import sys, ft_service.cli.app; print(sorted({heavy} & set(sys.modules)))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "[]\n"

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ft_service.cli import jobs
+from ft_service.client import Client
+from tests.ft_service.cli.conftest import Ft
+from tests.ft_service.stub_server import StubServer, event_body, job_body, metrics_event, tar_of
+
+SPEC = """
+model: tiny
+training_file: data/train.jsonl
+validation_file: data/valid.jsonl
+lora: {r: 8}
+training: {learning_rate: 2e-3}
+"""
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/train.jsonl").write_text("train\n")
+    (tmp_path / "data/valid.jsonl").write_text("valid\n")
+    path = tmp_path / "job.yaml"
+    path.write_text(SPEC)
+    return path
+
+
+@pytest.fixture
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Polls without waiting."""
+    follow = Client.follow
+    monkeypatch.setattr(Client, "follow", lambda self, job_id: follow(self, job_id, sleep=lambda seconds: None))
+
+
+def test_submit_uploads_the_files_and_creates_the_job(ft: Ft, server: StubServer, spec: Path) -> None:
+    ended = ft("submit", spec)
+    assert (ended.code, ended.out) == (0, "Created ftjob-1. Watch it: ft watch ftjob-1\n")
+    assert server.uploads == [("train.jsonl", b"train\n"), ("valid.jsonl", b"valid\n")]
+    [body] = server.created
+    assert body == {
+        "model": "tiny",
+        "training_file": "file-1",
+        "validation_file": "file-2",
+        "lora": {"r": 8},
+        "training": {"learning_rate": "2e-3"},
+    }
+
+
+def test_submit_as_json(ft: Ft, server: StubServer, spec: Path) -> None:
+    assert json.loads(ft("submit", spec, "--json").out)["id"] == "ftjob-1"
+
+
+def test_a_missing_file_stops_submit_before_anything_is_sent(ft: Ft, server: StubServer, spec: Path) -> None:
+    (spec.parent / "data/valid.jsonl").unlink()
+    ended = ft("submit", spec)
+    assert ended.code == 64
+    assert ended.err.startswith("ft: validation_file = 'data/valid.jsonl': there is no file ")
+    assert server.requests == []
+
+
+def test_submit_refuses_a_model_by_its_folder(ft: Ft, server: StubServer, spec: Path) -> None:
+    spec.write_text(SPEC.replace("model: tiny", "model: ./tiny"))
+    ended = ft("submit", spec)
+    assert ended.code == 64
+    assert "model = './tiny'" in ended.err
+    assert server.requests == []
+
+
+@pytest.mark.usefixtures("_at_once")
+def test_submit_and_watch(ft: Ft, server: StubServer, spec: Path) -> None:
+    def finish(reads: int) -> None:
+        server.jobs["ftjob-1"].update(status="succeeded", fine_tuned_model="ft:tiny:local::1")
+
+    server.on_read = finish
+    ended = ft("submit", spec, "--watch")
+    assert ended.code == 0
+    assert ended.out.splitlines()[0] == "Created ftjob-1."
+    assert "ftjob-1 has succeeded: ft:tiny:local::1" in ended.out
+
+
+def test_jobs(ft: Ft, server: StubServer) -> None:
+    assert ft("jobs").out == "No jobs yet. Create one: ft submit SPEC\n"
+    server.jobs["ftjob-1"] = job_body()
+    server.jobs["ftjob-2"] = job_body("ftjob-2", "running", progress={"step": 4, "total_steps": 10, "train_loss": 1.5})
+    title, newest, oldest = ft("jobs").out.splitlines()
+    assert title.split() == ["ID", "STATUS", "PROGRESS", "MODEL", "CREATED"]
+    assert newest.split()[:7] == ["ftjob-2", "running", "step", "4/10", "·", "loss", "1.500"]
+    assert oldest.split()[:2] == ["ftjob-1", "queued"]
+    assert [job["id"] for job in json.loads(ft("jobs", "--json", "--limit", "1").out)] == ["ftjob-2"]
+
+
+def test_get(ft: Ft, server: StubServer) -> None:
+    server.jobs["ftjob-1"] = job_body(status="failed", error={"code": "x", "message": "Line 3 is no chat.", "param": None})
+    shown = dict(line.split("  ", 1) for line in ft("get", "ftjob-1").out.splitlines())
+    assert {name: value.strip() for name, value in shown.items()}["error"] == "Line 3 is no chat."
+    assert json.loads(ft("get", "ftjob-1", "--json").out)["status"] == "failed"
+
+
+def test_an_unknown_job_is_one_line(ft: Ft, server: StubServer) -> None:
+    ended = ft("get", "ftjob-9")
+    assert (ended.code, ended.err) == (1, "ft: There is no job 'ftjob-9'.\n")
+
+
+@pytest.mark.usefixtures("_at_once")
+def test_watch_prints_plain_lines_where_there_is_no_terminal(ft: Ft, server: StubServer) -> None:
+    server.jobs["ftjob-1"] = job_body(status="running", phase="training")
+    server.events += [event_body(0, "Job created.")]
+
+    def pass_time(reads: int) -> None:
+        steps = range(100 * (reads - 1) + 1, 100 * reads + 1)
+        server.events.extend(metrics_event(step, step, total=200, step_seconds=0.5, tokens=64) for step in steps)
+        if reads == 2:
+            server.events.append(event_body(999, "Nearly out of disk.", level="warn"))
+            server.jobs["ftjob-1"].update(status="succeeded", phase=None, fine_tuned_model="ft:tiny")
+
+    server.on_read = pass_time
+    ended = ft("watch", "ftjob-1")
+    assert ended.code == 0
+    lines = [line[10:] for line in ended.out.splitlines()]
+    progress = [line for line in lines if line.startswith("step")]
+    assert len(progress) == 20
+    assert progress[-1] == "step 200/200 · loss 1.000 · 128 tokens/s"
+    assert "warn: Nearly out of disk." in lines
+    assert lines.count("training") == 1
+    assert "\x1b" not in ended.out
+
+
+@pytest.mark.usefixtures("_at_once")
+@pytest.mark.parametrize(
+    ("status", "code", "line"),
+    [
+        ("paused", 75, "ft: ftjob-1 is paused. Let it go on: ft resume ftjob-1\n"),
+        ("cancelled", 1, "ft: ftjob-1 was cancelled.\n"),
+        ("failed", 1, "ft: ftjob-1 has failed: Out of memory.\n"),
+    ],
+)
+def test_watch_ends_with_the_jobs_outcome(ft: Ft, server: StubServer, status: str, code: int, line: str) -> None:
+    server.jobs["ftjob-1"] = job_body(status=status, error={"message": "Out of memory."} if status == "failed" else None)
+    ended = ft("watch", "ftjob-1")
+    assert (ended.code, ended.err) == (code, line)
+
+
+@pytest.mark.usefixtures("_at_once")
+def test_watch_as_json_prints_a_line_for_each_event_and_the_job_last(ft: Ft, server: StubServer) -> None:
+    server.jobs["ftjob-1"] = job_body(status="succeeded")
+    server.events += [event_body(1), metrics_event(2, 10)]
+    lines = [json.loads(line) for line in ft("watch", "ftjob-1", "--json").out.splitlines()]
+    assert [line["id"] for line in lines] == ["ftevent-1", "ftevent-2", "ftjob-1"]
+
+
+@pytest.mark.usefixtures("_at_once")
+def test_leaving_watch_leaves_the_job_running_and_says_so(ft: Ft, server: StubServer) -> None:
+    server.jobs["ftjob-1"] = job_body(status="running")
+
+    def press_ctrl_c(reads: int) -> None:
+        if reads == 2:
+            raise KeyboardInterrupt
+
+    server.on_read = press_ctrl_c
+    ended = ft("watch", "ftjob-1")
+    assert ended.code == 130
+    assert "the job goes on. Watch it again: ft watch ftjob-1" in ended.err
+    assert {request.method for request in server.requests} == {"GET"}
+
+
+def test_verbs(ft: Ft, server: StubServer) -> None:
+    server.jobs["ftjob-1"] = job_body(status="running")
+    assert ft("pause", "ftjob-1").out == "ftjob-1: paused\n"
+    assert ft("resume", "ftjob-1").out == "ftjob-1: queued\n"
+    assert json.loads(ft("cancel", "ftjob-1", "--json").out)["status"] == "cancelled"
+
+
+def test_download(ft: Ft, server: StubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.jobs["ftjob-1"] = job_body(status="succeeded")
+    server.adapter = tar_of({"adapter/adapter_config.json": b"{}"})
+    monkeypatch.chdir(tmp_path)
+    assert ft("download", "ftjob-1").out == "The adapter is in ftjob-1\n"
+    assert (tmp_path / "ftjob-1/adapter_config.json").is_file()
+    shown = json.loads(ft("download", "ftjob-1", "--out", tmp_path / "mine", "--json").out)
+    assert shown == {"id": "ftjob-1", "adapter": str(tmp_path / "mine")}
+    assert ft("download", "ftjob-1").code == 64
+
+
+def test_models_and_logs(ft: Ft, server: StubServer) -> None:
+    server.jobs["ftjob-1"] = job_body()
+    assert ft("models").out.splitlines()[1].split()[:2] == ["tiny", "base"]
+    assert ft("logs", "ftjob-1").out == "rank 0 says hello\n"
+
+
+def test_connect_uses_the_servers_credentials_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home.mkdir()
+    (home / "credentials").write_text('{"api_key": "ft-x", "base_url": "http://127.0.0.1:1/v1"}')
+    with jobs.connect() as client:
+        assert client.base_url == "http://127.0.0.1:1/v1"

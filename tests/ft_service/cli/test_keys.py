@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ft_service.store.sql import open_store
+from tests.ft_service.cli.conftest import Ft
+
+
+def test_a_new_key_opens_the_service_until_it_is_revoked(ft: Ft, home: Path) -> None:
+    created = json.loads(ft("keys", "create", "--scope", "admin", "--name", "mine", "--json").out)
+    store = open_store(f"sqlite:///{home / 'ft.db'}")
+    try:
+        principal = store.authenticate(created["key"])
+        assert principal is not None
+        assert (principal.scope, principal.project_id) == ("admin", "default")
+        assert ft("keys", "revoke", created["id"]).out == f"{created['id']} (mine) is revoked.\n"
+        assert store.authenticate(created["key"]) is None
+    finally:
+        store.close()
+
+
+def test_a_key_is_for_a_user_unless_said_otherwise_and_is_shown_once(ft: Ft) -> None:
+    secret = ft("keys", "create").out.strip()
+    listed = ft("keys", "list")
+    [key] = json.loads(ft("keys", "list", "--json").out)
+    assert (key["scope"], key["state"]) == ("user", "active")
+    assert secret.startswith(key["prefix"])
+    assert secret not in listed.out
+
+
+def test_an_expired_key_is_listed_as_such(ft: Ft) -> None:
+    ft("keys", "create", "--expires-days", "0")
+    [key] = json.loads(ft("keys", "list", "--json").out)
+    assert key["state"] == "expired"
+
+
+def test_no_keys(ft: Ft) -> None:
+    assert ft("keys", "list").out == "No keys yet. Create one: ft keys create\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["create", "--scope", "root"], 64, "'root' is not one of"),
+        (["revoke", "key_x"], 1, "key_x"),
+        ([], 64, "Missing command"),
+    ],
+)
+def test_mistakes_are_one_line(ft: Ft, arguments: list[str], code: int, message: str) -> None:
+    ended = ft("keys", *arguments)
+    assert (ended.code, ended.err.count("\n")) == (code, 1)
+    assert message in ended.err

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_service.cli import run_command
+from ft_service.errors import ConflictError
+from ft_service.events import Event, Metrics
+from ft_service.exits import exit_of
+from ft_service.rundir import ErrorInfo, Exit, RunDir
+from ft_service.spec import JobSpec
+from tests.ft_service.cli.conftest import Ft
+from tests.ft_service.test_specfile import CHAT, base_model
+
+Trainer = Callable[[JobSpec, Path, Callable[[Event], None]], Exit]
+
+
+@pytest.fixture
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    base_model(tmp_path / "models/tiny")
+    monkeypatch.setenv("FT_MODELS", str(tmp_path / "models"))
+    (tmp_path / "train.jsonl").write_text(CHAT)
+    path = tmp_path / "job.yaml"
+    path.write_text("model: tiny\ntraining_file: train.jsonl\n")
+    return path
+
+
+@pytest.fixture
+def train(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trainer], None]:
+    """Put something else in the place of the training processes; it finds spec.json written, as they do."""
+
+    def replace(trainer: Trainer) -> None:
+        def run_local(spec: JobSpec, run_dir: Path, on_event: Callable[[Event], None], **_: Any) -> Exit:
+            RunDir(run_dir).write_if_absent("spec.json", spec)
+            return trainer(spec, run_dir, on_event)
+
+        monkeypatch.setattr(run_command, "run_local", run_local)
+
+    return replace
+
+
+def succeed(spec: JobSpec, run_dir: Path, on_event: Callable[[Event], None]) -> Exit:
+    on_event(Event(time=0.0, message="Training starts."))
+    for step in (1, 2):
+        on_event(Event(time=0.0, kind="metrics", message="", metrics=Metrics(step=step, total_steps=2, train_loss=1.0 / step)))
+    return exit_of("succeeded", "Done.")
+
+
+def test_a_run_shows_its_progress_and_where_the_adapter_is(ft: Ft, spec: Path, train: Any, tmp_path: Path) -> None:
+    train(succeed)
+    ended = ft("run", spec, "--run-dir", tmp_path / "run")
+    assert (ended.code, ended.err) == (0, "")
+    shown = [line[10:] for line in ended.out.splitlines()]
+    assert shown[:2] == ["starting", "running"]
+    assert {"Training starts.", "step 1/2 · loss 1.000", "step 2/2 · loss 0.500"} <= set(shown)
+    assert ended.out.splitlines()[-1] == f"The adapter is in {tmp_path / 'run/adapter'}"
+
+
+def test_without_a_run_dir_it_is_a_new_one_in_ft_home(ft: Ft, home: Path, spec: Path, train: Any) -> None:
+    train(succeed)
+    folders = {json.loads(ft("run", spec, "--json").out)["run_dir"] for _ in range(2)}
+    assert len(folders) == 2
+    assert {Path(folder).parent for folder in folders} == {home / "runs"}
+
+
+def test_running_again_keeps_the_id_and_the_drawn_seed(ft: Ft, spec: Path, train: Any, tmp_path: Path) -> None:
+    seen: list[JobSpec] = []
+
+    def remember(spec: JobSpec, run_dir: Path, on_event: Callable[[Event], None]) -> Exit:
+        seen.append(spec)
+        return exit_of("stopped", "Stopped.")
+
+    train(remember)
+    ended = ft("run", spec, "--run-dir", tmp_path / "run")
+    ft("run", spec, "--run-dir", tmp_path / "run")
+    assert ended.code == 75
+    assert ended.err == f"Stopped at a checkpoint. To go on: ft run {spec} --run-dir {tmp_path / 'run'}\n"
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize(("reason", "code"), [("permanent_error", 64), ("worker_error", 1), ("cancelled", 1)])
+def test_a_failure_is_one_line_and_the_exit_code_of_the_attempt(ft: Ft, spec: Path, train: Any, reason: Any, code: int) -> None:
+    error = ErrorInfo(code="x", message="precision.overrides: 'q' matches no module.\nMore.", traceback="long")
+    train(lambda *_: exit_of(reason, "It ended.", error))
+    ended = ft("run", spec)
+    assert ended.code == exit_of(reason, "It ended.", error).code == code
+    assert ended.err.startswith("ft: precision.overrides: 'q' matches no module. More. (logs: ")
+    assert ended.err.count("\n") == 1
+
+
+def test_a_directory_in_use_is_one_line(ft: Ft, spec: Path, train: Any) -> None:
+    def refuse(*_: object) -> Exit:
+        raise ConflictError("Attempt 1 is running in /run: wait for its end, or stop it.")
+
+    train(refuse)
+    ended = ft("run", spec)
+    assert (ended.code, ended.err) == (1, "ft: Attempt 1 is running in /run: wait for its end, or stop it.\n")
+
+
+def test_bad_data_is_found_before_anything_runs(ft: Ft, spec: Path, train: Any, home: Path) -> None:
+    (spec.parent / "train.jsonl").write_text(CHAT + "nonsense\n")
+    train(succeed)
+    ended = ft("run", spec)
+    assert ended.code == 64
+    assert "line 2" in ended.err
+    assert not (home / "runs").exists()

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import pytest
+
+from ft_service.events import Metrics
+from ft_service.progress import WINDOW, Progress, clock, describe, numbers
+
+
+def progress_of(*steps: Metrics) -> Progress:
+    progress = Progress()
+    for metrics in steps:
+        progress = progress.after(metrics)
+    return progress
+
+
+def step(number: int, seconds: float = 2.0, tokens: int = 100, total: int = 150) -> Metrics:
+    return Metrics(step=number, total_steps=total, train_loss=3.0 - number / 100, step_seconds=seconds, tokens=tokens)
+
+
+def test_the_line_says_all_that_is_known() -> None:
+    assert describe(Progress()) == ""
+    first = progress_of(Metrics(step=1, total_steps=150))
+    assert describe(first) == "step 1/150"
+    later = first.after(step(50)).after(Metrics(step=50, total_steps=150, valid_loss=2.25))
+    assert describe(later) == "step 50/150 · loss 2.500 · valid 2.250 · 50 tokens/s · 3:20 left"
+    assert numbers(later) == "loss 2.500 · valid 2.250 · 50 tokens/s · 3:20 left"
+
+
+def test_a_finished_job_has_no_time_left() -> None:
+    assert describe(progress_of(step(150))) == "step 150/150 · loss 1.500 · 50 tokens/s"
+
+
+def test_the_pace_is_that_of_the_last_steps() -> None:
+    slow = [step(number, seconds=10.0) for number in range(1, 30)]
+    quick = [step(number, seconds=1.0) for number in range(30, 30 + WINDOW)]
+    progress = progress_of(*slow, *quick)
+    assert progress.seconds_left == pytest.approx(150 - 49)
+    assert progress.tokens_per_second == pytest.approx(100)
+
+
+def test_numbers_told_twice_count_once() -> None:
+    assert progress_of(step(1, seconds=4.0), step(2, seconds=2.0), step(2, seconds=2.0)).seconds_left == pytest.approx(
+        148 * 3.0
+    )
+
+
+def test_a_job_that_resumed_goes_back() -> None:
+    progress = progress_of(step(90), step(51))
+    assert (progress.step, progress.share) == (51, pytest.approx(0.34))
+    assert progress.seconds_left == pytest.approx(99 * 2.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0:00"), (59.6, "1:00"), (725, "12:05"), (3600, "1:00:00"), (11525, "3:12:05"), (184_320, "2d 03:12")],
+)
+def test_clock(seconds: float, text: str) -> None:
+    assert clock(seconds) == text

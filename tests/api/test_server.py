@@ -30,6 +30,24 @@ from ft_service.settings import Settings
 serve(Settings())
 """
 
+ENDLESS_CHECK = """
+import threading
+from api import server
+from ft_service.launcher.local import LocalLauncher
+from ft_service.reconciler import Reconciler
+from ft_service.settings import Settings
+
+def check(job) -> None:
+    settings.home.joinpath("checking").touch()
+    threading.Event().wait()
+
+def reconcile(settings, store, stop: threading.Event) -> None:
+    Reconciler(store, LocalLauncher(2), settings.runs_dir, settings.files_dir, check=check).run(stop)
+
+settings = Settings()
+server.serve(settings, reconcile)
+"""
+
 SERVE = """
 import threading
 from api.server import serve
@@ -131,6 +149,17 @@ def test_a_file_that_cannot_be_trained_on_fails_the_job_without_a_training_proce
         "param": "training_file",
     }
     assert not (tmp_path / "runs" / job_id / "attempts").exists()
+
+
+def test_the_server_ends_while_a_large_file_is_checked(tmp_path: Path) -> None:
+    make_model(tmp_path / "models" / "tiny")
+    with server(tmp_path, ENDLESS_CHECK) as process:
+        with started(tmp_path, process) as client:
+            file_id = client.files.create(file=("a.jsonl", TRAINING), purpose="fine-tune").id
+            job_id = client.fine_tuning.jobs.create(model="tiny", training_file=file_id).id
+            wait_until((tmp_path / "checking").exists)
+            assert client.fine_tuning.jobs.retrieve(job_id).status == "validating_files"
+        ended(process, signal.SIGTERM)
 
 
 def test_a_port_that_is_taken_is_named_and_nothing_is_started(tmp_path: Path) -> None:

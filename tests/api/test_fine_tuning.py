@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -298,6 +299,9 @@ def test_an_idempotency_key_stands_for_one_job(service: Service, training_file: 
     assert create("a", suffix="other")["error"]["code"] == "idempotency_key_reused"
     assert create("k" * 256)["error"]["param"] == "Idempotency-Key"
     assert len(service.store.list_jobs("default").data) == 2
+    with ThreadPoolExecutor(8) as pool:
+        assert len({job["id"] for job in pool.map(create, ["c"] * 8)}) == 1
+    assert len(service.store.list_jobs("default").data) == 3
 
 
 def test_a_tuned_model_answers_for_its_project_only(service: Service, client: openai.OpenAI, training_file: str) -> None:

@@ -38,8 +38,8 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"seed": "7"}, "seed"),
     ({"seed": True}, "seed"),
     ({"metadata": OVERFULL}, "metadata"),
-    ({"metadata": {"k": 1}}, "metadata"),
-    ({"metadata": {"k": "v" * 513}}, "metadata"),
+    ({"metadata": {"k": 1}}, "metadata.k"),
+    ({"metadata": {"k": "v" * 513}}, "metadata.k"),
     ({"metadata": {"k": "\ud800"}}, "metadata.k"),
     ({"integrations": [{"type": "wandb", "wandb": {"project": "p"}}]}, "integrations"),
     ({"method": {"type": "dpo"}}, "method.type"),
@@ -63,7 +63,8 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"lora": []}, "lora"),
     ({"precision": {"default": "int4"}}, "precision.default"),
     ({"precision": {"default": "fp8"}}, "precision.default"),
-    ({"precision": {"overrides": {"(": "nf4"}}}, "precision.overrides"),
+    ({"precision": {"overrides": {"(": "nf4"}}}, "precision.overrides.("),
+    ({"precision": {"overrides": {"a.b": "int4"}}}, "precision.overrides.a.b"),
     ({"training": {"max_steps": 0}}, "training.max_steps"),
     ({"training": {"learning_rate": 2}}, "training.learning_rate"),
     ({"training": {"packing": True}}, "training.packing"),
@@ -73,6 +74,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"checkpoint": {"save_steps": 0}}, "checkpoint.save_steps"),
     ({"priority": 1001}, "priority"),
     ({"colour": "red"}, "colour"),
+    ({"x" * 5000: 1}, "x" * 80),
 ]
 
 UNREADABLE: list[bytes] = [

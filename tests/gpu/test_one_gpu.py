@@ -14,7 +14,7 @@ import torch
 from ft_service.rundir import Result, RunDir, Start
 from tests.workers.models import save_chat_base, save_chats, spec_for
 from workers.quant import nf4
-from workers.quant.nf4_weight import NF4Weight
+from workers.quant.weights import NF4Weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

@@ -12,9 +12,10 @@ import platform
 import threading
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Literal, assert_never
 
 from ft_service import job as rules
@@ -291,19 +292,25 @@ class _Checked:
 
 
 class _Checks:
-    """Checks of data files, in a thread of their own: a large file must not keep other jobs waiting."""
+    """Checks of data files, one after the other in a thread of their own: a large file must not keep other jobs waiting.
+
+    The thread is a daemon, which an executor's is not: a check only reads, so a service that ends need not wait half a minute
+    for it. The next start checks anew.
+    """
 
     def __init__(self, check: Check, on_done: Callable[[], None]) -> None:
         self._check = check
         self._on_done = on_done
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data-check")
+        self._thread: threading.Thread | None = None
+        self._waiting: SimpleQueue[tuple[Future[ErrorInfo | None], Job] | None] = SimpleQueue()
+        self._closed = False
         self._running: dict[str, Future[ErrorInfo | None]] = {}
 
     def result(self, job: Job) -> _Checked | None:
         """What the check of this job found; None: it is under way. Raises what the check raised, and then forgets it."""
         future = self._running.get(job.id)
         if future is None:
-            future = self._running[job.id] = self._pool.submit(self._check, job)
+            future = self._running[job.id] = self._submit(job)
             future.add_done_callback(lambda _: self._on_done())
             futures.wait([future], SMALL_CHECK_SECONDS)
         if not future.done():
@@ -316,4 +323,24 @@ class _Checks:
         self._running.pop(job.id, None)
 
     def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        """No further check begins; one under way is not waited for."""
+        self._closed = True
+        self._waiting.put(None)
+
+    def _submit(self, job: Job) -> Future[ErrorInfo | None]:
+        future: Future[ErrorInfo | None] = Future()
+        self._waiting.put((future, job))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="data-check", daemon=True)
+            self._thread.start()
+        return future
+
+    def _work(self) -> None:
+        while (item := self._waiting.get()) is not None and not self._closed:
+            future, job = item
+            try:
+                found = self._check(job)
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(found)

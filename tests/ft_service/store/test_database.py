@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import socket
+import sqlite3
 import time
 
 import pytest
@@ -23,6 +24,18 @@ def test_sqlite_is_durable_and_checks_references(tmp_path):
         settings = {name: connection.scalar(text(f"PRAGMA {name}")) for name in ("journal_mode", "synchronous", "foreign_keys")}
         assert settings == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}
         assert connection.scalar(text("PRAGMA busy_timeout")) >= 1000
+    store.close()
+
+
+def test_a_write_on_sqlite_takes_the_lock_at_once(tmp_path):
+    """One that reads first and asks for the lock later can be refused in the middle, whatever the timeout."""
+    store = open_store(f"sqlite:///{tmp_path / 'ft.db'}")
+    other = sqlite3.connect(tmp_path / "ft.db", timeout=0)
+    with store.writing(), pytest.raises(sqlite3.OperationalError, match="locked"):
+        other.execute("BEGIN IMMEDIATE")
+    with store.reading():
+        other.execute("BEGIN IMMEDIATE")
+    other.close()
     store.close()
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 
 import pytest
@@ -146,6 +148,24 @@ def test_a_verb_is_written_with_its_event(store):
 
     messages = [event.message for event in store.list_events(PROJECT, job.id).data]
     assert messages[:-1] == ["Cancel requested.", "Resume requested.", "Pause requested."]
+
+
+def test_verbs_at_the_same_moment_are_all_counted(store):
+    job = store.create_job(new_job(state=State.QUEUED))
+    start = threading.Barrier(8)
+
+    def ask() -> None:
+        start.wait()
+        for verb in (Verb.PAUSE, Verb.RESUME) * 3:
+            store.request(PROJECT, job.id, verb)
+
+    with ThreadPoolExecutor(8) as pool:
+        for future in [pool.submit(ask) for _ in range(8)]:
+            future.result(timeout=60)
+    stored = store.get_job(PROJECT, job.id)
+    asked = len(store.list_events(PROJECT, job.id, limit=1000).data) - 1
+    assert (stored.version, stored.generation) == (1 + asked, 1 + asked)
+    assert asked >= 1
 
 
 def test_events_newest_first_and_latest_metrics(store):

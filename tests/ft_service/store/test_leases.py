@@ -174,8 +174,10 @@ def test_a_taken_slot_undoes_the_whole_change(store, store_url):
 
 
 def test_slots_belong_to_a_host_and_are_released(store):
-    place(store, store.create_job(new_job(state=State.QUEUED)), [0, 2])
-    place(store, store.create_job(new_job(state=State.QUEUED)), [0, 1], host="h2")
+    first = place(store, store.create_job(new_job(state=State.QUEUED)), [2, 0])
+    second = place(store, store.create_job(new_job(state=State.QUEUED)), [0, 1], host="h2")
+    assert store.held_slots(first.id) == [0, 2]
+    assert store.held_slots(second.id) == [0, 1]
     assert store.free_slots("h1", 4) == [1, 3]
     assert store.free_slots("h2", 4) == [2, 3]
     assert store.free_slots("h3", 2) == [0, 1]
@@ -184,7 +186,8 @@ def test_slots_belong_to_a_host_and_are_released(store):
     claimed = claim(store, host="h1")
     assert store.apply(claimed, Change(job=replace(claimed.job, state=State.QUEUED, phase=None), release_slots=True))
     assert store.free_slots("h1", 4) == [0, 1, 2, 3]
-    assert store.free_slots("h2", 4) == [2, 3]
+    assert store.held_slots(first.id) == []
+    assert store.held_slots(second.id) == [0, 1]
 
 
 def test_a_change_is_written_whole(store):
@@ -222,7 +225,8 @@ def test_events_and_checkpoints_read_twice_are_stored_once(store):
 
     claimed = claim(store)
     own = NewEvent(level="info", message="own")
-    assert store.apply(claimed, Change(job=replace(claimed.job, attempt=2), events=[own, own]))
+    # read under attempt 1, though the change begins attempt 2
+    assert store.apply(claimed, Change(job=replace(claimed.job, attempt=2), events=[first[0], own, own]))
     claimed = claim(store)
     assert store.apply(claimed, Change(job=claimed.job, events=first[:1]))
     messages = [event.message for event in store.list_events(PROJECT, job.id).data]

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import importlib
 import signal
-import threading
 from typing import Annotated
 
 import typer
 
 from ft_service.cli.output import load_settings
 from ft_service.errors import FtError
-from ft_service.hardware import default_slots
-from ft_service.launcher.local import LocalLauncher
 from ft_service.lifetime import die_with_parent
-from ft_service.reconciler import Reconciler
-from ft_service.store.base import Store
 
 WEB_PACKAGES = frozenset({"api", "fastapi", "fastapi_offline", "starlette", "uvicorn", "python_multipart"})
 
@@ -39,9 +34,4 @@ def serve(
         if (error.name or "").split(".")[0] not in WEB_PACKAGES:
             raise
         raise FtError(f"The server needs {error.name}, which is not installed: pip install 'ft-service[api]'.") from None
-    launcher = LocalLauncher(settings.slots or default_slots(), stop_grace_seconds=settings.stop_grace_seconds)
-
-    def reconcile(store: Store, stop: threading.Event) -> None:
-        Reconciler(store, launcher, settings.runs_dir, settings.files_dir).run(stop)
-
-    server.serve(settings, reconcile)
+    server.serve(settings)

@@ -11,7 +11,7 @@ from api import errors
 from api.auth import authenticated
 from api.deps import Services
 from api.middleware import RequestContext
-from api.routes import files, fine_tuning, health, models
+from api.routes import files, fine_tuning, health, inference, models
 from api.views import ErrorView
 from ft_service import __version__
 from ft_service.catalogue import Catalogue
@@ -38,7 +38,7 @@ def create_app(settings: Settings, store: Store) -> FastAPI:
     )
     app.state.services = Services(settings, store, Catalogue.from_settings(settings))
     app.include_router(health.router)
-    for router in (files.router, fine_tuning.router, models.router):
+    for router in (files.router, fine_tuning.router, models.router, inference.router):
         # Here and not only in the routes, so that nobody without a key gets as far as sending a body.
         app.include_router(router, dependencies=[Depends(authenticated)])
     errors.install(app)

@@ -81,6 +81,16 @@ async def received(request: Request, folder: Path, limit: int) -> AsyncIterator[
         path.unlink(missing_ok=True)
 
 
+def keep(upload: Upload, path: Path) -> None:
+    """Move the file to its name, durably: a record that survives a power failure must not refer to a file that did not."""
+    upload.path.rename(path)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def clean_filename(name: str) -> str:
     """The last part of a path, whatever the client's system, without control characters."""
     return _NOT_IN_NAMES.sub("", name.replace("\\", "/").rsplit("/", 1)[-1]).strip()[-_MAX_NAME:]

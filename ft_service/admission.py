@@ -6,7 +6,7 @@ import secrets
 from typing import Any
 
 from ft_service import hardware
-from ft_service.catalogue import BaseModel, Catalogue
+from ft_service.catalogue import Base, Catalogue
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.job import Job, State
@@ -73,7 +73,7 @@ def _resolve(
     return spec
 
 
-def _find_model(request: JobRequest, catalogue: Catalogue) -> BaseModel:
+def _find_model(request: JobRequest, catalogue: Catalogue) -> Base:
     if request.model.startswith("ft:"):
         message = (
             f"model = {request.model!r}: training on top of a tuned model is not available in this version: name a base model."

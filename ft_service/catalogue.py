@@ -26,7 +26,7 @@ _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 @dataclass(frozen=True)
-class BaseModel:
+class Base:
     """A base that jobs can train on."""
 
     name: str
@@ -50,9 +50,9 @@ class Catalogue:
         """Raises SpecError if FT_MODEL_ALIASES is not a YAML mapping of names to names."""
         return cls(settings.model_folders(), read_aliases(settings.model_aliases) if settings.model_aliases else None)
 
-    def list_models(self) -> list[BaseModel]:
+    def list_models(self) -> list[Base]:
         """Every usable base, by name. Of two folders with the same name below two model folders the first one's."""
-        found: dict[str, BaseModel] = {}
+        found: dict[str, Base] = {}
         for folder in self._folders:
             for path in _model_folders(folder, MAX_DEPTH):
                 name = path.relative_to(folder).as_posix()
@@ -60,7 +60,7 @@ class Catalogue:
                     found[name] = _base(name, path)
         return [found[name] for name in sorted(found)]
 
-    def find(self, name: str) -> BaseModel:
+    def find(self, name: str) -> Base:
         """A base by its name or an alias. Raises SpecError that says what is wrong with it, or lists what exists."""
         target = self._aliases.get(name, name)
         shown = f"model = {_shown(name)}" + (f" (an alias of {_shown(target)})" if target != name else "")
@@ -130,8 +130,8 @@ def _faults(folder: Path, path: Path) -> str | None:
     return None
 
 
-def _base(name: str, path: Path) -> BaseModel:
-    return BaseModel(name, path, (path / "config.json").stat().st_mtime)
+def _base(name: str, path: Path) -> Base:
+    return Base(name, path, (path / "config.json").stat().st_mtime)
 
 
 def _shown(name: str) -> str:

@@ -1,8 +1,8 @@
 """A job's states and what to do next: records, the verbs of the user, and `decide()`. Pure: no clock, no I/O.
 
 Vocabulary. A *job* is what the user submitted; an *attempt* is one run of its workers, numbered from 1. `state` is what the
-wire shows. `phase` refines `running` (and lives on in `cancelled` until the processes are gone). `desired` is the user's wish;
-each change of it raises `generation`, and `signalled` is the last generation that was written to the running attempt.
+wire shows. `phase` refines `running` (and lives on in `cancelled` until the processes are gone). `desired` is the user's
+wish; each change of it raises `generation`, and `signalled` is the last generation that was written to the running attempt.
 
     validating_files ──▶ queued ──▶ running ──▶ succeeded | failed
                            ▲ ▲         │
@@ -371,10 +371,10 @@ def _decide_ended(job: Job, seen: Ended, now: float) -> Action:
     return _after_failure(job, seen.checkpoint_step, reason, error, now)
 
 
-def launch_failed(job: Job, message: str, now: float) -> Become:
-    """What becomes of a job whose attempt could not be started; `message` says why. Its slots are free again."""
+def launch_failed(job: Job, message: str, checkpoint_step: int, now: float) -> Become:
+    """What becomes of a job whose attempt could not be started; `message` says why. `checkpoint_step`: as in Ended."""
     error = ErrorInfo(code=ERROR_CODE[Reason.LAUNCH_FAILED], message=message)
-    return _after_failure(job, job.failed_at_step, Reason.LAUNCH_FAILED, error, now)
+    return _after_failure(job, checkpoint_step, Reason.LAUNCH_FAILED, error, now)
 
 
 def _after_failure(job: Job, checkpoint_step: int, reason: Reason, error: ErrorInfo | None, now: float) -> Become:

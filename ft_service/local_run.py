@@ -152,7 +152,9 @@ def _follow(
                 on_event(event)
         if ended:
             return
-        if interrupts.count > asked:
+        # Before it has named itself, the supervisor does not yet listen to signals and would die of one.
+        listening = run.path(attempt_key(attempt, "supervisor.json")).exists()
+        if interrupts.count > asked and listening:
             asked = min(interrupts.count, 2)
             _pass_on(run, attempt, process, asked)
         time.sleep(POLL_SECONDS)

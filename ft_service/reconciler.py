@@ -12,9 +12,10 @@ import platform
 import threading
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Literal, assert_never
 
 from ft_service import job as rules
@@ -35,7 +36,7 @@ from ft_service.job import (
     Wait,
 )
 from ft_service.launcher.base import Launcher, LaunchError
-from ft_service.rundir import Control, ErrorInfo, RunDir, Start, newest_checkpoint
+from ft_service.rundir import Control, ErrorInfo, RunDir, Start, newest_checkpoint, newest_step
 from ft_service.scheduling import choose_slots
 from ft_service.spec import DataFileRef, JobSpec
 from ft_service.store.base import Change, Claim, File, NewEvent, Store
@@ -94,6 +95,7 @@ class Reconciler:
         self._lease_seconds = lease_seconds
         self._owner = f"{platform.node()}:{os.getpid()}"
         self._wake = threading.Event()
+        self._queue_first = False
         self._checks = _Checks(check, self.wake)
 
     def wake(self) -> None:
@@ -135,12 +137,22 @@ class Reconciler:
         return failures
 
     def _claim(self) -> Claim | None:
-        host = self._launcher.host
-        claim = self._store.claim(
-            host=host, owner=self._owner, lease_seconds=self._lease_seconds, idle_seconds=self._idle_seconds
+        """A job that holds something or waits to; the two kinds come first in turn, so that neither keeps the other waiting."""
+        self._queue_first = not self._queue_first
+        if self._queue_first:
+            return self._claim_queued() or self._claim_active()
+        return self._claim_active() or self._claim_queued()
+
+    def _claim_active(self) -> Claim | None:
+        return self._store.claim(
+            host=self._launcher.host,
+            owner=self._owner,
+            lease_seconds=self._lease_seconds,
+            idle_seconds=self._idle_seconds,
         )
-        if claim is not None:
-            return claim
+
+    def _claim_queued(self) -> Claim | None:
+        host = self._launcher.host
         free = len(self._store.free_slots(host, self._launcher.slots))
         if not free:
             return None
@@ -218,7 +230,7 @@ class Reconciler:
             self._launcher.start(run, job.attempt)
         except LaunchError as error:
             log.warning("job %s: attempt %d was not started: %s", job.id, job.attempt, error)
-            failed = rules.launch_failed(job, str(error), claim.now)
+            failed = rules.launch_failed(job, str(error), newest_step(run), claim.now)
             self._apply(claim, report, failed.job, _events(failed), release_slots=True)
             return
         self._apply(claim, report, job)
@@ -280,19 +292,25 @@ class _Checked:
 
 
 class _Checks:
-    """Checks of data files, in a thread of their own: a large file must not keep other jobs waiting."""
+    """Checks of data files, one after the other in a thread of their own: a large file must not keep other jobs waiting.
+
+    The thread is a daemon, which an executor's is not: a check only reads, so a service that ends need not wait half a minute
+    for it. The next start checks anew.
+    """
 
     def __init__(self, check: Check, on_done: Callable[[], None]) -> None:
         self._check = check
         self._on_done = on_done
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data-check")
+        self._thread: threading.Thread | None = None
+        self._waiting: SimpleQueue[tuple[Future[ErrorInfo | None], Job] | None] = SimpleQueue()
+        self._closed = False
         self._running: dict[str, Future[ErrorInfo | None]] = {}
 
     def result(self, job: Job) -> _Checked | None:
         """What the check of this job found; None: it is under way. Raises what the check raised, and then forgets it."""
         future = self._running.get(job.id)
         if future is None:
-            future = self._running[job.id] = self._pool.submit(self._check, job)
+            future = self._running[job.id] = self._submit(job)
             future.add_done_callback(lambda _: self._on_done())
             futures.wait([future], SMALL_CHECK_SECONDS)
         if not future.done():
@@ -305,4 +323,24 @@ class _Checks:
         self._running.pop(job.id, None)
 
     def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        """No further check begins; one under way is not waited for."""
+        self._closed = True
+        self._waiting.put(None)
+
+    def _submit(self, job: Job) -> Future[ErrorInfo | None]:
+        future: Future[ErrorInfo | None] = Future()
+        self._waiting.put((future, job))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="data-check", daemon=True)
+            self._thread.start()
+        return future
+
+    def _work(self) -> None:
+        while (item := self._waiting.get()) is not None and not self._closed:
+            future, job = item
+            try:
+                found = self._check(job)
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(found)

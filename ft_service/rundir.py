@@ -219,6 +219,13 @@ def complete_checkpoints(run: RunDir) -> list[str]:
     return [checkpoint_name(step, attempt) for step, attempt in sorted(found)]
 
 
+def newest_step(run: RunDir) -> int:
+    """Step of the newest complete checkpoint, its files not looked at; -1: there is none."""
+    names = complete_checkpoints(run)
+    match = CHECKPOINT_NAME.fullmatch(names[-1]) if names else None
+    return int(match[1]) if match else -1
+
+
 def newest_checkpoint(run: RunDir) -> str | None:
     """The newest complete checkpoint whose files are what its marker says (sizes and SHA-256), or None."""
     for name in reversed(complete_checkpoints(run)):

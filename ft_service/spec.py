@@ -10,7 +10,8 @@ Field docstrings say unit, default, sentinel, and when a field is ignored.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import re2
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -390,17 +391,30 @@ def _place(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
     """A dotted field name from pydantic's location, without the names of union branches and validators."""
     parts: list[str] = []
     current: type[BaseModel] | None = model
+    keyed = False
     for part in loc:
         if isinstance(part, int):
             parts.append(str(part))
+        elif keyed:
+            parts.append(part[:80])
+            keyed = False
         elif current is not None and part in current.model_fields:
             parts.append(part)
             annotation = current.model_fields[part].annotation
             current = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+            keyed = _is_mapping(annotation)
         elif current is not None:
-            parts.append(part)
+            parts.append(part[:80])
             current = None
     return ".".join(parts)
+
+
+def _is_mapping(annotation: Any) -> bool:
+    """Whether a field holds an object with keys of the user's choice (or none)."""
+    union = get_origin(annotation) in (Union, UnionType)
+    inner = [part for part in get_args(annotation) if part is not NoneType] if union else [annotation]
+    bare = get_args(inner[0])[0] if get_origin(inner[0]) is Annotated else inner[0]
+    return len(inner) == 1 and get_origin(bare) is dict
 
 
 def _first_name(message: str) -> str | None:

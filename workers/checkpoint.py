@@ -10,8 +10,9 @@ import shutil
 from pathlib import Path
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from pydantic import BaseModel
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from ft_service.errors import SpecError
 from ft_service.rundir import (
@@ -40,7 +41,7 @@ def save(job: JobState, run: RunDir, attempt: int, spec: JobSpec) -> str:
     """Write a checkpoint of the current step, complete when this returns, and its name. Called by all ranks together."""
     name = checkpoint_name(job.step, attempt)
     folder = run.path(f"checkpoints/{name}")
-    dcp.save(job.tensors(), checkpoint_id=folder, no_dist=False)
+    save_shards(job.tensors(), checkpoint_id=folder)
     if dist.get_rank() == 0:
         position = Position(
             job_id=spec.job_id, base=spec.model.name, seed=spec.seed, step=job.step, trained_tokens=job.trained_tokens
@@ -64,7 +65,7 @@ def restore(job: JobState, run: RunDir, name: str, spec: JobSpec) -> None:
             f"Checkpoint {name} belongs to job {position.job_id} on base {position.base} with seed {position.seed}, "
             f"not to {spec.job_id} on {spec.model.name} with seed {spec.seed}."
         )
-    dcp.load(job.tensors(), checkpoint_id=run.path(f"checkpoints/{name}"))
+    load(job.tensors(), checkpoint_id=run.path(f"checkpoints/{name}"))
     job.resume_at(position.step, position.trained_tokens)
 
 

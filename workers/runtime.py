@@ -60,10 +60,7 @@ class Runtime:
 
 
 def enter(run: RunDir, attempt: int) -> Runtime:
-    """Join the process group that torchrun set up and pick this rank's device."""
-    spec, start = run.read("spec.json", JobSpec), run.read(f"attempts/{attempt}/start.json", Start)
-    assert spec is not None, f"{run.root} holds no spec.json"
-    assert start is not None, f"attempt {attempt} has no start.json"
+    """Join the process group that torchrun set up, on this rank's device."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = _pick_device(int(os.environ["LOCAL_RANK"]))
     _quiet_libraries()
@@ -76,6 +73,15 @@ def enter(run: RunDir, attempt: int) -> Runtime:
         timeout=COLLECTIVE_TIMEOUT,
         device_id=device if device.type == "cuda" else None,
     )
+    return surroundings(run, attempt, device)
+
+
+def surroundings(run: RunDir, attempt: int, device: torch.device) -> Runtime:
+    """What the default process group and the run directory make of this rank. Called by all ranks together."""
+    spec, start = run.read("spec.json", JobSpec), run.read(f"attempts/{attempt}/start.json", Start)
+    assert spec is not None, f"{run.root} holds no spec.json"
+    assert start is not None, f"attempt {attempt} has no start.json"
+    rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
     stop_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world > 1 else None
     assert not isinstance(stop_group, int), "this rank is in the group that it makes"

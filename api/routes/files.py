@@ -14,7 +14,7 @@ from fastapi.responses import FileResponse, StreamingResponse
 from api import repeats
 from api.auth import Caller
 from api.deps import Svc
-from api.uploads import Upload, received
+from api.uploads import Upload, keep, received
 from api.views import DeletedView, FileView, ListView, file_view, list_view
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
@@ -64,7 +64,7 @@ def create(request: Request, caller: Caller, services: Svc, upload: Annotated[Up
     if earlier := repeats.repeated_file(request.headers, services.store, caller, new):
         return file_view(earlier)
     path = services.settings.files_dir / new.id
-    upload.path.rename(path)
+    keep(upload, path)
     try:
         return file_view(services.store.add_file(new))
     except BaseException:
@@ -128,7 +128,7 @@ def _check_form(upload: Upload) -> None:
         raise SpecError(message, param="purpose", code="not_available")
     if not upload.filename.lower().endswith(".jsonl"):
         message = f"file: the name must end in .jsonl, and {upload.filename!r} does not."
-        raise SpecError(message, param="file", code="invalid_file_format")
+        raise SpecError(message, param="file", code="invalid_filename")
 
 
 def _encoded(path: Path) -> Iterator[bytes]:

@@ -32,7 +32,8 @@ def list_models(caller: Caller, services: Svc) -> ModelsView:
 def retrieve(model: str, caller: Caller, services: Svc) -> ModelView:
     """A base, a tuned model, or a checkpoint of one; ids hold `/` and `:`, percent-encoded or not."""
     if model.startswith(_TUNED):
-        return _find_tuned(model, caller, services)
+        tuned_name, mark, _ = model.partition(_CHECKPOINT)
+        return _find_checkpoint(model, tuned_name, caller, services) if mark else _tuned(find_tuned(model, caller, services))
     try:
         found = services.catalogue.find(model)
     except SpecError as error:
@@ -40,21 +41,16 @@ def retrieve(model: str, caller: Caller, services: Svc) -> ModelView:
     return _base(found.name, found.created_at)
 
 
-def _find_tuned(name: str, caller: Principal, services: Services) -> ModelView:
-    tuned_name, checkpoint_mark, _ = name.partition(_CHECKPOINT)
-    missing = NotFoundError(
-        f"model = {name[:120]!r}: this project has no such tuned model.", param="model", code="model_not_found"
-    )
-    try:
-        job = services.store.get_job(caller.project_id, "ftjob-" + tuned_name.rsplit(":", 1)[-1])
-    except NotFoundError:
-        raise missing from None
-    if job.spec["tuned_name"] != tuned_name:
-        raise missing
-    if not checkpoint_mark:
-        if job.state is not State.SUCCEEDED:
-            raise missing
-        return _tuned(job)
+def find_tuned(name: str, caller: Principal, services: Services) -> Job:
+    """The succeeded job whose outcome has this name. Raises NotFoundError."""
+    job = _job_of(name, caller, services)
+    if job.state is not State.SUCCEEDED:
+        raise _no_such(name)
+    return job
+
+
+def _find_checkpoint(name: str, tuned_name: str, caller: Principal, services: Services) -> ModelView:
+    job = _job_of(tuned_name, caller, services)
     after: str | None = None
     while True:
         page = services.store.list_checkpoints(caller.project_id, job.id, after=after, limit=_PAGE)
@@ -62,8 +58,24 @@ def _find_tuned(name: str, caller: Principal, services: Services) -> ModelView:
             if checkpoint_model(tuned_name, checkpoint.step) == name:
                 return ModelView(id=name, created=int(checkpoint.created_at), owned_by=caller.organization)
         if not page.has_more:
-            raise missing
+            raise _no_such(name)
         after = page.data[-1].id
+
+
+def _job_of(tuned_name: str, caller: Principal, services: Services) -> Job:
+    """A tuned name ends in its job's id."""
+    try:
+        job = services.store.get_job(caller.project_id, "ftjob-" + tuned_name.rsplit(":", 1)[-1])
+    except NotFoundError:
+        raise _no_such(tuned_name) from None
+    if job.spec["tuned_name"] != tuned_name:
+        raise _no_such(tuned_name)
+    return job
+
+
+def _no_such(name: str) -> NotFoundError:
+    message = f"model = {name[:120]!r}: this project has no such tuned model."
+    return NotFoundError(message, param="model", code="model_not_found")
 
 
 def _all_jobs(services: Services, caller: Principal) -> Iterator[Job]:

@@ -23,7 +23,7 @@ from ft_service.job import Absent, Ended, Observation, Reason, Running, Unknown
 from ft_service.launcher.base import LaunchError
 from ft_service.lifetime import RANKS_LOCK, is_locked, require_linux, try_lock, wait_unlocked
 from ft_service.processes import ProcessIdentity
-from ft_service.rundir import CHECKPOINT_NAME, Control, Exit, Result, RunDir, complete_checkpoints
+from ft_service.rundir import Control, Exit, Result, RunDir, newest_step
 from ft_service.supervisor import DEFAULT_GRACE_SECONDS, attempt_key
 from ft_service.torchrun import tail
 
@@ -101,7 +101,7 @@ class LocalLauncher:
         if ended is None and is_locked(run.path(RANKS_LOCK)):
             return Unknown("the supervisor is gone and a rank still lives")
         self._heard.pop((run.root, attempt), None)
-        return Ended(ended, _newest_step(run))
+        return Ended(ended, newest_step(run))
 
     def signal(self, run: RunDir, attempt: int, control: Control) -> None:
         run.write(attempt_key(attempt, "control.json"), control)
@@ -186,9 +186,3 @@ def _killed_exit(run: RunDir, attempt: int, reason: Reason) -> Exit:
         return exit_of("cancelled", "The attempt was cancelled.")
     word = reason.value if reason in (Reason.STALLED, Reason.STOP_TIMEOUT) else "worker_killed"
     return exit_of(word, f"The service ended the attempt ({reason.value}).")
-
-
-def _newest_step(run: RunDir) -> int:
-    names = complete_checkpoints(run)
-    match = CHECKPOINT_NAME.fullmatch(names[-1]) if names else None
-    return int(match[1]) if match else -1

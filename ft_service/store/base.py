@@ -123,8 +123,8 @@ class Change:
 
 
 class Store(Protocol):
-    """Methods raise NotFoundError for a row that is not there (or is another project's), UnavailableError if the database is
-    away."""
+    """Methods raise NotFoundError for a row that is not there (or is another project's), and UnavailableError if the
+    database is away."""
 
     def now(self) -> float: ...
     def check(self) -> None:
@@ -203,22 +203,27 @@ class Store(Protocol):
     def claim(self, *, host: str, owner: str, lease_seconds: float, idle_seconds: float) -> Claim | None:
         """Claim one job that may need attention: one compare-and-set statement.
 
-        Candidates: validating, running, or cancelled and still stopping; whose host is None or `host`; whose lease is free or
-        has expired; not looked at for `idle_seconds`. The one looked at longest ago is taken.
+        Candidates: validating, running, or cancelled and still stopping; whose host is None or `host`; whose lease is
+        free or has expired; not looked at for `idle_seconds` (a verb or a change of state counts as never looked at). The
+        one looked at longest ago is taken. None may also mean that another claimed it in the same moment.
         """
         ...
 
     def claim_next(self, *, host: str, owner: str, lease_seconds: float, max_slots: int) -> Claim | None:
         """Claim the queued job that comes next (priority, then creation) among those that are due.
 
-        None if it needs more than `max_slots`. A job at the head that needs more is waited for, not overtaken. A job whose
+        None if it needs more than `max_slots`: a job at the head that needs more is waited for, not overtaken. A job whose
         last attempt ran on another host is left to that host while it is queued with an attempt (its processes can be
         observed only there).
         """
         ...
 
     def apply(self, claim: Claim, change: Change) -> bool:
-        """Write a change and end the lease. False, with nothing written: lease lost, job changed, or a slot taken."""
+        """Write a change and end the lease. False, with nothing written: lease lost, job changed, or a slot taken.
+
+        The lease ends either way, so that nobody has to wait for its end before looking again. Events with a `source` belong
+        to the attempt of `claim.job`. Of `change.job` the identity, request and spec are not written: they never change.
+        """
         ...
 
     def free_slots(self, host: str, total: int) -> list[int]:

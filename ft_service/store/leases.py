@@ -6,8 +6,9 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, ScalarSelect, delete, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Double, Select, and_, bindparam, delete, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
+from sqlalchemy.sql.dml import ReturningUpdate
 
 from ft_service.job import Job
 from ft_service.store.base import Change, Claim
@@ -20,6 +21,39 @@ class _SlotTaken(Exception):
     """Undoes the transaction of a change."""
 
 
+_CLAIMABLE = and_(
+    jobs.c.lease_expires_at <= database_time(),
+    or_(jobs.c.host.is_(None), jobs.c.host == bindparam("for_host")),
+)
+_LOOK = and_(NEEDS_ATTENTION, _CLAIMABLE, jobs.c.looked_at <= database_time() - bindparam("idle_seconds", type_=Double))
+_DUE = and_(QUEUED, _CLAIMABLE, jobs.c.not_before <= database_time())
+_FREE: dict[str, Any] = {"lease_owner": None, "lease_token": None, "lease_expires_at": 0.0}
+
+
+def _claim_first(candidates: Select[tuple[str]], *still: ColumnElement[bool]) -> ReturningUpdate[Any]:
+    # The condition stands twice: inside to find the row, outside so that of two claimers who found the same only one gets it.
+    return (
+        update(jobs)
+        .where(jobs.c.id == candidates.limit(1).scalar_subquery(), *still)
+        .values(
+            lease_owner=bindparam("owner"),
+            lease_token=bindparam("token"),
+            lease_expires_at=database_time() + bindparam("lease_seconds", type_=Double),
+            looked_at=database_time(),
+        )
+        .returning(*JOB, jobs.c.looked_at)
+    )
+
+
+# Built once: to put such a statement together takes longer than to run it.
+_CLAIM = _claim_first(select(jobs.c.id).where(_LOOK).order_by(jobs.c.looked_at), _LOOK)
+_CLAIM_NEXT = _claim_first(
+    select(jobs.c.id).where(_DUE).order_by(jobs.c.priority.desc(), jobs.c.position),
+    _DUE,
+    jobs.c.slots <= bindparam("max_slots"),
+)
+
+
 class LeaseStore(Database):
     def claim(self, *, host: str, owner: str, lease_seconds: float, idle_seconds: float) -> Claim | None:
         """Claim one job that may need attention: one compare-and-set statement.
@@ -28,48 +62,32 @@ class LeaseStore(Database):
         free or has expired; not looked at for `idle_seconds` (a verb or a change of state counts as never looked at). The
         one looked at longest ago is taken. None may also mean that another claimed it in the same moment.
         """
-        eligible = (NEEDS_ATTENTION, _claimable(host), jobs.c.looked_at <= database_time() - idle_seconds)
-        first = select(jobs.c.id).where(*eligible).order_by(jobs.c.looked_at).limit(1)
-        return self._claim(first.scalar_subquery(), eligible, owner, lease_seconds)
+        return self._claim(_CLAIM, for_host=host, owner=owner, lease_seconds=lease_seconds, idle_seconds=idle_seconds)
 
     def claim_next(self, *, host: str, owner: str, lease_seconds: float, max_slots: int) -> Claim | None:
         """Claim the queued job that comes next (priority, then creation) among those that are due.
 
-        None if it needs more than `max_slots`: a job at the head that needs more is waited for, not overtaken. A job whose last
-        attempt ran on another host is left to that host while it is queued with an attempt (its processes can be observed only
-        there).
+        None if it needs more than `max_slots`: a job at the head that needs more is waited for, not overtaken. A job whose
+        last attempt ran on another host is left to that host while it is queued with an attempt (its processes can be
+        observed only there).
         """
-        due = (QUEUED, _claimable(host), jobs.c.not_before <= database_time())
-        head = select(jobs.c.id).where(*due).order_by(jobs.c.priority.desc(), jobs.c.position).limit(1)
-        return self._claim(head.scalar_subquery(), (*due, jobs.c.slots <= max_slots), owner, lease_seconds)
+        return self._claim(_CLAIM_NEXT, for_host=host, owner=owner, lease_seconds=lease_seconds, max_slots=max_slots)
 
-    def _claim(
-        self, candidate: ScalarSelect[str], still: tuple[ColumnElement[bool], ...], owner: str, lease_seconds: float
-    ) -> Claim | None:
+    def _claim(self, statement: ReturningUpdate[Any], **values: Any) -> Claim | None:
         token = secrets.token_hex(16)
-        statement = (
-            update(jobs)
-            .where(jobs.c.id == candidate, *still)
-            .values(
-                lease_owner=owner,
-                lease_token=token,
-                lease_expires_at=database_time() + lease_seconds,
-                looked_at=database_time(),
-            )
-            .returning(*JOB, jobs.c.looked_at)
-        )
         with self.writing() as connection:
-            row = connection.execute(statement).mappings().one_or_none()
+            row = connection.execute(statement, values | {"token": token}).mappings().one_or_none()
         if row is None:
             return None
-        values = dict(row)
-        now = values.pop("looked_at")
-        return Claim(job=to_job(values), token=token, now=now)
+        found = dict(row)
+        now = found.pop("looked_at")
+        return Claim(job=to_job(found), token=token, now=now)
 
     def apply(self, claim: Claim, change: Change) -> bool:
         """Write a change and end the lease. False, with nothing written: lease lost, job changed, or a slot taken.
 
-        The lease ends either way, so that nobody has to wait for its end before looking again.
+        The lease ends either way, so that nobody has to wait for its end before looking again. Events with a `source` belong
+        to the attempt of `claim.job`. Of `change.job` the identity, request and spec are not written: they never change.
         """
         assert change.job.id == claim.job.id, "a change is of the job that was claimed"
         try:
@@ -99,13 +117,6 @@ class LeaseStore(Database):
         """Jobs that wait for slots, of all projects."""
         with self.reading() as connection:
             return connection.scalars(select(func.count()).select_from(jobs).where(QUEUED)).one()
-
-
-_FREE: dict[str, Any] = {"lease_owner": None, "lease_token": None, "lease_expires_at": 0.0}
-
-
-def _claimable(host: str) -> ColumnElement[bool]:
-    return (jobs.c.lease_expires_at <= database_time()) & or_(jobs.c.host.is_(None), jobs.c.host == host)
 
 
 def _write_job(connection: Connection, claim: Claim, job: Job) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import threading
 import time
@@ -15,8 +16,11 @@ import httpx2
 import openai
 import pytest
 import uvicorn
+from fastapi import FastAPI
 
 from api.app import create_app
+from api.deps import Services
+from ft_service.catalogue import Catalogue
 from ft_service.settings import Settings
 from ft_service.store.sql import SqlStore, migrate, open_store
 
@@ -32,14 +36,17 @@ class Service:
     settings: Settings
     store: SqlStore
     key: str
+    connections: httpx2.Client
+    """Shared by all tests: setting up TLS, which nothing here uses, costs more than most requests."""
 
-    def client(self, key: str | None = None, **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key or self.key, **{"max_retries": 0, **options})
+    def client(self, key: str | None = None) -> openai.OpenAI:
+        """The real client. Not to be closed: it would close the shared connections."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key or self.key, max_retries=0, http_client=self.connections)
 
     def http(self, method: str, path: str, *, key: str | None = None, **options: Any) -> httpx2.Response:
         """A request that the openai client would not send."""
         headers = {"authorization": f"Bearer {key or self.key}", **options.pop("headers", {})}
-        return httpx2.request(method, f"{self.url}{path}", headers=headers, **options)
+        return self.connections.request(method, f"{self.url}{path}", headers=headers, **options)
 
 
 def make_model(folder: Path) -> None:
@@ -64,36 +71,60 @@ def settings(tmp_path: Path, configure: dict[str, Any]) -> Settings:
     return Settings(home=tmp_path, models=[tmp_path / "models"], model_aliases=aliases, slots=4, **configure)
 
 
+@pytest.fixture(scope="session")
+def new_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database of this version's schema, to copy: a copy is quicker than the migrations."""
+    path = tmp_path_factory.mktemp("database") / "ft.db"
+    migrate(f"sqlite:///{path}")
+    return path
+
+
 @pytest.fixture
-def store(settings: Settings) -> Iterator[SqlStore]:
-    migrate(settings.resolved_database_url())
+def store(settings: Settings, new_database: Path) -> Iterator[SqlStore]:
+    shutil.copy(new_database, settings.home / "ft.db")
     store = open_store(settings.resolved_database_url())
     yield store
     store.close()
 
 
-@pytest.fixture
-def service(settings: Settings, store: SqlStore) -> Iterator[Service]:
-    store.ensure_project("default", "local")
-    _, key = store.create_key(project_id="default", name="test", scope="admin")
+@pytest.fixture(scope="session")
+def server(new_database: Path) -> Iterator[tuple[str, FastAPI]]:
+    """The address of one server for all tests; what stands behind it is each test's own."""
+    store = open_store(f"sqlite:///{new_database}")
+    app = create_app(Settings(home=new_database.parent), store)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(16)
-        server = uvicorn.Server(uvicorn.Config(create_app(settings, store), log_level="critical"))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         try:
             wait_until(lambda: server.started)
-            yield Service(f"http://127.0.0.1:{listener.getsockname()[1]}", settings, store, key)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}", app
         finally:
             server.should_exit = True
             thread.join()
+            store.close()
+
+
+@pytest.fixture(scope="session")
+def connections() -> Iterator[httpx2.Client]:
+    with httpx2.Client(verify=False, trust_env=False, timeout=60.0) as client:
+        yield client
 
 
 @pytest.fixture
-def client(service: Service) -> Iterator[openai.OpenAI]:
-    with service.client() as client:
-        yield client
+def service(server: tuple[str, FastAPI], settings: Settings, store: SqlStore, connections: httpx2.Client) -> Service:
+    store.ensure_project("default", "local")
+    _, key = store.create_key(project_id="default", name="test", scope="admin")
+    url, app = server
+    app.state.services = Services(settings, store, Catalogue.from_settings(settings))
+    return Service(url, settings, store, key, connections)
+
+
+@pytest.fixture
+def client(service: Service) -> openai.OpenAI:
+    return service.client()
 
 
 @pytest.fixture

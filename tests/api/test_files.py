@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import socket
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from ft_service.errors import UnavailableError
 from ft_service.ids import new_id
 from ft_service.store.base import File
 from tests.api.conftest import TRAINING, Service, wait_until
@@ -153,6 +155,34 @@ def test_a_client_that_hangs_up_leaves_nothing(service: Service) -> None:
         wait_until(lambda: stored(service) != [])
 
     wait_until(lambda: stored(service) == [])
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(
+    service: Service, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("api.uploads.os.fsync", full)
+    with pytest.raises(openai.InternalServerError, match="disk is full") as caught:
+        client.files.create(file=("a.jsonl", TRAINING), purpose="fine-tune")
+
+    assert caught.value.code == "disk_full"
+    assert caught.value.response.headers["x-should-retry"] == "false"
+    assert stored(service) == []
+
+
+def test_a_file_whose_record_cannot_be_stored_leaves_nothing(
+    service: Service, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(file: File) -> File:
+        raise UnavailableError("The database is away.")
+
+    monkeypatch.setattr(service.store, "add_file", away)
+    with pytest.raises(openai.InternalServerError, match="away"):
+        client.files.create(file=("a.jsonl", TRAINING), purpose="fine-tune")
+
+    assert stored(service) == []
 
 
 def test_metrics_files_are_base64_as_scripts_expect(service: Service, client: openai.OpenAI) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -207,6 +208,9 @@ def test_a_job_that_succeeded_names_its_outcome(service: Service, client: openai
     assert ids == ["meta-llama/Llama-3.2-1B", "tiny", name]
     assert client.models.retrieve(name).owned_by == "local"
     assert client.models.retrieve(f"{name}:ckpt-step-5").id == f"{name}:ckpt-step-5"
+    with pytest.raises(openai.NotFoundError, match=f"ft download {job_id}") as caught:
+        client.chat.completions.create(model=name, messages=[{"role": "user", "content": "Hi"}])
+    assert caught.value.code == "model_not_served"
     for missing in (f"{name}:ckpt-step-6", f"{name}:ckpt-step-", f"{name}x", f"ft:other:local:s:{job_id[6:]}"):
         with pytest.raises(openai.NotFoundError):
             client.models.retrieve(missing)
@@ -295,6 +299,9 @@ def test_an_idempotency_key_stands_for_one_job(service: Service, training_file: 
     assert create("a", suffix="other")["error"]["code"] == "idempotency_key_reused"
     assert create("k" * 256)["error"]["param"] == "Idempotency-Key"
     assert len(service.store.list_jobs("default").data) == 2
+    with ThreadPoolExecutor(8) as pool:
+        assert len({job["id"] for job in pool.map(create, ["c"] * 8)}) == 1
+    assert len(service.store.list_jobs("default").data) == 3
 
 
 def test_a_tuned_model_answers_for_its_project_only(service: Service, client: openai.OpenAI, training_file: str) -> None:
@@ -304,26 +311,26 @@ def test_a_tuned_model_answers_for_its_project_only(service: Service, client: op
     put(service, job_id, state=State.SUCCEEDED, attempt=1)
     name = client.fine_tuning.jobs.retrieve(job_id).fine_tuned_model
     assert name is not None
-    with service.client(key) as other:
-        assert list(other.files.list()) == []
-        assert list(other.fine_tuning.jobs.list()) == []
-        assert [model.id for model in other.models.list()] == ["meta-llama/Llama-3.2-1B", "tiny"]
-        for ask in (
-            lambda: other.files.retrieve(training_file),
-            lambda: other.files.content(training_file),
-            lambda: other.files.delete(training_file),
-            lambda: other.fine_tuning.jobs.retrieve(job_id),
-            lambda: other.fine_tuning.jobs.cancel(job_id),
-            lambda: other.fine_tuning.jobs.pause(job_id),
-            lambda: other.fine_tuning.jobs.resume(job_id),
-            lambda: other.fine_tuning.jobs.list_events(job_id),
-            lambda: other.fine_tuning.jobs.checkpoints.list(job_id),
-            lambda: other.models.retrieve(name),
-        ):
-            with pytest.raises(openai.NotFoundError):
-                ask()
-        with pytest.raises(openai.BadRequestError) as caught:
-            other.fine_tuning.jobs.create(model="tiny", training_file=training_file)
-        assert caught.value.param == "training_file"
+    other = service.client(key)
+    assert list(other.files.list()) == []
+    assert list(other.fine_tuning.jobs.list()) == []
+    assert [model.id for model in other.models.list()] == ["meta-llama/Llama-3.2-1B", "tiny"]
+    for ask in (
+        lambda: other.files.retrieve(training_file),
+        lambda: other.files.content(training_file),
+        lambda: other.files.delete(training_file),
+        lambda: other.fine_tuning.jobs.retrieve(job_id),
+        lambda: other.fine_tuning.jobs.cancel(job_id),
+        lambda: other.fine_tuning.jobs.pause(job_id),
+        lambda: other.fine_tuning.jobs.resume(job_id),
+        lambda: other.fine_tuning.jobs.list_events(job_id),
+        lambda: other.fine_tuning.jobs.checkpoints.list(job_id),
+        lambda: other.models.retrieve(name),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            ask()
+    with pytest.raises(openai.BadRequestError) as caught:
+        other.fine_tuning.jobs.create(model="tiny", training_file=training_file)
+    assert caught.value.param == "training_file"
     for path in ("adapter", "logs"):
         assert service.http("GET", f"/v1/fine_tuning/jobs/{job_id}/{path}", key=key).status_code == 404

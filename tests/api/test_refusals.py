@@ -38,8 +38,8 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"seed": "7"}, "seed"),
     ({"seed": True}, "seed"),
     ({"metadata": OVERFULL}, "metadata"),
-    ({"metadata": {"k": 1}}, "metadata"),
-    ({"metadata": {"k": "v" * 513}}, "metadata"),
+    ({"metadata": {"k": 1}}, "metadata.k"),
+    ({"metadata": {"k": "v" * 513}}, "metadata.k"),
     ({"metadata": {"k": "\ud800"}}, "metadata.k"),
     ({"integrations": [{"type": "wandb", "wandb": {"project": "p"}}]}, "integrations"),
     ({"method": {"type": "dpo"}}, "method.type"),
@@ -63,7 +63,8 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"lora": []}, "lora"),
     ({"precision": {"default": "int4"}}, "precision.default"),
     ({"precision": {"default": "fp8"}}, "precision.default"),
-    ({"precision": {"overrides": {"(": "nf4"}}}, "precision.overrides"),
+    ({"precision": {"overrides": {"(": "nf4"}}}, "precision.overrides.("),
+    ({"precision": {"overrides": {"a.b": "int4"}}}, "precision.overrides.a.b"),
     ({"training": {"max_steps": 0}}, "training.max_steps"),
     ({"training": {"learning_rate": 2}}, "training.learning_rate"),
     ({"training": {"packing": True}}, "training.packing"),
@@ -73,6 +74,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"checkpoint": {"save_steps": 0}}, "checkpoint.save_steps"),
     ({"priority": 1001}, "priority"),
     ({"colour": "red"}, "colour"),
+    ({"x" * 5000: 1}, "x" * 80),
 ]
 
 UNREADABLE: list[bytes] = [
@@ -153,8 +155,8 @@ def test_without_a_valid_key_nothing_but_health_answers(service: Service) -> Non
 
 
 def test_the_client_raises_its_own_classes(service: Service, client: openai.OpenAI) -> None:
-    with service.client("ft-wrong-key-wrong-key") as wrong, pytest.raises(openai.AuthenticationError) as caught:
-        wrong.models.list()
+    with pytest.raises(openai.AuthenticationError) as caught:
+        service.client("ft-wrong-key-wrong-key").models.list()
     assert "wrong-key" not in caught.value.message
     with pytest.raises(openai.NotFoundError) as missing:
         client.fine_tuning.jobs.retrieve("ftjob-none")
@@ -196,6 +198,14 @@ def test_model_ids_hold_slashes_and_colons(service: Service, client: openai.Open
     for missing in ("meta-llama/none", "ft:tiny:local::none", "..%2Fetc", "%2Fetc"):
         check_error(service.http("GET", f"/v1/models/{missing}"), 404)
     assert service.http("GET", "/v1/models/meta-llama%2FLlama-3.2-1B").json()["object"] == "model"
+
+
+def test_chat_completions_say_what_to_do_instead(service: Service, client: openai.OpenAI) -> None:
+    for model, code in (("tiny", "model_not_served"), ("ft:tiny:local::none", "model_not_found")):
+        with pytest.raises(openai.NotFoundError) as caught:
+            client.chat.completions.create(model=model, messages=[{"role": "user", "content": "Hi"}])
+        assert (caught.value.param, caught.value.code) == ("model", code)
+    check_error(service.http("POST", "/v1/chat/completions", json=[]), 400)
 
 
 def test_a_bug_tells_nothing_of_the_inside_and_is_not_retried(

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,31 @@ from ft_service.store.sql import SqlStore, open_store
 from tests.api.conftest import TRAINING, make_model, wait_until
 from tests.api.test_fine_tuning import put_state
 
+SERVE_AND_RUN = """
+from api.server import serve
+from ft_service.settings import Settings
+
+serve(Settings())
+"""
+
+ENDLESS_CHECK = """
+import threading
+from api import server
+from ft_service.launcher.local import LocalLauncher
+from ft_service.reconciler import Reconciler
+from ft_service.settings import Settings
+
+def check(job) -> None:
+    settings.home.joinpath("checking").touch()
+    threading.Event().wait()
+
+def reconcile(settings, store, stop: threading.Event) -> None:
+    Reconciler(store, LocalLauncher(2), settings.runs_dir, settings.files_dir, check=check).run(stop)
+
+settings = Settings()
+server.serve(settings, reconcile)
+"""
+
 SERVE = """
 import threading
 from api.server import serve
@@ -36,10 +62,10 @@ serve(Settings(), wait)
 
 
 @contextmanager
-def server(home: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """A server process, with nothing that reconciles. Ended at the end."""
+def server(home: Path, program: str = SERVE, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A server process, by default with nothing that reconciles. Ended at the end."""
     process = subprocess.Popen(
-        [sys.executable, "-c", SERVE],
+        [sys.executable, "-c", program],
         env={**os.environ, "FT_HOME": str(home), "FT_PORT": "0", **environment},
         cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE,
@@ -81,8 +107,14 @@ def ended(process: subprocess.Popen[str], number: int) -> tuple[str, str]:
 
 def test_a_first_start_makes_a_key_and_a_restart_keeps_it(tmp_path: Path) -> None:
     make_model(tmp_path / "models" / "tiny")
+    (tmp_path / "files").mkdir()
+    for name, age in ((".upload-old", 2 * 24 * 3600), (".upload-new", 0)):
+        (tmp_path / "files" / name).touch()
+        written = time.time() - age
+        os.utime(tmp_path / "files" / name, (written, written))
     with server(tmp_path) as process:
         with started(tmp_path, process) as client:
+            assert sorted(path.name for path in (tmp_path / "files").iterdir()) == [".upload-new"]
             assert [model.id for model in client.models.list()] == ["tiny"]
             file_id = client.files.create(file=("a.jsonl", TRAINING), purpose="fine-tune").id
             job_id = client.fine_tuning.jobs.create(model="tiny", training_file=file_id).id
@@ -107,6 +139,36 @@ def test_a_first_start_makes_a_key_and_a_restart_keeps_it(tmp_path: Path) -> Non
     assert f"Training goes on without the server: {job_id}" in out
 
 
+def test_a_file_that_cannot_be_trained_on_fails_the_job_without_a_training_process(tmp_path: Path) -> None:
+    make_model(tmp_path / "models" / "tiny")
+    with server(tmp_path, SERVE_AND_RUN) as process:
+        with started(tmp_path, process) as client:
+            file_id = client.files.create(file=("bad.jsonl", TRAINING + b"{}\n"), purpose="fine-tune").id
+            job_id = client.fine_tuning.jobs.create(model="tiny", training_file=file_id).id
+            wait_until(lambda: client.fine_tuning.jobs.retrieve(job_id).status == "failed")
+            job = client.fine_tuning.jobs.retrieve(job_id)
+        ended(process, signal.SIGTERM)
+
+    assert job.error is not None
+    assert job.error.model_dump() == {
+        "code": "invalid_training_file",
+        "message": "bad.jsonl: line 4: messages is required (1 line at fault, 3 fine).",
+        "param": "training_file",
+    }
+    assert not (tmp_path / "runs" / job_id / "attempts").exists()
+
+
+def test_the_server_ends_while_a_large_file_is_checked(tmp_path: Path) -> None:
+    make_model(tmp_path / "models" / "tiny")
+    with server(tmp_path, ENDLESS_CHECK) as process:
+        with started(tmp_path, process) as client:
+            file_id = client.files.create(file=("a.jsonl", TRAINING), purpose="fine-tune").id
+            job_id = client.fine_tuning.jobs.create(model="tiny", training_file=file_id).id
+            wait_until((tmp_path / "checking").exists)
+            assert client.fine_tuning.jobs.retrieve(job_id).status == "validating_files"
+        ended(process, signal.SIGTERM)
+
+
 def test_a_port_that_is_taken_is_named_and_nothing_is_started(tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -118,6 +180,14 @@ def test_a_port_that_is_taken_is_named_and_nothing_is_started(tmp_path: Path) ->
     assert process.returncode == 1
     assert f"FT_PORT = {port}: cannot listen there" in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_server_imports_no_torch() -> None:
+    program = "import sys, api.server; print({'torch', 'transformers', 'peft'} & set(sys.modules))"
+    out = subprocess.run(
+        [sys.executable, "-c", program], cwd=Path(__file__).parents[2], check=True, capture_output=True, text=True
+    )
+    assert out.stdout == "set()\n"
 
 
 class TestPrepare:

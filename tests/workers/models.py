@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from ft_service.rundir import RunDir
+from ft_service.rundir import sha256_of
 from ft_service.spec import BaseModelRef, DataFileRef, JobSpec, parse_request, resolve
 from workers.model.load import initial_adapter, plain_name
 from workers.quant import nf4
@@ -36,9 +38,11 @@ def save_tiny_llama(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def spec_for(model: Path, data: Path | None = None, *, ranks: int = 1, seed: int = 7, **options: Any) -> JobSpec:
+def spec_for(
+    model: Path, data: DataFileRef | None = None, *, ranks: int = 1, valid: DataFileRef | None = None, **options: Any
+) -> JobSpec:
     """A resolved spec on a base folder; `options` as in a create body."""
-    file = DataFileRef(name="train.jsonl", path=str(data or model / "none.jsonl"), sha256="0" * 64)
+    file = data or DataFileRef(name="none.jsonl", path=str(model / "none.jsonl"), sha256="0" * 64)
     body = {"model": "tiny", "training_file": "file", **options, "distributed": {"nproc_per_node": ranks}}
     return resolve(
         parse_request(body),
@@ -46,18 +50,15 @@ def spec_for(model: Path, data: Path | None = None, *, ranks: int = 1, seed: int
         organization="local",
         model=BaseModelRef(name="tiny", path=str(model)),
         training_data=file,
-        validation_data=None,
-        seed=seed,
+        validation_data=valid,
+        seed=7,
         gpus=0,
     )
 
 
-def test_adapter(name: str, shape: torch.Size | tuple[int, ...], seed: int = 3) -> torch.Tensor:
+def adapter_value(name: str, shape: torch.Size | tuple[int, ...], seed: int = 3) -> torch.Tensor:
     """A small value with no zero in it: with B = 0, A would get no gradient and an error there could not be seen."""
     return 0.1 * initial_adapter(name.replace("lora_B", "lora_A"), tuple(shape), seed)
-
-
-test_adapter.__test__ = False  # type: ignore[attr-defined]
 
 
 def reference(model: Path, spec: JobSpec, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -73,11 +74,47 @@ def reference(model: Path, spec: JobSpec, dtype: torch.dtype = torch.float32) ->
     with torch.no_grad():
         for name, parameter in peft_model.named_parameters():
             if parameter.requires_grad:
-                parameter.copy_(test_adapter(plain_name(name), parameter.shape))
+                parameter.copy_(adapter_value(plain_name(name), parameter.shape))
     return peft_model
 
 
-def make_run(folder: Path, spec: JobSpec) -> RunDir:
-    run = RunDir(folder)
-    run.write("spec.json", spec)
-    return run
+def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of 259 tokens with a ChatML template."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<pad>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = trainers.BpeTrainer(vocab_size=259, initial_alphabet=alphabet, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator([""], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<pad>")
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+    return fast
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def save_chat_base(folder: Path, **changes: Any) -> Path:
+    """A random Llama whose 259 rows of vocabulary divide by no world size but 7, with its tokenizer."""
+    save_tiny_llama(folder, vocab_size=259, max_position_embeddings=256, **changes)
+    save_tokenizer(folder)
+    return folder
+
+
+def save_chats(path: Path, count: int) -> DataFileRef:
+    lines = [
+        {
+            "messages": [
+                {"role": "user", "content": f"say {i}"},
+                {"role": "assistant", "content": f"it is {i * 7}" + "!" * (i % 5)},
+            ]
+        }
+        for i in range(count)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return DataFileRef(name=path.name, path=str(path), sha256=sha256_of(path))

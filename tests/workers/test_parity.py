@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ft_service.spec import JobSpec
 from tests.ranks import run_on_ranks
-from tests.workers.models import VOCABULARY, reference, save_tiny_llama, spec_for, test_adapter
+from tests.workers.models import VOCABULARY, adapter_value, reference, save_tiny_llama, spec_for
 from workers.data.batches import Tokens, collate, micro_batches
 from workers.model.build import build
 from workers.model.load import adapters, load, plain_name
@@ -62,7 +62,7 @@ def train_once(rank: int, world: int, spec: JobSpec) -> dict[str, Any]:
 def set_adapters(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for name, parameter in adapters(model):
-            value = test_adapter(name, parameter.shape)
+            value = adapter_value(name, parameter.shape)
             if isinstance(parameter, DTensor):
                 height = -(-parameter.shape[0] // parameter.device_mesh.size())
                 local = parameter.to_local()

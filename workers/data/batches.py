@@ -1,4 +1,4 @@
-"""Which samples a step trains on, and how ranks share them: pure functions of (seed, step), so that a resume needs only the step.
+"""Which samples a step trains on, and how ranks share them: pure functions of (seed, step); a resume needs only the step.
 
 An epoch is a permutation of all samples, cut into batches; the last batch of an epoch may be smaller. A step's batch is the
 same list whatever the world size; ranks then take every world-th sample of it.

@@ -85,8 +85,8 @@ def render(tokenizer: PreTrainedTokenizerBase, sample: Sample, where: str) -> tu
         until = full if i == len(messages) - 1 else _template(tokenizer, messages[: i + 1], where)
         if not (until.startswith(before) and full.startswith(until)):
             raise DataError(
-                f"{where}: the base's chat template writes the conversation up to message {i + 1} differently once more
-                follows, " "so its tokens cannot be told apart. Split the conversation, or give that message weight 0."
+                f"{where}: the base's chat template writes the conversation up to message {i + 1} differently once more "
+                "follows, so its tokens cannot be told apart. Split the conversation, or give that message weight 0."
             )
         spans.append((len(before), len(until)))
     return full, spans

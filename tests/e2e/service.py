@@ -1,0 +1,134 @@
+"""A real server process with its reconciler, real workers on a tiny base, and what `/proc` says of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import openai
+from openai.types.fine_tuning import FineTuningJob
+
+from ft_service.rundir import RunDir
+from tests.attempts import wait_for
+
+Value = TypeVar("Value")
+SECONDS = 120.0
+"""Long enough for several starts of two ranks on a busy machine."""
+
+
+class Server:
+    """`ft serve` on a free port, with a home of its own. Started and killed as often as a test likes."""
+
+    def __init__(self, home: Path, models: Path) -> None:
+        self.home = home
+        self._environment = {
+            **os.environ,
+            "FT_HOME": str(home),
+            "FT_MODELS": str(models),
+            "FT_PORT": "0",
+            "FT_SLOTS": "2",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        (self.home / "server.json").unlink(missing_ok=True)
+        with (self.home / "server.log").open("ab") as log:
+            command = [sys.executable, "-m", "ft_service.cli", "serve"]
+            self._process = subprocess.Popen(command, env=self._environment, stdout=log, stderr=log)
+        wait_for(lambda: (self.home / "server.json").exists(), SECONDS)
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        credentials = json.loads((self.home / "credentials").read_text())
+        url = json.loads((self.home / "server.json").read_text())["url"]
+        return openai.OpenAI(**{"base_url": f"{url}/v1", "api_key": credentials["api_key"], "max_retries": 5, **options})
+
+    def kill(self) -> None:
+        """SIGKILL, as the out-of-memory killer would."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> int:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+        return self._process.wait(30)
+
+    def run(self, job_id: str) -> RunDir:
+        return RunDir(self.home / "runs" / job_id)
+
+
+def upload(client: openai.OpenAI, path: Path) -> str:
+    with path.open("rb") as file:
+        return client.files.create(file=file, purpose="fine-tune").id
+
+
+def submit(client: openai.OpenAI, data: Path, *, steps: int, **options: Any) -> FineTuningJob:
+    """A QLoRA job on two ranks that checkpoints every fourth step."""
+    extra = {
+        "precision": {"default": "nf4"},
+        "lora": {"r": 4},
+        "training": {"max_steps": steps, "batch_size": 16, "per_device_train_batch_size": 4, "learning_rate": 1e-3},
+        "distributed": {"nproc_per_node": 2},
+        "checkpoint": {"save_steps": 4},
+        **options.pop("extra", {}),
+    }
+    file = upload(client, data)
+    return client.fine_tuning.jobs.create(model="tiny", training_file=file, extra_body=extra, **options)
+
+
+def wait_until(client: openai.OpenAI, job_id: str, *states: str) -> FineTuningJob:
+    """The job, once it is in one of the states. Fails at once in another final state."""
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        job = client.fine_tuning.jobs.retrieve(job_id)
+        if job.status in states:
+            return job
+        assert job.status not in ("succeeded", "failed", "cancelled"), f"{job.status}: {job.error}"
+        time.sleep(0.1)
+    raise AssertionError(f"job {job_id} is {job.status} after {SECONDS:g} seconds")
+
+
+def wait_until_step(client: openai.OpenAI, job_id: str, step: int, attempt: int = 1) -> int:
+    """The job's step, once it has come as far as `step` in attempt `attempt` or a later one."""
+
+    def progress() -> int | None:
+        job: Any = client.fine_tuning.jobs.retrieve(job_id)
+        assert job.status not in ("succeeded", "failed", "cancelled"), f"{job.status} before step {step}: {job.error}"
+        reached = job.progress["step"] if job.progress else 0
+        return reached if job.attempt >= attempt and reached >= step else None
+
+    return wait_for(progress, SECONDS)
+
+
+def processes_of(run: RunDir) -> dict[str, list[int]]:
+    """Living processes that name this run directory on their command line: supervisors, torchruns and ranks."""
+    found: dict[str, list[int]] = {"supervisor": [], "torchrun": [], "rank": []}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            words = (entry / "cmdline").read_bytes().decode().split("\0")
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if str(run.root) not in words or state == "Z":
+            continue
+        kind = "supervisor" if "ft_service.supervisor" in words else "torchrun" if "torch.distributed.run" in words else "rank"
+        found[kind].append(int(entry.name))
+    return found
+
+
+def nothing_left(run: RunDir) -> bool:
+    return not any(processes_of(run).values())
+
+
+def eventually(what: Callable[[], Value | None]) -> Value:
+    return wait_for(what, SECONDS)

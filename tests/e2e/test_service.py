@@ -1,0 +1,113 @@
+"""The unmodified openai client, a real server, real workers: a job's whole life."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from safetensors.torch import load
+
+from tests.e2e.service import Server, eventually, nothing_left, processes_of, submit, upload, wait_until, wait_until_step
+
+
+def test_from_upload_to_adapter_by_the_openai_client(server: Server, data: Path) -> None:
+    client = server.client()
+    valid = upload(client, data)
+    job = submit(client, data, steps=8, validation_file=valid, suffix="demo", metadata={"team": "a"})
+    assert job.status in ("validating_files", "queued", "running")
+    assert job.fine_tuned_model is None
+
+    job = wait_until(client, job.id, "succeeded")
+    assert job.fine_tuned_model == f"ft:tiny:local:demo:{job.id.removeprefix('ftjob-')}"
+    assert job.finished_at is not None
+    assert (job.trained_tokens or 0) > 8 * 16
+    assert job.fine_tuned_model in [model.id for model in client.models.list()]
+
+    events = list(client.fine_tuning.jobs.list_events(job.id, limit=5))
+    steps = [e.data["step"] for e in events if e.type == "metrics" and isinstance(e.data, dict)]
+    assert sorted(set(steps)) == list(range(1, 9)), "every step once, over all pages"
+    assert events[0].message == "The job has succeeded."
+    checkpoints = list(client.fine_tuning.jobs.checkpoints.list(job.id))
+    assert [c.step_number for c in checkpoints] == [8, 4]
+    assert checkpoints[0].metrics.train_loss is not None
+    assert checkpoints[0].metrics.full_valid_loss is not None
+
+    table = base64.b64decode(client.files.content(job.result_files[0]).text).decode().splitlines()
+    assert table[0].startswith("step,train_loss,train_accuracy,valid_loss,valid_mean_token_accuracy")
+    assert len(table) == 1 + 8
+    check_adapter(client, job.id)
+    assert eventually(lambda: nothing_left(server.run(job.id)))
+
+
+def check_adapter(client: openai.OpenAI, job_id: str) -> None:
+    body = client.get(f"/fine_tuning/jobs/{job_id}/adapter", cast_to=httpx2.Response).content
+    with tarfile.open(fileobj=io.BytesIO(body)) as archive:
+        files: dict[str, bytes] = {}
+        for member in archive.getmembers():
+            extracted = archive.extractfile(member)
+            if extracted is not None:
+                files[Path(member.name).name] = extracted.read()
+    config = json.loads(files["adapter_config.json"])
+    assert (config["peft_type"], config["r"]) == ("LORA", 4)
+    assert sorted(config["target_modules"]) == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    weights = load(files["adapter_model.safetensors"])
+    assert len(weights) == 2 * 7 * 2
+    assert all(weight.abs().sum() > 0 for weight in weights.values()), "every matrix, B too, has been trained"
+
+
+def test_refusals_reach_the_client_as_its_own_errors(server: Server, data: Path) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        server.client(api_key="ft-wrong").models.list()
+    client = server.client()
+    with pytest.raises(openai.NotFoundError):
+        client.fine_tuning.jobs.retrieve("ftjob-nothing")
+    with pytest.raises(openai.BadRequestError, match="tiny") as refused:
+        client.fine_tuning.jobs.create(model="gpt-9", training_file=upload(client, data))
+    assert refused.value.param == "model"
+
+
+def test_a_bad_data_file_fails_the_job_before_any_process_starts(server: Server, data: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(data.read_text() + '{"messages": [{"role": "user", "content": "no answer"}]}\n{"messages": \n')
+    client = server.client()
+    job = submit(client, bad, steps=4)
+    failed: Any = eventually(lambda: next((j for j in client.fine_tuning.jobs.list() if j.status == "failed"), None))
+    assert failed.id == job.id
+    assert failed.error.param == "training_file"
+    assert failed.error.code == "invalid_training_file"
+    assert "line 65" in failed.error.message
+    assert "no assistant message" in failed.error.message
+    assert "line 66" in failed.error.message
+    assert failed.attempt == 0
+    assert not server.run(job.id).root.exists(), "nothing was ever started"
+
+
+def test_pause_resume_and_cancel(server: Server, data: Path) -> None:
+    client = server.client()
+    job = submit(client, data, steps=4000)
+    wait_until_step(client, job.id, 2)
+    client.fine_tuning.jobs.pause(job.id)
+    wait_until(client, job.id, "paused")
+    assert nothing_left(server.run(job.id))
+    checkpoint = client.fine_tuning.jobs.checkpoints.list(job.id).data[0].step_number
+
+    assert client.fine_tuning.jobs.resume(job.id).status == "queued"
+    wait_until_step(client, job.id, checkpoint + 1, attempt=2)
+    resumed = [e.message for e in client.fine_tuning.jobs.list_events(job.id) if "resumes" in e.message]
+    assert f"behind step {checkpoint} " in resumed[0]
+
+    assert any(processes_of(server.run(job.id)).values())
+    assert client.fine_tuning.jobs.cancel(job.id).status == "cancelled"
+    eventually(lambda: nothing_left(server.run(job.id)))
+    assert client.fine_tuning.jobs.retrieve(job.id).status == "cancelled"
+    with pytest.raises(openai.BadRequestError, match="been cancelled"):
+        client.fine_tuning.jobs.resume(job.id)
+    job_after = submit(client, data, steps=1)
+    wait_until(client, job_after.id, "succeeded")

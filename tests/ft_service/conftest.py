@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.attempts import kill_leftovers
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder for run directories; no process of theirs is left behind."""
+    yield tmp_path
+    kill_leftovers(tmp_path)

@@ -1,0 +1,71 @@
+"""Records to store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ft_service.ids import new_id
+from ft_service.job import Job, State, placed
+from ft_service.store.base import Change, Checkpoint, Claim, File
+from ft_service.store.sql import SqlStore
+
+PROJECT = "proj_default"
+OTHER = "proj_other"
+
+
+def new_job(**values: Any) -> Job:
+    defaults: dict[str, Any] = {
+        "id": new_id("ftjob-"),
+        "project_id": PROJECT,
+        "created_at": 0.0,
+        "request": {"model": "tiny", "training_file": "file-a"},
+        "spec": {"seed": 1},
+        "state": State.VALIDATING,
+    }
+    return Job(**defaults | values)
+
+
+def new_file(**values: Any) -> File:
+    defaults: dict[str, Any] = {
+        "id": new_id("file-"),
+        "project_id": PROJECT,
+        "filename": "train.jsonl",
+        "purpose": "fine-tune",
+        "bytes": 3_000_000_000,
+        "sha256": "0" * 64,
+        "created_at": 0.0,
+    }
+    return File(**defaults | values)
+
+
+def new_checkpoint(job: Job, step: int, attempt: int = 1, **values: Any) -> Checkpoint:
+    defaults: dict[str, Any] = {
+        "id": new_id("ftckpt_"),
+        "project_id": job.project_id,
+        "job_id": job.id,
+        "name": f"step-{step}-a{attempt}",
+        "step": step,
+        "attempt": attempt,
+        "created_at": 5.0,
+        "metrics": None,
+    }
+    return Checkpoint(**defaults | values)
+
+
+def claim(store: SqlStore, *, host: str = "h1", lease_seconds: float = 60.0) -> Claim:
+    claim = store.claim(host=host, owner="test", lease_seconds=lease_seconds, idle_seconds=0.0)
+    assert claim is not None, "no job to claim"
+    return claim
+
+
+def claim_next(store: SqlStore, *, host: str = "h1", lease_seconds: float = 60.0, max_slots: int = 8) -> Claim | None:
+    return store.claim_next(host=host, owner="test", lease_seconds=lease_seconds, max_slots=max_slots)
+
+
+def place(store: SqlStore, job: Job, slots: list[int], host: str = "h1") -> Job:
+    """A queued job, running its first attempt on a host."""
+    claimed = claim_next(store, host=host)
+    assert claimed is not None
+    assert claimed.job.id == job.id
+    assert store.apply(claimed, Change(job=placed(claimed.job, host), take_slots=slots))
+    return store.get_job(job.project_id, job.id)

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import socket
+import sqlite3
+import time
+
+import pytest
+from sqlalchemy import text
+
+from ft_service.errors import SpecError, UnavailableError
+from ft_service.store.base import Store
+from ft_service.store.sql import open_store
+
+
+def test_the_clock_is_the_databases(store):
+    first = store.now()
+    assert abs(first - time.time()) < 60
+    assert store.now() >= first
+
+
+def test_sqlite_is_durable_and_checks_references(tmp_path):
+    store = open_store(f"sqlite:///{tmp_path / 'ft.db'}")
+    with store.reading() as connection:
+        settings = {name: connection.scalar(text(f"PRAGMA {name}")) for name in ("journal_mode", "synchronous", "foreign_keys")}
+        assert settings == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}
+        assert connection.scalar(text("PRAGMA busy_timeout")) >= 1000
+    store.close()
+
+
+def test_a_write_on_sqlite_takes_the_lock_at_once(tmp_path):
+    """One that reads first and asks for the lock later can be refused in the middle, whatever the timeout."""
+    store = open_store(f"sqlite:///{tmp_path / 'ft.db'}")
+    other = sqlite3.connect(tmp_path / "ft.db", timeout=0)
+    with store.writing(), pytest.raises(sqlite3.OperationalError, match="locked"):
+        other.execute("BEGIN IMMEDIATE")
+    with store.reading():
+        other.execute("BEGIN IMMEDIATE")
+    other.close()
+    store.close()
+
+
+def delete_and_fail(connection):
+    connection.execute(text("DELETE FROM projects"))
+    raise ZeroDivisionError
+
+
+def test_an_exception_undoes_a_transaction(store):
+    with pytest.raises(ZeroDivisionError), store.writing() as connection:
+        delete_and_fail(connection)
+    with store.reading() as connection:
+        assert connection.scalar(text("SELECT count(*) FROM projects")) == 2
+
+
+@pytest.mark.parametrize("url", ["", "not a url", "mysql://localhost/x", "postgresql+asyncpg://localhost/x", "sqlite://"])
+def test_a_url_of_another_database_is_refused(url):
+    with pytest.raises(SpecError) as caught:
+        open_store(url)
+    assert caught.value.param == "FT_DATABASE_URL"
+
+
+def test_a_database_that_is_away_is_unavailable():
+    with socket.socket() as taken:  # bound and not listening: connections are refused
+        taken.bind(("127.0.0.1", 0))
+        store = open_store(f"postgresql://user:secret@127.0.0.1:{taken.getsockname()[1]}/ft")
+        with pytest.raises(UnavailableError) as caught:
+            store.check()
+    assert "secret" not in str(caught.value)
+    store.close()
+
+
+def test_a_file_that_is_no_database_is_unavailable(tmp_path):
+    (tmp_path / "ft.db").write_bytes(b"no database at all" * 100)
+    store = open_store(f"sqlite:///{tmp_path / 'ft.db'}")
+    with pytest.raises(UnavailableError):
+        store.authenticate("ft-secret")
+    store.close()
+
+
+def test_the_folder_of_the_database_is_made(tmp_path):
+    store = open_store(f"sqlite:///{tmp_path / 'new' / 'ft.db'}")
+    assert store.now() > 0
+    store.close()
+
+
+def test_the_store_is_complete(store):
+    protocol = {name for name in vars(Store) if not name.startswith("_")}
+    assert not [name for name in protocol if getattr(type(store), name) is getattr(Store, name)]

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+
+from ft_service.errors import ConflictError, NotFoundError, SpecError
+from ft_service.job import Reason, State, fail
+from ft_service.store.base import Change
+
+from .samples import OTHER, PROJECT, claim, new_file, new_job
+
+
+def test_a_file_is_stored_with_the_databases_time(store):
+    before = store.now()
+    file = store.add_file(new_file(created_at=1.0))
+    assert before <= file.created_at <= store.now()
+    assert store.get_file(PROJECT, file.id) == file
+    assert file.bytes == 3_000_000_000
+    with pytest.raises(ConflictError):
+        store.add_file(file)
+
+
+def test_pages_in_both_orders(store):
+    ids = [store.add_file(new_file(purpose=purpose)).id for purpose in ("fine-tune", "batch", "fine-tune", "fine-tune")]
+    store.add_file(new_file(project_id=OTHER))
+
+    newest = store.list_files(PROJECT, limit=3)
+    assert [file.id for file in newest.data] == ids[:0:-1]
+    assert newest.has_more
+    rest = store.list_files(PROJECT, limit=3, after=newest.data[-1].id)
+    assert ([file.id for file in rest.data], rest.has_more) == (ids[:1], False)
+
+    assert [file.id for file in store.list_files(PROJECT, order="asc", after=ids[1]).data] == ids[2:]
+    assert [file.id for file in store.list_files(PROJECT, order="asc", purpose="fine-tune").data] == [ids[0], *ids[2:]]
+
+
+def test_an_unknown_cursor_names_the_parameter(store):
+    theirs = store.add_file(new_file(project_id=OTHER))
+    for after in ("file-nowhere", theirs.id, "\x00"):
+        with pytest.raises(SpecError) as caught:
+            store.list_files(PROJECT, after=after)
+        assert caught.value.param == "after"
+
+
+def test_deleting_hides(store):
+    file, other = store.add_file(new_file()), store.add_file(new_file())
+    with pytest.raises(NotFoundError):
+        store.delete_file(OTHER, file.id)
+    assert store.delete_file(PROJECT, file.id) is True
+    with pytest.raises(NotFoundError):
+        store.get_file(PROJECT, file.id)
+    with pytest.raises(NotFoundError):
+        store.delete_file(PROJECT, file.id)
+    assert store.list_files(PROJECT).data == [other]
+    # whoever deletes what a page lists can still ask for the next page
+    assert store.list_files(PROJECT, order="asc", after=file.id).data == [other]
+
+
+@pytest.mark.parametrize("field", ["training_file", "validation_file"])
+def test_the_bytes_stay_while_a_job_needs_them(store, field):
+    first, second = store.add_file(new_file()), store.add_file(new_file())
+    store.create_job(new_job(request={"training_file": "file-x", field: first.id}))
+    assert store.delete_file(PROJECT, first.id) is False
+
+    ended = store.create_job(new_job(id="ftjob-ended", request={"training_file": "file-x", field: second.id}))
+    claims = [claim(store), claim(store)]
+    mine = next(c for c in claims if c.job.id == ended.id)
+    assert store.apply(mine, Change(job=fail(mine.job, Reason.INVALID_FILE, None, mine.now)))
+    assert store.get_job(PROJECT, ended.id).state is State.FAILED
+    assert store.delete_file(PROJECT, second.id) is True
+
+
+def test_text_that_a_database_cannot_hold_is_made_storable(store):
+    file = store.add_file(new_file(filename="a\x00b\ud800c"))
+    assert file.filename == "a\ufffdb?c"
+    with pytest.raises(NotFoundError):
+        store.get_file(PROJECT, "file-\x00")

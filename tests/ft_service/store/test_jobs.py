@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, replace
+
+import pytest
+
+from ft_service.errors import ConflictError, NotFoundError, SpecError
+from ft_service.events import Metrics
+from ft_service.ids import new_id
+from ft_service.job import Desired, Job, Phase, Reason, State, Verb
+from ft_service.store.base import Change, NewEvent
+
+from .samples import OTHER, PROJECT, claim, new_checkpoint, new_job, place
+
+
+def test_every_field_comes_back(store):
+    job = new_job(
+        state=State.CANCELLED,
+        phase=Phase.STOPPING,
+        desired=Desired.CANCEL,
+        generation=2,
+        signalled=3,
+        priority=-4,
+        slots=5,
+        host="h",
+        attempt=6,
+        failures=7,
+        failed_at_step=8,
+        not_before=9.5,
+        ingested=10,
+        reason=Reason.WORKER_KILLED,
+        error={"code": "x", "message": "ü", "param": None},
+        finished_at=11.5,
+        trained_tokens=2**40,
+        result_file="file-r",
+        version=12,
+    )
+    before = store.now()
+    created = store.create_job(job)
+    assert before <= created.created_at <= store.now()
+    assert created == replace(job, created_at=created.created_at)
+    assert store.get_job(PROJECT, job.id) == created
+    assert not [f.name for f in fields(Job) if getattr(created, f.name) is None], "a field this test does not exercise"
+
+
+def test_creation_is_the_first_event(store):
+    job = store.create_job(new_job())
+    (event,) = store.list_events(PROJECT, job.id).data
+    assert event.message == f"Created fine-tuning job: {job.id}"
+    assert (event.level, event.created_at, event.job_id) == ("info", job.created_at, job.id)
+    with pytest.raises(ConflictError):
+        store.create_job(job)
+    assert len(store.list_events(PROJECT, job.id).data) == 1
+
+
+def test_paging_through_250_jobs_sees_each_once_newest_first(store):
+    ids = [store.create_job(new_job()).id for _ in range(250)]
+    seen: list[str] = []
+    after = None
+    while True:
+        page = store.list_jobs(PROJECT, after=after, limit=50)
+        seen += [job.id for job in page.data]
+        if not page.has_more:
+            break
+        after = seen[-1]
+    assert seen == ids[::-1]
+    assert len(store.list_jobs(PROJECT).data) == 20
+
+
+def test_a_page_that_ends_the_list_has_no_more(store):
+    ids = [store.create_job(new_job()).id for _ in range(4)]
+    page = store.list_jobs(PROJECT, after=ids[2], limit=2)
+    assert ([job.id for job in page.data], page.has_more) == ([ids[1], ids[0]], False)
+    empty = store.list_jobs(PROJECT, after=ids[0])
+    assert (empty.data, empty.has_more) == ([], False)
+
+
+@pytest.mark.parametrize("key", ["team", "a.b", "0", "$", '"', "'", "%", "{a,b}", "a b", "\\", "ü", "key", "\x00"])
+def test_metadata_filter_takes_keys_and_values_literally(store, key):
+    wanted = store.create_job(new_job(request={"metadata": {key: "x'\"%\x00", "n": "1"}}))
+    store.create_job(new_job(request={"metadata": {key: "y", "n": "1"}}))
+    store.create_job(new_job(request={"metadata": {"n": "x'\"%\x00"}}))
+    store.create_job(new_job(request={"metadata": None}))
+    store.create_job(new_job(request={}))
+
+    assert store.list_jobs(PROJECT, metadata={key: "x'\"%\x00"}).data == [wanted]
+    assert store.list_jobs(PROJECT, metadata={key: "x'\"%\x00", "n": "1"}).data == [wanted]
+    assert store.list_jobs(PROJECT, metadata={key: "x'\"%\x00", "n": "2"}).data == []
+    assert store.list_jobs(PROJECT, metadata={key: "x"}).data == []
+    assert len(store.list_jobs(PROJECT, metadata={}).data) == 5
+
+
+def test_filtered_pages_go_on_after_a_job(store):
+    ids = [store.create_job(new_job(request={"metadata": {"run": str(n % 2)}})).id for n in range(6)]
+    first = store.list_jobs(PROJECT, metadata={"run": "1"}, limit=2)
+    assert ([job.id for job in first.data], first.has_more) == ([ids[5], ids[3]], True)
+    rest = store.list_jobs(PROJECT, metadata={"run": "1"}, limit=2, after=ids[3])
+    assert ([job.id for job in rest.data], rest.has_more) == ([ids[1]], False)
+
+
+def test_an_unknown_cursor_names_the_parameter(store):
+    job, theirs = store.create_job(new_job()), store.create_job(new_job(project_id=OTHER))
+    their_event = store.list_events(OTHER, theirs.id).data[0].id
+    lists = {
+        theirs.id: lambda after: store.list_jobs(PROJECT, after=after),
+        their_event: lambda after: store.list_events(PROJECT, job.id, after=after),
+        "ftckpt_other": lambda after: store.list_checkpoints(PROJECT, job.id, after=after),
+    }
+    for foreign, read in lists.items():
+        for after in (foreign, "nowhere"):
+            with pytest.raises(SpecError) as caught:
+                read(after)
+            assert caught.value.param == "after"
+
+
+def test_another_projects_job_does_not_exist(store):
+    job = store.create_job(new_job())
+    reads = [
+        lambda: store.get_job(OTHER, job.id),
+        lambda: store.list_events(OTHER, job.id),
+        lambda: store.list_checkpoints(OTHER, job.id),
+        lambda: store.request(OTHER, job.id, Verb.CANCEL),
+    ]
+    for read in reads:
+        with pytest.raises(NotFoundError, match=job.id):
+            read()
+    assert store.list_jobs(OTHER).data == []
+    assert store.get_job(PROJECT, job.id) == job
+
+
+def test_a_verb_is_written_with_its_event(store):
+    job = store.create_job(new_job(state=State.QUEUED))
+
+    paused = store.request(PROJECT, job.id, Verb.PAUSE)
+    assert (paused.state, paused.desired, paused.generation) == (State.PAUSED, Desired.PAUSE, 2)
+    assert paused.version == job.version + 1
+    assert store.request(PROJECT, job.id, Verb.PAUSE) == paused, "repeating it changes nothing"
+
+    assert store.request(PROJECT, job.id, Verb.RESUME).state is State.QUEUED
+    cancelled = store.request(PROJECT, job.id, Verb.CANCEL)
+    assert cancelled == store.get_job(PROJECT, job.id)
+    assert (cancelled.state, cancelled.reason) == (State.CANCELLED, Reason.USER_CANCELLED)
+    assert abs(cancelled.finished_at - store.now()) < 60
+    with pytest.raises(SpecError, match="been cancelled and cannot be paused"):
+        store.request(PROJECT, job.id, Verb.PAUSE)
+
+    messages = [event.message for event in store.list_events(PROJECT, job.id).data]
+    assert messages[:-1] == ["Cancel requested.", "Resume requested.", "Pause requested."]
+
+
+def test_verbs_at_the_same_moment_are_all_counted(store):
+    job = store.create_job(new_job(state=State.QUEUED))
+    start = threading.Barrier(8)
+
+    def ask() -> None:
+        start.wait()
+        for verb in (Verb.PAUSE, Verb.RESUME) * 3:
+            store.request(PROJECT, job.id, verb)
+
+    with ThreadPoolExecutor(8) as pool:
+        for future in [pool.submit(ask) for _ in range(8)]:
+            future.result(timeout=60)
+    stored = store.get_job(PROJECT, job.id)
+    asked = len(store.list_events(PROJECT, job.id, limit=1000).data) - 1
+    assert (stored.version, stored.generation) == (1 + asked, 1 + asked)
+    assert asked >= 1
+
+
+def test_events_newest_first_and_latest_metrics(store):
+    job = store.create_job(new_job())
+    assert store.latest_metrics(job.id) is None
+    claimed = claim(store)
+    rows = [
+        NewEvent(level="info", message=f"Step {n}", created_at=float(n), metrics=Metrics(step=n, total_steps=9), source=(0, n))
+        for n in range(1, 6)
+    ]
+    assert store.apply(claimed, Change(job=claimed.job, events=[*rows, NewEvent(level="warn", message="done")]))
+
+    page = store.list_events(PROJECT, job.id, limit=3)
+    assert [event.message for event in page.data] == ["done", "Step 5", "Step 4"]
+    assert page.has_more
+    assert page.data[0].created_at == claimed.now
+    assert page.data[1].created_at == 5.0
+    assert page.data[1].metrics == Metrics(step=5, total_steps=9)
+    rest = store.list_events(PROJECT, job.id, limit=4, after=page.data[-1].id)
+    assert [event.message for event in rest.data][:3] == ["Step 3", "Step 2", "Step 1"]
+    assert not rest.has_more
+    assert store.latest_metrics(job.id) == Metrics(step=5, total_steps=9)
+
+
+def test_checkpoints_highest_step_first_each_from_its_newest_attempt(store):
+    job = place(store, store.create_job(new_job(state=State.QUEUED)), [0])
+    claimed = claim(store)
+    made = {
+        (s, a): new_checkpoint(job, s, a, metrics=Metrics(step=s, total_steps=9)) for s, a in [(2, 1), (4, 1), (4, 2), (6, 2)]
+    }
+    assert store.apply(claimed, Change(job=claimed.job, checkpoints=list(made.values())))
+
+    assert store.list_checkpoints(PROJECT, job.id).data == [made[6, 2], made[4, 2], made[2, 1]]
+    page = store.list_checkpoints(PROJECT, job.id, limit=1)
+    assert (page.data, page.has_more) == ([made[6, 2]], True)
+    rest = store.list_checkpoints(PROJECT, job.id, after=made[6, 2].id)
+    assert (rest.data, rest.has_more) == ([made[4, 2], made[2, 1]], False)
+
+
+def test_what_a_worker_says_cannot_make_a_job_unwritable(store):
+    job = store.create_job(new_job())
+    claimed = claim(store)
+    broken = Metrics(step=1, total_steps=2, train_loss=float("nan"), grad_norm=float("inf"))
+    error = {"code": "x", "message": "nul \x00 and \ud800", "param": None}
+    event = NewEvent(level="error", message="a\x00b", metrics=broken, source=(0, 0))
+    assert store.apply(claimed, Change(job=replace(claimed.job, error=error), events=[event]))
+
+    assert store.latest_metrics(job.id) == Metrics(step=1, total_steps=2)
+    assert store.list_events(PROJECT, job.id).data[0].message == "a\ufffdb"
+    assert store.get_job(PROJECT, job.id).error == {"code": "x", "message": "nul \ufffd and ?", "param": None}
+
+
+def test_a_job_needs_a_project(store):
+    with pytest.raises(ConflictError):
+        store.create_job(new_job(project_id="proj_nowhere", id=new_id("ftjob-")))

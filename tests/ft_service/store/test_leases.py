@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from sqlalchemy import create_engine, func, select, text
+
+from ft_service.job import Become, Desired, Ended, Phase, State, Verb, decide, placed, validated
+from ft_service.rundir import Exit
+from ft_service.store import leases
+from ft_service.store.base import Change, Claim, NewEvent
+from ft_service.store.tables import checkpoints, events, files, slots
+
+from .samples import PROJECT, claim, claim_next, new_checkpoint, new_file, new_job, place
+
+
+def try_claim(store, *, host="h1", lease_seconds=60.0, idle_seconds=0.0) -> Claim | None:
+    return store.claim(host=host, owner="test", lease_seconds=lease_seconds, idle_seconds=idle_seconds)
+
+
+def count(url: str, table) -> int:
+    engine = create_engine(url)
+    with engine.connect() as connection:
+        number = connection.scalars(select(func.count()).select_from(table)).one()
+    engine.dispose()
+    return number
+
+
+@pytest.mark.parametrize(("state", "take"), [(State.VALIDATING, try_claim), (State.QUEUED, claim_next)])
+def test_eight_threads_claim_200_jobs_each_once(store, state, take):
+    ids = {store.create_job(new_job(state=state)).id for _ in range(200)}
+    claimed: list[str] = []
+    start = threading.Barrier(8)
+
+    def work() -> None:
+        start.wait()
+        while len(claimed) < len(ids):  # None alone can mean that another thread was quicker
+            if won := take(store):
+                claimed.append(won.job.id)
+
+    with ThreadPoolExecutor(8) as pool:
+        for future in [pool.submit(work) for _ in range(8)]:
+            future.result(timeout=120)
+    assert len(claimed) == 200
+    assert set(claimed) == ids
+    assert take(store) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "claimable"),
+    [
+        ({"state": State.VALIDATING}, True),
+        ({"state": State.RUNNING, "phase": Phase.TRAINING, "host": "h1", "attempt": 1}, True),
+        ({"state": State.RUNNING, "phase": Phase.TRAINING, "host": "h2", "attempt": 1}, False),
+        ({"state": State.CANCELLED, "phase": Phase.STOPPING, "host": "h1", "attempt": 1}, True),
+        ({"state": State.CANCELLED, "phase": Phase.STOPPING, "host": "h2", "attempt": 1}, False),
+        ({"state": State.CANCELLED}, False),
+        ({"state": State.QUEUED}, False),
+        ({"state": State.PAUSED}, False),
+        ({"state": State.SUCCEEDED}, False),
+        ({"state": State.FAILED}, False),
+    ],
+)
+def test_which_jobs_need_attention(store, values, claimable):
+    job = store.create_job(new_job(**values))
+    claimed = try_claim(store)
+    assert (claimed is not None) == claimable
+    if claimed:
+        assert claimed.job == job
+        assert abs(claimed.now - store.now()) < 60
+
+
+def test_a_lease_keeps_others_away_until_it_expires(store):
+    job = store.create_job(new_job())
+    assert try_claim(store) is not None
+    assert try_claim(store) is None
+
+    other = store.create_job(new_job())
+    late = try_claim(store, lease_seconds=0)
+    assert late is not None
+    assert late.job.id == other.id
+    current = try_claim(store)
+    assert current is not None
+    assert current.job.id == other.id
+
+    event = NewEvent(level="info", message="too late")
+    assert not store.apply(late, Change(job=replace(late.job, state=State.QUEUED), events=[event]))
+    assert store.get_job(PROJECT, other.id) == other, "a stale token writes nothing"
+    assert len(store.list_events(PROJECT, other.id).data) == 1
+    assert try_claim(store) is None, "a stale token does not end the newer lease"
+    assert store.apply(current, Change(job=replace(current.job, state=State.QUEUED)))
+    assert store.get_job(PROJECT, other.id).state is State.QUEUED
+    assert store.get_job(PROJECT, job.id) == job
+
+
+def test_an_expired_lease_that_nobody_took_still_writes(store):
+    store.create_job(new_job())
+    claimed = claim(store, lease_seconds=-5)
+    assert store.apply(claimed, Change(job=replace(claimed.job, state=State.QUEUED)))
+
+
+def test_a_claim_writes_once(store):
+    store.create_job(new_job())
+    claimed = claim(store)
+    assert store.apply(claimed, Change(job=claimed.job))
+    assert not store.apply(claimed, Change(job=claimed.job))
+
+
+def test_the_job_looked_at_longest_ago_comes_first(store):
+    ids = [store.create_job(new_job()).id for _ in range(3)]
+    seen = []
+    for _ in range(6):
+        claimed = claim(store)
+        seen.append(claimed.job.id)
+        assert store.apply(claimed, Change(job=claimed.job))
+    assert sorted(seen[:3]) == sorted(ids)
+    assert seen[3:] == seen[:3]
+
+
+def test_a_job_is_left_alone_for_idle_seconds_unless_something_happens(store):
+    job = place(store, store.create_job(new_job(state=State.QUEUED)), [0])
+    claimed = try_claim(store, idle_seconds=1000)
+    assert claimed is not None, "it has just begun to run"
+    assert store.apply(claimed, Change(job=replace(claimed.job, ingested=3)))
+    assert try_claim(store, idle_seconds=1000) is None
+
+    store.request(PROJECT, job.id, Verb.PAUSE)
+    claimed = try_claim(store, idle_seconds=1000)
+    assert claimed is not None
+    assert claimed.job.desired is Desired.PAUSE
+
+
+def test_a_verb_during_a_claim_undoes_the_reconcilers_write(store):
+    job = place(store, store.create_job(new_job(state=State.QUEUED)), [0, 1])
+    claimed = claim(store)
+    store.request(PROJECT, job.id, Verb.CANCEL)
+
+    done = decide(claimed.job, Ended(Exit(code=0, reason="succeeded", message="")), claimed.now)
+    assert isinstance(done, Become)
+    event = NewEvent(level="info", message="late", source=(0, 0))
+    assert not store.apply(claimed, Change(job=done.job, events=[event], release_slots=True))
+
+    assert store.get_job(PROJECT, job.id).state is State.CANCELLED
+    assert store.free_slots("h1", 4) == [2, 3]
+    assert "late" not in [event.message for event in store.list_events(PROJECT, job.id).data]
+    again = claim(store)
+    assert again.job.state is State.CANCELLED, "the lease has ended with the lost write"
+
+
+def test_a_taken_slot_undoes_the_whole_change(store, store_url):
+    place(store, store.create_job(new_job(state=State.QUEUED)), [0, 1])
+    second = store.create_job(new_job(state=State.QUEUED))
+    claimed = claim_next(store)
+    assert claimed is not None
+    before = {table: count(store_url, table) for table in (events, checkpoints, files, slots)}
+    change = Change(
+        job=placed(claimed.job, "h1"),
+        events=[NewEvent(level="info", message="Placed.")],
+        checkpoints=[new_checkpoint(second, 1)],
+        files=[new_file()],
+        take_slots=[2, 1],
+    )
+    assert not store.apply(claimed, change)
+
+    assert store.get_job(PROJECT, second.id) == second
+    assert {table: count(store_url, table) for table in before} == before
+    assert store.free_slots("h1", 4) == [2, 3]
+    claimed = claim_next(store)
+    assert claimed is not None, "the lease has ended with the lost write"
+    assert store.apply(claimed, replace(change, job=placed(claimed.job, "h1"), take_slots=[2, 3]))
+    assert store.free_slots("h1", 5) == [4]
+
+
+def test_slots_belong_to_a_host_and_are_released(store):
+    first = place(store, store.create_job(new_job(state=State.QUEUED)), [2, 0])
+    second = place(store, store.create_job(new_job(state=State.QUEUED)), [0, 1], host="h2")
+    assert store.held_slots(first.id) == [0, 2]
+    assert store.held_slots(second.id) == [0, 1]
+    assert store.free_slots("h1", 4) == [1, 3]
+    assert store.free_slots("h2", 4) == [2, 3]
+    assert store.free_slots("h3", 2) == [0, 1]
+    assert store.free_slots("h1", 1) == []
+
+    claimed = claim(store, host="h1")
+    assert store.apply(claimed, Change(job=replace(claimed.job, state=State.QUEUED, phase=None), release_slots=True))
+    assert store.free_slots("h1", 4) == [0, 1, 2, 3]
+    assert store.held_slots(first.id) == []
+    assert store.held_slots(second.id) == [0, 1]
+
+
+def test_a_change_is_written_whole(store):
+    store.create_job(new_job())
+    claimed = claim(store)
+    file = new_file(purpose="fine-tune-results")
+    before = store.now()
+    change = Change(
+        job=validated(claimed.job, None, claimed.now),
+        events=[NewEvent(level="info", message="Files are valid.")],
+        checkpoints=[new_checkpoint(claimed.job, 3)],
+        files=[file],
+    )
+    assert store.apply(claimed, change)
+
+    job = store.get_job(PROJECT, claimed.job.id)
+    assert job == replace(claimed.job, state=State.QUEUED, version=claimed.job.version + 1)
+    assert store.list_events(PROJECT, job.id).data[0].message == "Files are valid."
+    assert store.list_checkpoints(PROJECT, job.id).data[0].step == 3
+    stored = store.get_file(PROJECT, file.id)
+    assert before <= stored.created_at <= store.now()
+    assert stored == replace(file, created_at=stored.created_at)
+
+
+def test_events_and_checkpoints_read_twice_are_stored_once(store):
+    job = place(store, store.create_job(new_job(state=State.QUEUED)), [0])
+    first = [NewEvent(level="info", message=f"{s}/{n}", source=(s, n)) for s in range(2) for n in range(3)]
+    more = [*first, NewEvent(level="info", message="2/0", source=(2, 0))]
+    for rows in (first, more):
+        claimed = claim(store)
+        assert store.apply(claimed, Change(job=claimed.job, events=rows, checkpoints=[new_checkpoint(job, 5)]))
+    messages = [event.message for event in store.list_events(PROJECT, job.id).data]
+    assert messages[:-1] == ["2/0", "1/2", "1/1", "1/0", "0/2", "0/1", "0/0"]
+    assert len(store.list_checkpoints(PROJECT, job.id).data) == 1
+
+    claimed = claim(store)
+    own = NewEvent(level="info", message="own")
+    # read under attempt 1, though the change begins attempt 2
+    assert store.apply(claimed, Change(job=replace(claimed.job, attempt=2), events=[first[0], own, own]))
+    claimed = claim(store)
+    assert store.apply(claimed, Change(job=claimed.job, events=first[:1]))
+    messages = [event.message for event in store.list_events(PROJECT, job.id).data]
+    assert messages[:3] == ["0/0", "own", "own"], "another attempt's segments and the service's own events are new"
+
+
+def test_priority_then_creation_decides_what_is_next(store):
+    names = ["low", "first", "second", "high"]
+    for name, priority in zip(names, [-1, 0, 0, 5], strict=True):
+        store.create_job(new_job(id=f"ftjob-{name}", state=State.QUEUED, priority=priority))
+    assert store.queue_depth() == 4
+    order = [claimed.job.id.removeprefix("ftjob-") for _ in names if (claimed := claim_next(store))]
+    assert order == ["high", "first", "second", "low"]
+    assert claim_next(store) is None
+
+
+def test_a_large_job_at_the_head_is_waited_for(store):
+    store.create_job(new_job(id="ftjob-large", state=State.QUEUED, slots=4, priority=1))
+    store.create_job(new_job(id="ftjob-small", state=State.QUEUED, slots=1))
+    assert claim_next(store, max_slots=3) is None
+    claimed = claim_next(store, max_slots=4)
+    assert claimed is not None
+    assert claimed.job.id == "ftjob-large"
+
+
+def test_back_off_and_foreign_hosts_are_passed_over(store):
+    store.create_job(new_job(id="ftjob-later", state=State.QUEUED, priority=9, not_before=store.now() + 1000))
+    store.create_job(new_job(id="ftjob-there", state=State.QUEUED, priority=8, host="h2", attempt=1))
+    store.create_job(new_job(id="ftjob-here", state=State.QUEUED, priority=7, host="h1", attempt=1, not_before=store.now() - 1))
+    claimed = claim_next(store, host="h1")
+    assert claimed is not None
+    assert claimed.job.id == "ftjob-here"
+    assert claim_next(store, host="h1") is None
+    assert claim_next(store, host="h2") is not None
+
+
+@pytest.mark.parametrize(
+    ("statement", "index", "values"),
+    [
+        (leases._CLAIM, "ix_jobs_attention", {"idle_seconds": 0.5}),
+        (leases._CLAIM_NEXT, "ix_jobs_queue", {"max_slots": 4}),
+    ],
+)
+def test_claims_go_by_their_index(store, store_url, statement, index, values):
+    """What keeps them quick with many ended jobs: only rows of the partial index are read, in its order."""
+    engine = create_engine(store_url)
+    compiled = statement.compile(engine)
+    parameters = {"for_host": "h1", "owner": "o", "token": "t", "lease_seconds": 60.0} | values
+    explain = "EXPLAIN QUERY PLAN" if engine.dialect.name == "sqlite" else "EXPLAIN"
+    with engine.connect() as connection:
+        if engine.dialect.name == "postgresql":  # an empty table is read faster without an index
+            connection.execute(text("SET enable_seqscan = off"))
+            connection.execute(text("SET enable_sort = off"))
+        arguments = compiled.construct_params(parameters)
+        if compiled.positional:
+            arguments = tuple(arguments[name] for name in compiled.positiontup)
+        plan = str(connection.exec_driver_sql(f"{explain} {compiled}", arguments).all())
+    engine.dispose()
+    assert index in plan
+    assert "B-TREE" not in plan, "rows are sorted, not read in order"
+    assert "Sort" not in plan

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_service.admission import submit
+from ft_service.catalogue import Catalogue
+from ft_service.errors import ConflictError, SpecError
+from ft_service.job import Job, State
+from ft_service.settings import Settings
+from ft_service.spec import JobSpec
+from ft_service.store.base import File, Principal
+from ft_service.store.sql import SqlStore, migrate, open_store
+
+ANN = Principal(key_id="key_a", project_id="p", organization="acme", scope="user")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[SqlStore]:
+    url = f"sqlite:///{tmp_path / 'ft.db'}"
+    migrate(url)
+    store = open_store(url)
+    store.ensure_project("p", "acme")
+    for file_id, purpose in (("file-a", "fine-tune"), ("file-r", "fine-tune-results")):
+        file = File(id=file_id, project_id="p", filename="a.jsonl", purpose=purpose, bytes=1, sha256="0" * 64, created_at=0.0)
+        store.add_file(file)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    folder = tmp_path / "models"
+    (folder / "tiny").mkdir(parents=True)
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (folder / "tiny" / name).write_text("{}")
+    return folder
+
+
+def admit(store: SqlStore, models: Path, *, slots: int | None = None, job_id: str | None = None, **body: Any) -> Job:
+    return submit(
+        {"model": "tiny", "training_file": "file-a", **body},
+        principal=ANN,
+        store=store,
+        settings=Settings(home=models.parent, models=[models], slots=slots),
+        catalogue=Catalogue([models]),
+        job_id=job_id,
+    )
+
+
+def test_a_seed_is_drawn_and_kept(store: SqlStore, models: Path) -> None:
+    drawn = {JobSpec.model_validate(admit(store, models).spec).seed for _ in range(5)}
+
+    assert len(drawn) == 5
+    assert JobSpec.model_validate(admit(store, models, seed=7).spec).seed == 7
+
+
+@pytest.mark.parametrize(
+    ("gpus", "slots", "ranks"), [("", None, 1), ("", 8, 1), ("0,1,2", None, 3), ("0,1,2", 2, 2), ("0", 8, 1)]
+)
+def test_auto_takes_the_hosts_gpus_as_far_as_its_slots_go(
+    store: SqlStore, models: Path, monkeypatch: pytest.MonkeyPatch, gpus: str, slots: int | None, ranks: int
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    job = admit(store, models, slots=slots)
+
+    assert (job.slots, JobSpec.model_validate(job.spec).world_size) == (ranks, ranks)
+
+
+def test_more_ranks_than_slots_are_refused_with_both_numbers(
+    store: SqlStore, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    assert admit(store, models, distributed={"nproc_per_node": 3}).slots == 3
+
+    with pytest.raises(SpecError, match="nproc_per_node = 4: this host runs at most 3") as caught:
+        admit(store, models, distributed={"nproc_per_node": 4})
+    assert caught.value.param == "distributed.nproc_per_node"
+
+
+def test_a_file_of_another_purpose_is_refused(store: SqlStore, models: Path) -> None:
+    with pytest.raises(SpecError, match="its purpose is fine-tune-results") as caught:
+        admit(store, models, validation_file="file-r")
+    assert caught.value.param == "validation_file"
+    assert store.list_jobs("p").data == []
+
+
+def test_an_id_admits_one_job(store: SqlStore, models: Path) -> None:
+    job = admit(store, models, job_id="ftjob-1")
+
+    assert (job.id, job.state) == ("ftjob-1", State.VALIDATING)
+    with pytest.raises(ConflictError):
+        admit(store, models, job_id="ftjob-1")

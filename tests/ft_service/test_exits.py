@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from ft_service.exits import EXIT_CODE, Evidence, FailedRank, decide_exit, find_failed_rank
+from ft_service.rundir import ErrorInfo, Exit, Outcome, Result
+
+RESULT = Result(attempt=1, steps=10, trained_tokens=100, train_loss=1.0, valid_loss=None)
+SUCCEEDED = Outcome(kind="succeeded")
+STOPPED = Outcome(kind="stopped", checkpoint="step-5-a1")
+BROKEN = Outcome(kind="failed", error=ErrorInfo(code="training_failed", message="the loss is not a number", rank=1))
+REFUSED = Outcome(kind="failed", permanent=True, error=ErrorInfo(code="invalid_model", message="no config.json"))
+
+CASES = [
+    # what the ranks wrote                 torchrun        what was done to it        reason, code
+    ({"result": RESULT, "outcome": SUCCEEDED}, 0, None, "succeeded", 0),
+    ({"result": RESULT, "outcome": None}, 1, None, "succeeded", 0),
+    ({"result": RESULT, "outcome": SUCCEEDED}, -signal.SIGKILL, "cancelled", "succeeded", 0),
+    ({"outcome": STOPPED}, 0, None, "stopped", 75),
+    ({"outcome": STOPPED}, 1, None, "stopped", 75),
+    ({"outcome": STOPPED}, -signal.SIGKILL, "stop_timeout", "stopped", 75),
+    ({"outcome": STOPPED}, -signal.SIGKILL, "cancelled", "cancelled", 1),
+    ({"outcome": None}, -signal.SIGKILL, "cancelled", "cancelled", 1),
+    ({"outcome": None}, -signal.SIGKILL, "stop_timeout", "stop_timeout", 1),
+    ({"outcome": BROKEN}, 1, None, "worker_error", 1),
+    ({"outcome": REFUSED}, 1, None, "permanent_error", 64),
+    ({"outcome": SUCCEEDED}, 0, None, "worker_error", 1),
+    ({"outcome": None}, 0, None, "worker_error", 1),
+    ({"outcome": None}, 1, None, "worker_error", 1),
+    ({"outcome": None, "failed_rank": FailedRank(1, 1)}, 1, None, "worker_error", 1),
+    ({"outcome": None, "failed_rank": FailedRank(1, -9)}, 1, None, "worker_killed", 1),
+    ({"outcome": None}, -signal.SIGKILL, None, "worker_killed", 1),
+    ({"outcome": None}, -signal.SIGTERM, None, "worker_killed", 1),
+]
+
+
+@pytest.mark.parametrize(("written", "returncode", "forced", "reason", "code"), CASES)
+def test_decide_exit(written: dict, returncode: int, forced: str | None, reason: str, code: int) -> None:
+    evidence = {"result": None, **written, "returncode": returncode, "forced": forced}
+    found = decide_exit(Evidence(**evidence))
+    assert (found.reason, found.code) == (reason, code)
+    assert found.message
+
+
+def test_an_error_of_the_ranks_is_passed_on_whole() -> None:
+    assert decide_exit(Evidence(outcome=BROKEN, result=None, returncode=1)).error == BROKEN.error
+
+
+def test_an_unspoken_error_is_shown_by_the_guilty_ranks_log() -> None:
+    log = "Traceback (most recent call last):\n  File …\n[rank1]: ValueError: boom\n"
+    found = decide_exit(Evidence(outcome=None, result=None, returncode=1, failed_rank=FailedRank(1, 1), log_tail=log))
+    assert found.message == "Rank 1 failed: ValueError: boom"
+    assert found.error is not None
+    assert (found.error.message, found.error.traceback, found.error.rank) == (found.message, log, 1)
+
+
+def test_a_killed_rank_is_named_with_its_signal() -> None:
+    found = decide_exit(Evidence(outcome=None, result=None, returncode=1, failed_rank=FailedRank(0, -9)))
+    assert found.message == "Rank 0 was killed by SIGKILL."
+
+
+def test_the_first_failed_rank_in_torchruns_log() -> None:
+    log = (
+        "E0101 00:00:00.1 11 torch/distributed/elastic/multiprocessing/api.py:9] "
+        "failed (exitcode: -9) local_rank: 1 (pid: 42) of binary: /usr/bin/python\n"
+        "failed (exitcode: 1) local_rank: 0 (pid: 41) of binary: /usr/bin/python\n"
+    )
+    assert find_failed_rank(log) == FailedRank(rank=1, exitcode=-9)
+    assert find_failed_rank("all is well") is None
+
+
+def test_every_reason_has_its_exit_code() -> None:
+    reasons = Exit.model_json_schema()["properties"]["reason"]["enum"]
+    assert set(EXIT_CODE) == set(reasons)

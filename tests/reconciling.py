@@ -1,0 +1,92 @@
+"""A store with jobs, and a reconciler over it, for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ft_service.job import TERMINAL, Job, State
+from ft_service.launcher.base import Launcher
+from ft_service.reconciler import Reconciler
+from ft_service.spec import (
+    BaseModelRef,
+    CheckpointOptions,
+    DataFileRef,
+    DistributedOptions,
+    JobSpec,
+    LoraOptions,
+    PrecisionOptions,
+    TrainingOptions,
+)
+from ft_service.store.base import Store
+from ft_service.store.sql import SqlStore, migrate, open_store
+from tests.attempts import wait_for
+
+PROJECT = "proj"
+
+
+def new_store(folder: Path) -> SqlStore:
+    """An empty SQLite store with one project."""
+    url = f"sqlite:///{folder / 'ft.db'}"
+    migrate(url)
+    store = open_store(url)
+    store.ensure_project(PROJECT, "local")
+    return store
+
+
+def spec_of(job_id: str, **changes: Any) -> JobSpec:
+    values: dict[str, Any] = {
+        "model": BaseModelRef(name="tiny", path="/models/tiny"),
+        "training_data": DataFileRef(name="train.jsonl", path="/nowhere/train.jsonl", sha256="0"),
+        "validation_data": None,
+        "seed": 1,
+        "tuned_name": f"ft:tiny:local::{job_id}",
+        "lora": LoraOptions(),
+        "precision": PrecisionOptions(),
+        "training": TrainingOptions(),
+        "distributed": DistributedOptions(nproc_per_node=2),
+        "checkpoint": CheckpointOptions(),
+    }
+    return JobSpec(job_id=job_id, **{**values, **changes})
+
+
+def add_job(store: Store, job_id: str = "ftjob-1", slots: int = 2, priority: int = 0, **changes: Any) -> Job:
+    spec = spec_of(job_id, **changes).model_dump(mode="json")
+    job = Job(
+        id=job_id,
+        project_id=PROJECT,
+        created_at=0.0,
+        request={},
+        spec=spec,
+        state=State.VALIDATING,
+        slots=slots,
+        priority=priority,
+    )
+    return store.create_job(job)
+
+
+def new_reconciler(folder: Path, store: Store, launcher: Launcher, **options: Any) -> Reconciler:
+    """Takes every data file to be fine, unless told otherwise."""
+    options = {"check": lambda job: None, "idle_seconds": 0.0, **options}
+    return Reconciler(store, launcher, folder / "runs", folder / "files", **options)
+
+
+def get(store: Store, job_id: str = "ftjob-1") -> Job:
+    return store.get_job(PROJECT, job_id)
+
+
+def messages(store: Store, job_id: str = "ftjob-1") -> list[str]:
+    """The job's events, oldest first."""
+    return [event.message for event in reversed(store.list_events(PROJECT, job_id, limit=100).data)]
+
+
+def step_until(reconciler: Reconciler, store: Store, *states: State, job_id: str = "ftjob-1") -> Job:
+    """Give jobs their turns until this one is in one of the states (none given: a final one) and has no phase but running's."""
+
+    def there() -> Job | None:
+        reconciler.step()
+        job = get(store, job_id)
+        settled = job.phase is None or job.state is State.RUNNING
+        return job if settled and job.state in (states or TERMINAL) else None
+
+    return wait_for(there)

@@ -1,0 +1,226 @@
+"""Whole attempts on real gloo ranks: what they leave, how they stop, and that a resumed job equals the uninterrupted one."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+
+from ft_service.errors import SpecError
+from ft_service.rundir import CheckpointMarker, Control, Outcome, Result, RunDir, Start, checkpoint_faults, complete_checkpoints
+from ft_service.spec import JobSpec
+from tests.ranks import run_on_ranks
+from tests.workers.models import save_chat_base, save_chats, spec_for
+from workers.model.build import build
+from workers.model.load import load
+from workers.report import Reporter
+from workers.runtime import surroundings
+from workers.train import train
+
+CPU = torch.device("cpu")
+STEPS = 8
+
+
+def attempt_on_rank(rank: int, world: int, root: str, attempt: int) -> Outcome:
+    run = RunDir(root)
+    with Reporter(run, attempt, active=rank == 0) as reporter:
+        return train(surroundings(run, attempt, CPU), reporter)
+
+
+def run_attempt(run: RunDir, attempt: int, world: int, checkpoint: str | None = None) -> Outcome:
+    job_id = run_spec(run).job_id
+    start = Start(job_id=job_id, attempt=attempt, world_size=world, generation=1, checkpoint=checkpoint)
+    run.write(f"attempts/{attempt}/start.json", start)
+    outcomes = run_on_ranks(attempt_on_rank, world, str(run.root), attempt)
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    return outcomes[0]
+
+
+def run_spec(run: RunDir) -> JobSpec:
+    spec = run.read("spec.json", JobSpec)
+    assert spec is not None
+    return spec
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> JobSpec:
+    folder = tmp_path_factory.mktemp("job")
+    return spec_for(
+        save_chat_base(folder / "base"),
+        save_chats(folder / "train.jsonl", 11),
+        valid=save_chats(folder / "valid.jsonl", 5),
+        ranks=2,
+        precision={"default": "nf4", "compute": "fp32"},
+        training={"max_steps": STEPS, "batch_size": 5, "per_device_train_batch_size": 2, "learning_rate": 1e-2},
+        checkpoint={"save_steps": 3, "save_total_limit": 10},
+        lora={"r": 4},
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(spec: JobSpec, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """The uninterrupted job on two ranks."""
+    run = RunDir(tmp_path_factory.mktemp("finished"))
+    run.write("spec.json", spec)
+    assert run_attempt(run, 1, 2) == Outcome(kind="succeeded")
+    return run
+
+
+def losses(run: RunDir, column: str = "train_loss") -> dict[int, float]:
+    with run.path("metrics.csv").open() as table:
+        return {int(row["step"]): float(row[column]) for row in csv.DictReader(table) if row[column]}
+
+
+def adapter(run: RunDir) -> dict[str, torch.Tensor]:
+    return load_file(run.path("adapter/adapter_model.safetensors"))
+
+
+def interrupted(finished: RunDir, folder: Path, checkpoint: str) -> RunDir:
+    """The run directory of the same job as if it had been killed after a checkpoint."""
+    run = RunDir(folder)
+    shutil.copytree(finished.path("attempts"), run.path("attempts"))
+    shutil.copytree(finished.path(f"checkpoints/{checkpoint}"), run.path(f"checkpoints/{checkpoint}"))
+    run.write("spec.json", run_spec(finished))
+    return run
+
+
+def test_a_finished_attempt_leaves_everything(finished: RunDir) -> None:
+    result = finished.read("result.json", Result)
+    assert result is not None
+    assert (result.attempt, result.steps) == (1, STEPS)
+    assert list(losses(finished)) == list(range(1, STEPS + 1))
+    assert list(losses(finished, "valid_loss")) == [3, 6, 8], "at the end of every epoch of 3 steps, and at the last step"
+    assert result.train_loss == losses(finished)[STEPS]
+    assert complete_checkpoints(finished) == ["step-3-a1", "step-6-a1", "step-8-a1"]
+    for name in complete_checkpoints(finished):
+        assert not checkpoint_faults(finished, name)
+    manifest = json.loads(finished.path("manifest.json").read_text())
+    assert {entry["format"] for entry in manifest["frozen_linear_layers"]} == {"nf4"}
+    assert len(manifest["frozen_linear_layers"]) == 14
+
+
+def test_training_lowers_the_loss(finished: RunDir) -> None:
+    found = losses(finished)
+    assert found[STEPS] < 0.9 * found[1]
+
+
+def test_a_checkpoint_holds_the_job_and_not_the_base(finished: RunDir, spec: JobSpec) -> None:
+    marker = finished.read("checkpoints/step-8-a1/COMPLETE", CheckpointMarker)
+    assert marker is not None
+    assert {file.name for file in marker.files} == {".metadata", "position.json", "__0_0.distcp", "__1_0.distcp"}
+    held = FileSystemReader(finished.path("checkpoints/step-8-a1")).read_metadata().state_dict_metadata
+    trainable = {name.replace(".weight", ".default.weight") for name in adapter(finished)}
+    assert held.keys() == {f"{kind}/{name}" for kind in ("adapter", "exp_avg", "exp_avg_sq") for name in trainable}
+
+
+def test_resume_on_the_same_ranks_is_bitwise_the_uninterrupted_job(finished: RunDir, tmp_path: Path) -> None:
+    run = interrupted(finished, tmp_path, "step-3-a1")
+    assert run_attempt(run, 2, 2, "step-3-a1").kind == "succeeded"
+    assert losses(run) == losses(finished)
+    assert losses(run, "valid_loss") == losses(finished, "valid_loss")
+    whole = adapter(finished)
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in adapter(run).items())
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_resume_on_other_ranks_goes_on_with_the_same_losses(finished: RunDir, tmp_path: Path, world: int) -> None:
+    run = interrupted(finished, tmp_path, "step-3-a1")
+    assert run_attempt(run, 2, world, "step-3-a1").kind == "succeeded"
+    for step, loss in losses(finished).items():
+        assert losses(run)[step] == pytest.approx(loss, rel=1e-6), f"step {step}"
+
+
+def test_a_pause_stops_all_ranks_at_a_checkpoint_and_the_job_goes_on_from_it(finished: RunDir, tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.write("spec.json", run_spec(finished))
+    run.write("attempts/1/control.json", Control(generation=2, desired="pause"))
+    stopped = run_attempt(run, 1, 2)
+    assert stopped == Outcome(kind="stopped", checkpoint="step-1-a1")
+    assert run.get("result.json") is None
+    assert run_attempt(run, 2, 2, "step-1-a1").kind == "succeeded"
+    assert losses(run) == losses(finished)
+
+
+def test_another_jobs_checkpoint_is_refused(finished: RunDir, tmp_path: Path) -> None:
+    run = interrupted(finished, tmp_path, "step-3-a1")
+    run.write("spec.json", run_spec(finished).model_copy(update={"seed": 8}))
+    with pytest.raises(AssertionError, match=f"{SpecError.__name__}.*with seed 7, not to"):
+        run_attempt(run, 2, 1, "step-3-a1")
+
+
+def test_changed_data_is_refused(finished: RunDir, tmp_path: Path, spec: JobSpec) -> None:
+    run = RunDir(tmp_path)
+    data = spec.training_data.model_copy(update={"sha256": "f" * 64})
+    run.write("spec.json", spec.model_copy(update={"training_data": data}))
+    with pytest.raises(AssertionError, match="has changed since the job was submitted"):
+        run_attempt(run, 1, 1)
+
+
+PLAIN_PEFT = """
+import sys, torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoModelForCausalLM
+base, adapter, ids, out = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+model = PeftModel.from_pretrained(model, adapter).eval()
+state = {n.replace(".default.", "."): p.detach() for n, p in model.named_parameters() if "lora_" in n}
+with torch.no_grad():
+    torch.save({"logits": model(torch.load(ids)).logits, "adapter": state}, out)
+"""
+
+
+def logits_of_worker(rank: int, world: int, root: str, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of the worker's own model on the quantised base, with the exported adapter's values."""
+    spec = run_spec(RunDir(root))
+    model = build(spec, CPU).peft_model.eval()
+    load(model, spec.model.path, seed=0, compute_dtype=torch.float32, device=CPU)
+    values = adapter(RunDir(root))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(values[name.replace(".default.", ".")])
+        return model(input_ids=ids).logits
+
+
+def test_plain_peft_in_a_fresh_process_loads_exactly_this_adapter(finished: RunDir, spec: JobSpec, tmp_path: Path) -> None:
+    """Same adapter weights bit for bit; logits on the bf16 base within the noise of quantising that base.
+
+    The bound: NF4 changes each weight matrix by 9 % of its norm, at random. Through a layer with a residual path that moves the
+    logits by less than that share of their norm; 15 % leaves room for several layers, while a missing, transposed or wrongly
+    scaled adapter moves these logits by more than their own norm (checked below).
+    """
+    ids = torch.arange(40).reshape(2, 20) + 60
+    torch.save(ids, tmp_path / "ids.pt")
+    arguments = [spec.model.path, str(finished.path("adapter")), str(tmp_path / "ids.pt"), str(tmp_path / "out.pt")]
+    subprocess.run([sys.executable, "-c", PLAIN_PEFT, *arguments], check=True, capture_output=True, timeout=120)
+    loaded: dict[str, Any] = torch.load(tmp_path / "out.pt")
+    exported = adapter(finished)
+    assert loaded["adapter"].keys() == exported.keys()
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in loaded["adapter"].items())
+    (ours,) = run_on_ranks(logits_of_worker, 1, str(finished.root), ids)
+    assert difference(loaded["logits"], ours) < 0.15
+    without = torch.zeros_like(ours)
+    assert difference(without, ours) > 0.5
+    assert difference(base_logits(spec, ids), ours) > 0.5, "the adapter matters more than the noise"
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def base_logits(spec: JobSpec, ids: torch.Tensor) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(spec.model.path, dtype=torch.float32)(ids).logits

@@ -105,6 +105,8 @@ class LineDisplay:
 
     def metrics(self, metrics: Metrics, when: float) -> None:
         self._progress = now = self._progress.after(metrics)
+        if now.step == self._printed:  # a checkpoint repeats its step's numbers
+            return
         due = now.step >= self._printed + max(1, now.total_steps // LINES) or now.step < self._printed
         if due or now.step == now.total_steps or metrics.valid_loss is not None:
             self._printed = now.step

@@ -1,0 +1,287 @@
+"""What the quickstart does, step by step: see quickstart.py, which starts it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from openai import NotFoundError, OpenAI, OpenAIError
+from openai.types.fine_tuning import FineTuningJob
+from quickstart_processes import Evaluation, ProcessError, Server
+from quickstart_report import LOADING, change, curve, decode_metrics, draw_losses, new_folder, percent
+from rich.console import Console
+
+from ft_service.cli.display import Display, display_for
+from ft_service.client import Client
+from ft_service.connection import Connection
+from ft_service.errors import FtError
+from ft_service.events import Metrics
+from ft_service.job import TERMINAL, State
+from ft_service.lifetime import try_lock
+from ft_service.progress import clock
+from ft_service.specfile import SpecFile, load_spec_file
+
+ROOT = Path(__file__).resolve().parent.parent
+SPEC = ROOT / "deploy/examples/quickstart.yaml"
+MODELS = ROOT / "examples/models"
+HELD_OUT = ROOT / "examples/data/heldout.jsonl"
+FINISHED = frozenset(map(str, TERMINAL))
+RESTING = FINISHED | {str(State.PAUSED)}
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+OPENAI_FIELDS = frozenset({"model", "training_file", "validation_file", "suffix", "seed"})
+"""Of the SPEC: arguments of the openai client. Everything else rides in `extra_body`."""
+
+POLL_SECONDS = 0.5
+PAUSE_SECONDS = 90.0
+"""How long Ctrl-C waits for the checkpoint; the service itself ends an attempt that takes longer than its grace."""
+EVENTS_PER_POLL = 100
+INTERRUPTED = 130
+
+console = Console(highlight=False)
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """`quickstart.json`: the last run's job, and a digest of what it trained on."""
+
+    job_id: str
+    inputs: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    action: Literal["start", "resume", "join"]
+    text: str
+
+
+def main() -> int:
+    """Run the quickstart; the exit code. Only for a process's main thread: it catches the signals that end it."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, _interrupt)
+    home = Path(os.environ.get("FT_HOME", ROOT / ".ft")).absolute()
+    lock = try_lock(home / "quickstart.lock")
+    if lock is None:
+        return _fail(f"another quickstart is running in {home}; wait for it, or name another folder with FT_HOME.")
+    try:
+        return _run(home)
+    except KeyboardInterrupt:
+        console.print("\nStopped. `make quickstart` starts again.")
+        return INTERRUPTED
+    except (ProcessError, FtError, OpenAIError) as error:
+        return _fail(str(error))
+    finally:
+        os.close(lock)
+
+
+def _run(home: Path) -> int:
+    began = time.monotonic()
+    spec = load_spec_file(SPEC)
+    model = MODELS / spec.request.model
+    memory = home / "quickstart.json"
+    with Evaluation(model, HELD_OUT) as before, Server(home, MODELS) as server:
+        _line("server", f"{server.connection.base_url}, for this run only")
+        client = OpenAI(base_url=server.connection.base_url, api_key=server.connection.api_key)
+        try:
+            job = _follow(client, _begin(client, spec, memory))
+            if job.status != State.SUCCEEDED:
+                reason = job.error.message if job.error else f"it is {job.status}."
+                return _fail(f"the job did not succeed: {reason} The server's log: {server.log}")
+            adapter = _show_results(client, server.connection, job, before, model, home / "quickstart" / job.id)
+        except KeyboardInterrupt:
+            return _pause(client, memory)
+        except BaseException:
+            _pause(client, memory)
+            raise
+    _line("time", f"{clock(time.monotonic() - began)}\n")
+    console.print(LOADING.format(model=_shown(model), adapter=_shown(adapter)), soft_wrap=True)
+    return 0
+
+
+def choose(remembered: Remembered | None, inputs: str, status: str | None) -> Choice:
+    """What to do, given the last run and its job's status (None: there is no such job any more)."""
+    if remembered is None:
+        return Choice("start", "a new job")
+    if status is None:
+        return Choice("start", "a new one; the last run's is gone")
+    if remembered.inputs != inputs:
+        return Choice("start", "a new one, since the data or the spec have changed")
+    if status in FINISHED:
+        return Choice("start", f"a new one; the last run's has {_ended(status)}")
+    if status == State.PAUSED:
+        return Choice("resume", "the last run's, resumed from its checkpoint")
+    return Choice("join", f"the last run's, still {status}")
+
+
+def create_arguments(body: dict[str, Any], training_file: str, validation_file: str) -> dict[str, Any]:
+    """A SPEC's body as arguments of `client.fine_tuning.jobs.create`."""
+    files = {"training_file": training_file, "validation_file": validation_file}
+    known = {name: value for name, value in body.items() if name in OPENAI_FIELDS}
+    return {**known, **files, "extra_body": {name: value for name, value in body.items() if name not in OPENAI_FIELDS}}
+
+
+def _begin(client: OpenAI, spec: SpecFile, memory: Path) -> FineTuningJob:
+    assert spec.validation_file is not None
+    files = [spec.training_file, spec.validation_file]
+    inputs = _digest([spec.path, *files])
+    remembered = _recall(memory)
+    last = _find_job(client, remembered.job_id) if remembered else None
+    choice = choose(remembered, inputs, last.status if last else None)
+    if last and choice.action != "start":
+        job = client.fine_tuning.jobs.resume(last.id) if choice.action == "resume" else last
+    else:
+        if last and last.status not in FINISHED:
+            client.fine_tuning.jobs.cancel(last.id)
+        uploaded = [client.files.create(file=path, purpose="fine-tune") for path in files]
+        _line("upload", f"{', '.join(path.name for path in files)} ({_chats(files)} chats)")
+        with _uninterrupted():  # a job that nobody remembers could not be paused
+            job = client.fine_tuning.jobs.create(**create_arguments(spec.body, uploaded[0].id, uploaded[1].id))
+            memory.write_text(json.dumps(asdict(Remembered(job.id, inputs))) + "\n")
+    _line("job", f"{job.id} ({choice.text})")
+    ranks, weights = spec.request.distributed.nproc_per_node, spec.request.precision.default.upper()
+    _line("", f"LoRA of rank {spec.request.lora.r} on a base in {weights}, sharded over {ranks} ranks\n")
+    return job
+
+
+def _follow(client: OpenAI, job: FineTuningJob) -> FineTuningJob:
+    seen: str | None = None
+    with display_for(console) as display:
+        while True:
+            job = client.fine_tuning.jobs.retrieve(job.id)
+            seen = _show_events(client, job.id, seen, display)
+            display.status(job.status)
+            if job.status in FINISHED:
+                return job
+            time.sleep(POLL_SECONDS)
+
+
+def _show_events(client: OpenAI, job_id: str, seen: str | None, display: Display) -> str | None:
+    fresh = []
+    for event in client.fine_tuning.jobs.list_events(job_id, limit=EVENTS_PER_POLL):
+        if event.id == seen or (seen is None and len(fresh) == EVENTS_PER_POLL):
+            break
+        fresh.append(event)
+    for event in reversed(fresh):
+        if event.type == "metrics":
+            display.metrics(Metrics.model_validate(event.data), event.created_at)
+        elif event.level != "info":
+            display.message(event.level, event.message, event.created_at)
+    return fresh[0].id if fresh else seen
+
+
+def _show_results(
+    client: OpenAI, connection: Connection, job: FineTuningJob, before: Evaluation, model: Path, folder: Path
+) -> Path:
+    """Fetch the adapter and the metrics into a folder, measure, print; where the adapter is."""
+    new_folder(folder)
+    with Client(connection) as ours:  # OpenAI's client has no call for an adapter
+        adapter = ours.download_adapter(job.id, folder / "adapter")
+    rows = decode_metrics(client.files.content(job.result_files[0]).read())
+    with Evaluation(model, HELD_OUT, adapter) as after, console.status("Asking the tuned model what it has not seen"):
+        picture = draw_losses(rows, folder / "loss.png")
+        first, last = before.accuracy(), after.accuracy()
+    console.print()
+    _line("accuracy", f"{percent(first)} → {percent(last)} of {last[1]} held-out messages turned into exactly the right JSON")
+    _line("loss", f"{change(curve(rows, 'train_loss'))}, drawn in {_shown(picture)}")
+    _line("adapter", _shown(adapter))
+    return adapter
+
+
+def _pause(client: OpenAI, memory: Path) -> int:
+    """Pause the job, if there is one that is not over, and wait until it rests; 130."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    remembered = _recall(memory)
+    with contextlib.suppress(OpenAIError):
+        job = _find_job(client, remembered.job_id) if remembered else None
+        if job is None or job.status in FINISHED:
+            console.print("\nStopped; no job is running. `make quickstart` starts a new one.")
+            return INTERRUPTED
+        console.print("\nStopping: the job saves a checkpoint first.")
+        job = client.fine_tuning.jobs.pause(job.id)
+        deadline = time.monotonic() + PAUSE_SECONDS
+        while job.status not in RESTING and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+            job = client.fine_tuning.jobs.retrieve(job.id)
+        console.print(
+            f"The job is {job.status}. `make quickstart` {'starts a new one' if job.status in FINISHED else 'goes on'}."
+        )
+        return INTERRUPTED
+    console.print("The server does not answer, so the job was not paused. `make quickstart` finds it again.")
+    return INTERRUPTED
+
+
+def _at_step(job: FineTuningJob) -> str:
+    progress = (job.model_extra or {}).get("progress") or {}
+    return f" at step {progress['step']} of {progress['total_steps']}" if progress else ""
+
+
+def _find_job(client: OpenAI, job_id: str) -> FineTuningJob | None:
+    try:
+        return client.fine_tuning.jobs.retrieve(job_id)
+    except NotFoundError:
+        return None
+
+
+def _recall(memory: Path) -> Remembered | None:
+    try:
+        return Remembered(**json.loads(memory.read_text()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+
+
+def _digest(paths: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _chats(paths: list[Path]) -> str:
+    return " + ".join(f"{_count_lines(path):,}" for path in paths)
+
+
+def _count_lines(path: Path) -> int:
+    with path.open("rb") as file:
+        return sum(1 for line in file if line.strip())
+
+
+def _ended(status: str) -> str:
+    return {"succeeded": "finished", "failed": "failed"}.get(status, "been cancelled")
+
+
+def _shown(path: Path) -> str:
+    """Relative to where the user is, if it is below."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def _line(title: str, text: str) -> None:
+    console.print(f"  {title:<10}{text}", soft_wrap=True)
+
+
+def _fail(message: str) -> int:
+    print(f"quickstart: {message}", file=sys.stderr)
+    return 1
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Signals that come in between take effect afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

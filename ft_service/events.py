@@ -67,7 +67,7 @@ def write_segment(run: RunDir, attempt: int, seq: int, events: list[Event]) -> N
 
 
 def read_segments(run: RunDir, attempt: int, after: int = -1, limit: int | None = None) -> list[tuple[int, list[Event]]]:
-    """Segments of an attempt with seq > `after`, at most `limit`, in order, up to the first gap; later ones are for the next call."""
+    """At most `limit` segments of an attempt with seq > `after`, in order, up to the first gap; later ones wait."""
     found: list[tuple[int, list[Event]]] = []
     seq = after + 1
     while (limit is None or len(found) < limit) and (body := run.get(segment_key(attempt, seq))) is not None:

@@ -42,7 +42,8 @@ def read_report(run: RunDir, job: Job) -> Report:
 
 def _new_event(source: tuple[int, int], event: Event) -> NewEvent:
     created_at = event.time or None  # a line that is no event has no time of its own
-    return NewEvent(level=event.level, message=event.message, created_at=created_at, metrics=event.metrics, source=source)
+    metrics = event.metrics if event.kind == "metrics" else None  # a checkpoint's metrics were reported with its step
+    return NewEvent(level=event.level, message=event.message, created_at=created_at, metrics=metrics, source=source)
 
 
 def _checkpoint(job: Job, event: Event) -> Checkpoint | None:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ft_service.errors import SpecError
 
-WeightFormat = Literal["bf16", "nf4"]
+WeightFormat = Literal["bf16", "fp8", "nf4"]
 
 LEARNING_RATE = 2e-4
 """The learning rate that `learning_rate_multiplier: 1` stands for; the usual one for LoRA with AdamW."""
@@ -42,7 +42,6 @@ NOT_YET: Mapping[str, str] = {
 """Options that the design names and this version refuses: dotted name → what to do instead."""
 
 NOT_YET_VALUES: Mapping[tuple[str, object], str] = {
-    ("precision.default", "fp8"): "use 'nf4' or 'bf16'",
     ("lora.init_lora_weights", "gaussian"): "use true",
     ("method.type", "dpo"): "use 'supervised'",
     ("method.type", "reinforcement"): "use 'supervised'",

@@ -60,7 +60,7 @@ def stored_formats(built: BuiltModel) -> list[dict[str, Any]]:
         local = weight.to_local() if isinstance(weight, DTensor) else weight
         own = local.stored_bytes if isinstance(local, RowQuantized) else local.nbytes
         found.append({"module": name, "format": weight_format, "shape": list(weight.shape), "bytes": own})
-    total = torch.tensor([entry["bytes"] for entry in found], dtype=torch.int64, device=_collective_device())
+    total = torch.tensor([entry["bytes"] for entry in found], dtype=torch.int64)
     dist.all_reduce(total)
     return [entry | {"bytes": whole} for entry, whole in zip(found, total.tolist(), strict=True)]
 
@@ -111,7 +111,3 @@ def _result(attempt: int, job: JobState, rows: list[Metrics]) -> Result:
         train_loss=losses[-1] if losses else None,
         valid_loss=valid[-1] if valid else None,
     )
-
-
-def _collective_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

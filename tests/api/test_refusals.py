@@ -62,7 +62,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"lora": {"use_dora": True}}, "lora.use_dora"),
     ({"lora": []}, "lora"),
     ({"precision": {"default": "int4"}}, "precision.default"),
-    ({"precision": {"default": "fp8"}}, "precision.default"),
+    ({"precision": {"default": "fp4"}}, "precision.default"),
     ({"precision": {"overrides": {"(": "nf4"}}}, "precision.overrides.("),
     ({"precision": {"overrides": {"a.b": "int4"}}}, "precision.overrides.a.b"),
     ({"training": {"max_steps": 0}}, "training.max_steps"),

@@ -89,7 +89,8 @@ def test_a_killed_service_finds_its_attempt_again(folder: Path, store: SqlStore,
     command = [sys.executable, str(RECONCILE), str(folder), "event,checkpoint=3,wait"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, env=environment) as service:
-        everything = wait_for(lambda: run.get("pids/1-1")) and all_processes(run)
+        wait_for(lambda: run.get("pids/1-1"))
+        everything = all_processes(run)
         service.kill()
     assert not gone(everything)
     reconciler = steps(folder, store, "never")

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
-from ft_service import processes
+import pytest
+
+from ft_service import processes, supervisor
 from ft_service.rundir import Control, Exit, Outcome, Result, RunDir, Stop
 from tests.attempts import all_processes, gone, new_run, process_of, scripted, starts, supervisor_of, wait_for, write_start
 
@@ -156,18 +161,49 @@ def test_an_attempt_is_never_run_again(folder: Path) -> None:
     assert starts(run, 2) == 1
 
 
-def test_nothing_starts_while_a_rank_of_an_earlier_attempt_lives(folder: Path) -> None:
-    run = new_run(folder, attempt=2)
+@contextlib.contextmanager
+def leftover_rank(run: RunDir) -> Iterator[None]:
+    """A rank that lives on, whatever has become of its attempt."""
     holding = "import sys; from ft_service.lifetime import *; hold_rank_lock(sys.argv[1]); print(flush=True); input()"
-    rank = subprocess.Popen([sys.executable, "-c", holding, str(run.root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    with rank:
+    command = [sys.executable, "-c", holding, str(run.root)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
         assert rank.stdout is not None
         rank.stdout.readline()
+        yield
+        rank.kill()
+
+
+def test_an_attempt_waits_for_the_ranks_of_an_earlier_one(folder: Path) -> None:
+    run = new_run(folder, attempt=2)
+    with leftover_rank(run):
         process = supervise(run, "succeed", attempt=2)
         supervisor_of(run, 2)
-        assert run.get("pids/2-torchrun") is None
-        rank.kill()
     assert process.wait() == 0
+
+
+def test_nothing_starts_while_a_rank_of_an_earlier_attempt_lives(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "EARLIER_RANKS_SECONDS", 0.1)
+    run = new_run(folder, attempt=2)
+    with leftover_rank(run):
+        assert supervisor.Supervisor(run, 2, 60.0, scripted("succeed")).run() == 1
+    assert "earlier attempt are still alive after 0.1 seconds" in exit_of(run, 2).message
+    assert starts(run, 2) == 0
+
+
+def test_the_exit_is_not_told_before_the_last_rank_is_gone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "LEFTOVER_LOG_SECONDS", 0.05)
+    run = new_run(folder)
+    watching = threading.Thread(target=supervisor.Supervisor(run, 1, 60.0, scripted("hang")).run)
+    watching.start()
+    torchrun = process_of(run, "1-torchrun")
+    with leftover_rank(run):
+        processes.kill(torchrun)
+        wait_for(lambda: "torchrun is gone and a rank still lives" in caplog.text)
+        assert run.get("attempts/1/exit.json") is None
+    watching.join(30)
+    assert exit_of(run).reason == "worker_killed"
 
 
 def test_a_job_that_is_done_already_is_not_trained_again(folder: Path) -> None:

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from ft_service.rundir import sha256_of
 from ft_service.spec import BaseModelRef, DataFileRef, JobSpec, parse_request, resolve
+from workers.model.build import decoder_layers, precision_map
 from workers.model.load import initial_adapter, plain_name
-from workers.quant import nf4
+from workers.quant import fp8, nf4
 
 VOCABULARY = 256
 
@@ -64,11 +65,13 @@ def adapter_value(name: str, shape: torch.Size | tuple[int, ...], seed: int = 3)
 def reference(model: Path, spec: JobSpec, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The unsharded truth: transformers' own loading, weights replaced by their dequantised values, stock PEFT layers."""
     base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-    inside = [m for layer in base.model.layers for m in layer.modules() if isinstance(m, nn.Linear)]
-    if spec.precision.default == "nf4":
-        for linear in inside:
-            stored = linear.weight.data.to(torch.bfloat16)
+    for name, weight_format in precision_map(base, decoder_layers(base), spec.precision).items():
+        linear: Any = base.get_submodule(name)
+        stored = linear.weight.data.to(torch.bfloat16)
+        if weight_format == "nf4":
             linear.weight.data = nf4.dequantize(nf4.quantize(stored), stored.shape[1], dtype)
+        elif weight_format == "fp8":
+            linear.weight.data = fp8.dequantize(fp8.quantize(stored), stored.shape[1], dtype)
     config = LoraConfig(r=spec.lora.r, lora_alpha=spec.lora.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM")
     peft_model = get_peft_model(base, config)
     with torch.no_grad():

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from ft_service.errors import SpecError
 from ft_service.spec import JobSpec, LoraOptions, PrecisionOptions, WeightFormat, match_pattern
 from workers.model.linear import FrozenLinear, LoraLinear
-from workers.quant.formats import QUANTIZED
+from workers.quant.weights import QUANTIZED
 
 STORAGE_DTYPE = torch.bfloat16
 """What frozen weights without a quantised format are stored in, and the face dtype of the quantised ones."""

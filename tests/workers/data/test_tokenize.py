@@ -82,7 +82,7 @@ def test_long_samples_are_cut_and_useless_ones_left_out(tokenizer: PreTrainedTok
     data = load_dataset(tokenizer, file, max_length=40)
     assert (len(data.samples), data.truncated, data.dropped) == (2, 2, 1)
     assert max(len(sample.ids) for sample in data.samples) == 40
-    with pytest.raises(DataError, match="no sample has an assistant token within training.max_length = 8 tokens"):
+    with pytest.raises(DataError, match=r"no sample has an assistant token within training\.max_length = 8 tokens"):
         load_dataset(tokenizer, file, max_length=8)
 
 

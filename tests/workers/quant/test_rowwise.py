@@ -10,61 +10,64 @@ from torch import nn
 from torch.nn import functional as F
 
 from workers.model.linear import FrozenLinear
-from workers.quant.nf4_weight import NF4Weight
+from workers.quant.rowwise import RowQuantized
+from workers.quant.weights import FP8Weight, NF4Weight
 
 ROWS, COLS = 10, 100
 
 
-@pytest.fixture
-def weight() -> NF4Weight:
-    return NF4Weight.quantize(torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(0)))
+@pytest.fixture(params=[NF4Weight, FP8Weight])
+def weight(request: pytest.FixtureRequest) -> Any:
+    return request.param.quantize(torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(0)))
 
 
-def same(a: NF4Weight, b: NF4Weight) -> bool:
-    return a.shape == b.shape and all(torch.equal(x, y) for x, y in zip(a.parts, b.parts, strict=True))
+def same(a: RowQuantized, b: RowQuantized) -> bool:
+    return a.shape == b.shape and all(
+        torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(a.parts, b.parts, strict=True)
+    )
 
 
-def test_a_parameter_keeps_class_and_parts(weight: NF4Weight) -> None:
+def test_a_parameter_keeps_class_and_parts(weight: Any) -> None:
     parameter: Any = nn.Parameter(weight, requires_grad=False)
-    assert type(parameter) is NF4Weight
+    assert type(parameter) is type(weight)
     assert isinstance(parameter, nn.Parameter)
     assert same(parameter, weight)
 
 
-def test_detach_shares_and_clone_copies(weight: NF4Weight) -> None:
+def test_detach_shares_and_clone_copies(weight: Any) -> None:
     assert weight.detach().codes.data_ptr() == weight.codes.data_ptr()
     cloned = weight.clone()
     assert cloned.codes.data_ptr() != weight.codes.data_ptr()
     assert same(cloned, weight)
 
 
-def test_empty_and_zeros_like(weight: NF4Weight) -> None:
+def test_empty_and_zeros_like(weight: Any) -> None:
     assert torch.empty_like(weight).shape == weight.shape
-    assert not torch.zeros_like(weight).codes.any()
+    assert not torch.zeros_like(weight).dequantize().any()
     assert torch.empty_like(weight, device="meta").codes.is_meta
 
 
-def test_to_changes_device_of_the_parts_and_dtype_of_the_face(weight: NF4Weight) -> None:
-    assert weight.to("meta").scales.is_meta
+def test_to_changes_device_of_the_parts_and_dtype_of_the_face(weight: Any) -> None:
+    assert weight.to("meta").parts[1].is_meta
     low = weight.to(torch.bfloat16)
     assert low.dtype == torch.bfloat16
-    assert low.codes.dtype == torch.uint8
+    assert low.codes.dtype == weight.codes.dtype, "codes stay codes"
     assert same(low, weight)
 
 
 @pytest.mark.parametrize("pieces", [1, 3, 4, 10])
-def test_chunks_are_the_quantised_chunks(weight: NF4Weight, pieces: int) -> None:
+def test_chunks_are_the_quantised_chunks(weight: Any, pieces: int) -> None:
     dense = torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(0))
     for piece, rows in zip(torch.chunk(weight, pieces), torch.chunk(dense, pieces), strict=True):
-        assert same(piece, NF4Weight.quantize(rows))
+        assert same(piece, type(weight).quantize(rows))
 
 
-def test_split_along_columns_is_refused(weight: NF4Weight) -> None:
+def test_split_along_columns_is_refused(weight: Any) -> None:
     with pytest.raises(NotImplementedError, match="split by rows"):
         torch.split(weight, 5, dim=1)
 
 
-def test_padding_a_short_shard_and_cutting_it_again(weight: NF4Weight) -> None:
+def test_padding_a_short_shard_and_cutting_it_again(weight: Any) -> None:
     """What FSDP2 does with the last shard: zeros of full height, copy, narrow to the logical rows, flatten; then the gather."""
     short = torch.chunk(weight, 3)[2]
     padded = short.new_zeros((4, COLS))
@@ -83,43 +86,44 @@ def test_padding_a_short_shard_and_cutting_it_again(weight: NF4Weight) -> None:
     assert torch.as_strided(gathered, (2, COLS), (COLS, 1)).codes.shape[0] == 2
 
 
-def test_a_cut_that_does_not_start_at_the_first_row_is_refused(weight: NF4Weight) -> None:
+def test_a_cut_that_does_not_start_at_the_first_row_is_refused(weight: Any) -> None:
     with pytest.raises(NotImplementedError, match="from row 3"):
         weight.narrow(0, 3, 2)
 
 
-def test_a_later_gather_refills_the_same_wrapper(weight: NF4Weight) -> None:
+def test_a_later_gather_refills_the_same_wrapper(weight: Any) -> None:
     sent, metadata = weight.fsdp_pre_all_gather(None)
     assert weight.fsdp_post_all_gather(sent, metadata, torch.float32, out=weight) is None
 
 
-def test_new_empty_of_no_rows(weight: NF4Weight) -> None:
+def test_new_empty_of_no_rows(weight: Any) -> None:
     assert weight.new_empty((0, COLS)).dequantize().shape == (0, COLS)
 
 
-def test_flatten_and_unflatten(weight: NF4Weight) -> None:
+def test_flatten_and_unflatten(weight: Any) -> None:
     names, meta = weight.__tensor_flatten__()
-    again = NF4Weight.__tensor_unflatten__({name: getattr(weight, name) for name in names}, meta, weight.shape, None)
+    again = type(weight).__tensor_unflatten__({name: getattr(weight, name) for name in names}, meta, weight.shape, None)
     assert same(again, weight)
 
 
 @pytest.mark.parametrize("operation", [lambda w: w + 1, lambda w: w @ torch.ones(COLS), lambda w: w.t(), torch.linalg.norm])
-def test_any_other_operation_is_refused_by_name(weight: NF4Weight, operation: Any) -> None:
-    with pytest.raises(NotImplementedError, match=r"NF4Weight \(10, 100\) does not implement aten"):
+def test_any_other_operation_is_refused_by_name(weight: Any, operation: Any) -> None:
+    with pytest.raises(NotImplementedError, match=r"(NF4|FP8)Weight \(10, 100\) does not implement aten"):
         operation(weight)
 
 
+@pytest.mark.parametrize("kind", [NF4Weight, FP8Weight])
 @pytest.mark.parametrize("bias", [False, True])
-def test_linear_equals_the_dense_one_and_saves_no_dense_copy(bias: bool) -> None:
+def test_linear_equals_the_dense_one_and_saves_no_dense_copy(kind: type[RowQuantized], bias: bool) -> None:
     linear = nn.Linear(COLS, ROWS, bias=bias, dtype=torch.float32)
-    frozen = FrozenLinear.on_meta(linear, NF4Weight)
-    stored = NF4Weight.quantize(linear.weight.detach())
+    frozen = FrozenLinear.on_meta(linear, kind)
+    stored = kind.quantize(linear.weight.detach())
     frozen.weight = nn.Parameter(stored, requires_grad=False)
     x = torch.randn(2, 3, COLS, requires_grad=True)
-    saved: list[torch.Size] = []
+    saved: list[tuple[torch.Size, torch.dtype]] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tensor.shape)
+        saved.append((tensor.shape, tensor.dtype))
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -130,4 +134,4 @@ def test_linear_equals_the_dense_one_and_saves_no_dense_copy(bias: bool) -> None
     assert torch.allclose(
         torch.autograd.grad(y, x, gradient)[0], torch.autograd.grad(expected, x, gradient)[0], rtol=1e-6, atol=1e-6
     )
-    assert torch.Size([ROWS, COLS]) not in saved
+    assert not [dtype for shape, dtype in saved if shape == (ROWS, COLS) and dtype.itemsize > 1], "no dense copy"

@@ -1,0 +1,68 @@
+"""What only a GPU can show: CUDA kernels agree with the CPU's, and a whole attempt trains, stops and resumes there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ft_service.rundir import Result, RunDir, Start
+from tests.workers.models import save_chat_base, save_chats, spec_for
+from workers.quant import nf4
+from workers.quant.weights import NF4Weight
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda_quantises_and_dequantises_as_the_cpu_does(dtype: torch.dtype) -> None:
+    weight = torch.randn(300, 1000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    here, there = nf4.quantize(weight), nf4.quantize(weight.cuda())
+    assert torch.equal(here.scales, there.scales.cpu())
+    assert torch.equal(here.row_max, there.row_max.cpu())
+    differing = (here.codes != there.codes.cpu()).float().mean()
+    assert differing < 1e-3, "only values between two codes may round differently"
+    moved = nf4.NF4Parts(*(part.cuda() for part in here))
+    assert torch.allclose(nf4.dequantize(moved, 1000, dtype).cpu(), nf4.dequantize(here, 1000, dtype), rtol=1e-2, atol=1e-6)
+
+
+def test_linear_forward_and_backward_on_cuda() -> None:
+    weight = NF4Weight.quantize(torch.randn(96, 100).cuda())
+    x = torch.randn(4, 100, device="cuda", requires_grad=True)
+    y = weight.linear(x)
+    expected = x @ weight.dequantize().t()
+    assert torch.allclose(y, expected, rtol=1e-4, atol=1e-4)
+    y.square().sum().backward()
+    assert x.grad is not None
+    assert torch.allclose(x.grad, 2 * expected @ weight.dequantize(), rtol=1e-3, atol=1e-2)
+
+
+def test_an_attempt_trains_stops_and_resumes(tmp_path: Path) -> None:
+    spec = spec_for(
+        save_chat_base(tmp_path / "base"),
+        save_chats(tmp_path / "train.jsonl", 32),
+        precision={"default": "nf4"},
+        training={"max_steps": 12, "batch_size": 8, "learning_rate": 1e-2},
+        checkpoint={"save_steps": 4},
+    )
+    run = RunDir(tmp_path / "run")
+    run.write("spec.json", spec)
+    run.put("attempts/1/stop.json", b'{"reason": "the test asks for it"}')
+    assert supervise(run, 1, None) == 75
+    assert supervise(run, 2, "step-1-a1") == 0
+    result = run.read("result.json", Result)
+    assert result is not None
+    assert result.steps == 12
+
+
+def supervise(run: RunDir, attempt: int, checkpoint: str | None) -> int:
+    start = Start(job_id="ftjob-test", attempt=attempt, world_size=1, generation=1, checkpoint=checkpoint)
+    run.write(f"attempts/{attempt}/start.json", start)
+    command = [sys.executable, "-m", "ft_service.supervisor", str(run.root), str(attempt)]
+    environment: dict[str, Any] = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    return subprocess.run(command, env=environment, timeout=300).returncode

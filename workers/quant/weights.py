@@ -1,0 +1,58 @@
+"""The storage formats as weights: the parts of each format in a `RowQuantized`, by the names that users write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ft_service.spec import WeightFormat
+from workers.quant import fp8, nf4
+from workers.quant.frozen_linear import Numerics, frozen_linear
+from workers.quant.rowwise import RowQuantized
+
+
+class _Weight(RowQuantized):
+    """A `RowQuantized` whose arithmetic is a module of plain functions."""
+
+    NUMERICS: Numerics
+
+    @classmethod
+    def quantize(cls, weight: Tensor) -> Self:
+        return cls(cls.NUMERICS.quantize(weight), weight.shape, weight.dtype)
+
+    @classmethod
+    def empty(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Self:
+        return cls(cls.NUMERICS.empty_parts(shape[0], shape[1], device), shape, dtype)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        parts: Any = self.NUMERICS.parts(*self.parts)
+        return self.NUMERICS.dequantize(parts, self.shape[1], dtype or self.dtype)[: self.shape[0]]
+
+    def linear(self, x: Tensor) -> Tensor:
+        return frozen_linear(x, list(self.parts), self.NUMERICS.name, self.shape[1])
+
+
+class NF4Weight(_Weight):
+    """A frozen weight [rows, cols] in NF4 (see `workers.quant.nf4` for the parts)."""
+
+    PARTS = ("codes", "scales", "row_max")
+    NUMERICS = Numerics.register("nf4", nf4.NF4Parts, nf4.empty_parts, nf4.quantize, nf4.dequantize)
+    codes: Tensor
+    scales: Tensor
+    row_max: Tensor
+
+
+class FP8Weight(_Weight):
+    """A frozen weight [rows, cols] in FP8 (see `workers.quant.fp8` for the parts)."""
+
+    PARTS = ("codes", "scale")
+    NUMERICS = Numerics.register("fp8", fp8.FP8Parts, fp8.empty_parts, fp8.quantize, fp8.dequantize)
+    codes: Tensor
+    scale: Tensor
+
+
+QUANTIZED: dict[WeightFormat, type[RowQuantized]] = {"nf4": NF4Weight, "fp8": FP8Weight}
+"""Format name → the weight class that stores it. "bf16" is not here: it is stored as a plain tensor."""

@@ -14,7 +14,7 @@ SERVICE = ("fastapi", "starlette", "uvicorn", "sqlalchemy", "alembic", "psycopg"
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [
-        ("ft_service.reconciler", HEAVY + ("fastapi", "starlette")),
+        ("ft_service.reconciler", (*HEAVY, "fastapi", "starlette")),
         ("ft_service.supervisor", HEAVY + SERVICE),
         ("ft_service.client", HEAVY + SERVICE),
         ("api.server", HEAVY),

@@ -61,11 +61,12 @@ class FrozenExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[tokens, hidden], and [tokens, k] of the chosen experts and their shares → [tokens, hidden]."""
         gate_up: Any = self.gate_up_proj
+        down: Any = self.down_proj
         k = top_k_index.shape[-1]
         chosen = top_k_index.reshape(-1)
         order = torch.argsort(chosen, stable=True)
         counts = torch.bincount(chosen, minlength=gate_up.num_experts)
-        y = self.down_proj(self._apply_gate(gate_up(hidden_states[order // k], counts)), counts)
+        y = down(self._apply_gate(gate_up(hidden_states[order // k], counts)), counts)
         y = y * top_k_weights.reshape(-1)[order].unsqueeze(1)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return y[back].unflatten(0, (-1, k)).sum(dim=1).to(hidden_states.dtype)

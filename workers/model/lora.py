@@ -54,7 +54,7 @@ def adapted_modules(model: PreTrainedModel, lora: LoraOptions) -> list[str]:
     allowed = [name for name in names if name not in barred]
     wanted = lora.target_modules
     if wanted == "all-linear":
-        return _matches(wanted, allowed, allowed)
+        return _matches("all-linear", allowed, allowed)
     if isinstance(wanted, str):
         _refuse_experts(wanted, match_pattern(wanted, experts + barred))
         return _matches(wanted, match_pattern(wanted, allowed), allowed)

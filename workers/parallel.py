@@ -1,19 +1,44 @@
-"""Sharding: one FSDP2 group per decoder layer, holding its frozen base and its adapters together, and one for the rest.
+"""Sharding: FSDP2 groups of the embedding, of every decoder layer with its adapters, and of the last norm with the head.
 
-With one rank nothing is sharded: FSDP2 copies only the first tensor of a gather hook when the shard size is 1, and there is
+A group is gathered by one collective, in storage format. Embedding and head are groups of their own because they are the
+largest tensors there are: in the root's group every rank would hold both for the whole step. Tied, they are one tensor and so
+one group. With a shard size of 1 nothing is sharded: FSDP2 copies only the first tensor of a gather hook then, and there is
 nothing to gather. Both paths compute the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 
+@dataclass(frozen=True)
+class Group:
+    """Modules that are gathered together."""
+
+    modules: list[nn.Module]
+    reshard_after_forward: bool | int
+    in_backward: bool = True
+    """Whether backward needs the weights."""
+
+    def shares_with(self, other: Group) -> bool:
+        mine = {id(p) for module in self.modules for p in module.parameters()}
+        return any(id(p) in mine for module in other.modules for p in module.parameters())
+
+
 def shard(
-    model: nn.Module, layers: list[nn.Module], mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool
+    model: nn.Module,
+    layers: list[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    compute_dtype: torch.dtype,
+    reshard_after_forward: bool | int,
 ) -> None:
     """Shard a model (on meta or not) over a one-dimensional mesh, in place; on a mesh of size 1 do nothing.
 
@@ -23,9 +48,19 @@ def shard(
     if mesh.size() == 1:
         return
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    for group in layer_groups(model, layers, reshard_after_forward):
+        fully_shard(group.modules, mesh=mesh, mp_policy=policy, reshard_after_forward=group.reshard_after_forward)
+        for module in group.modules:
+            assert isinstance(module, FSDPModule)
+            module.set_unshard_in_backward(group.in_backward)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free everything that is gathered. After a validation, since no backward does it then."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def set_last_micro_batch(model: nn.Module, last: bool) -> None:
@@ -33,3 +68,32 @@ def set_last_micro_batch(model: nn.Module, last: bool) -> None:
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
         model.set_is_last_backward(last)
+
+
+def layer_groups(model: nn.Module, layers: Sequence[nn.Module], reshard_after_forward: bool | int) -> list[Group]:
+    """What is gathered together, in the order of the forward: embeddings, every decoder layer, the rest (norm and head).
+
+    A frozen embedding has no part in backward and is freed once it was read; norm and head are kept, since backward begins
+    with them.
+    """
+    outer = list(_outer_modules(model, {id(layer) for layer in layers}))
+    embeddings = [module for module in outer if isinstance(module, nn.Embedding)]
+    frozen = not any(p.requires_grad for module in embeddings for p in module.parameters())
+    first = Group(embeddings, reshard_after_forward=True, in_backward=not frozen)
+    last = Group([module for module in outer if not isinstance(module, nn.Embedding)], reshard_after_forward=False)
+    if first.shares_with(last):
+        first, last = Group(first.modules + last.modules, reshard_after_forward=False), Group([], False)
+    middle = [Group([layer], reshard_after_forward) for layer in layers]
+    return [group for group in (first, *middle, last) if group.modules]
+
+
+def _outer_modules(module: nn.Module, layers: set[int]) -> Iterator[nn.Module]:
+    """Outside of the decoder layers, the outermost modules that hold parameters and contain no layer."""
+    if id(module) in layers:
+        return
+    holds = isinstance(module, BaseTunerLayer) or any(True for _ in module.parameters(recurse=False))
+    if holds and not any(id(inner) in layers for inner in module.modules()):
+        yield module
+        return
+    for child in module.children():
+        yield from _outer_modules(child, layers)

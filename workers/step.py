@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workers.data.batches import IGNORED, Batch
-from workers.parallel import set_last_micro_batch
+from workers.parallel import reshard, set_last_micro_batch
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], world: int) -> Sums:
     for batch in batches:
         loss, counts = _losses(model, batch)
         sums += torch.stack([loss.double(), *counts])
+    reshard(model)  # what a forward leaves gathered, only a backward would free
     return _over_ranks(sums, world)
 
 

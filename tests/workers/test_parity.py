@@ -55,6 +55,7 @@ def train_once(rank: int, world: int, spec: JobSpec) -> dict[str, Any]:
     grads = {name: full(p.grad) for name, p in adapters(built.peft_model)}
     result = {"loss": sums.mean_loss, "grads": grads, "collectives": collectives.log}
     if world > 1:
+        result["outer"] = [outer_bytes(base, world) for base in outer_parts(built.peft_model)]
         result["layers"] = [bytes_in_gather(layer, world, dtype) for layer in built.layers]
     return result
 
@@ -105,6 +106,17 @@ def bytes_in_gather(layer: torch.nn.Module, world: int, compute: torch.dtype) ->
             row = math.prod(parameter.shape[1:])
             found["rest"] += -(-parameter.shape[0] // world) * row * compute.itemsize
     return found
+
+
+def outer_parts(model: Any) -> list[list[torch.nn.Module]]:
+    base = model.get_base_model()
+    return [[base.model.embed_tokens], [base.model.norm, base.lm_head]]
+
+
+def outer_bytes(modules: list[torch.nn.Module], world: int) -> int:
+    """What plain bf16 weights put into one gather on this rank, padding rows included."""
+    shapes = [parameter.shape for module in modules for parameter in module.parameters()]
+    return sum(-(-shape[0] // world) * math.prod(shape[1:]) * 2 for shape in shapes)
 
 
 def reference_step(model: Path, spec: JobSpec) -> tuple[float, dict[str, torch.Tensor]]:
@@ -171,10 +183,12 @@ def test_one_gather_per_layer_and_direction_in_storage_format(world: int, tmp_pa
         gathers = [(dtype, sent) for kind, dtype, sent in result["collectives"] if kind == "gather"]
         of_layers = [sent for dtype, sent in gathers if dtype == "uint8"]
         assert len(of_layers) == 2 * len(result["layers"]) * rounds, "forward and backward of every layer, in one buffer"
-        assert [dtype for dtype, _ in gathers].count("bfloat16") == rounds, "the root, once a micro-batch"
+        assert [dtype for dtype, _ in gathers].count("bfloat16") == 2 * rounds, "embedding, norm with head: once a micro-batch"
         for layer in result["layers"]:
             assert of_layers.count(layer["nf4"] + layer["rest"]) == len(of_layers)
             assert layer["nf4"] * world <= 0.58 * layer["nf4_parameters"]
+        outer = [sent for dtype, sent in gathers if dtype == "bfloat16"]
+        assert outer == result["outer"] * rounds, "never both at once"
         reduces = [dtype for kind, dtype, _ in result["collectives"] if kind == "reduce"]
         assert reduces == ["float32"] * len(result["layers"]), "adapter gradients, once a step and layer"
 

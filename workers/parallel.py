@@ -2,8 +2,8 @@
 
 A group is gathered by one collective, in storage format. Embedding and head are groups of their own because they are the
 largest tensors there are: in the root's group every rank would hold both for the whole step. Tied, they are one tensor and so
-one group. With a shard size of 1 nothing is sharded: FSDP2 copies only the first tensor of a gather hook then, and there is
-nothing to gather. Both paths compute the same.
+one group. With a shard size of 1, whatever the number of copies, nothing is sharded: FSDP2 copies only the first tensor of a
+gather hook then, and there is nothing to gather. Gradients are averaged here instead. Both paths compute the same.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from ft_service.mesh import Replicate, mesh_shape
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,14 @@ class Group:
         return any(id(p) in mine for module in other.modules for p in module.parameters())
 
 
+def make_mesh(device_type: str, world: int, replicate: Replicate) -> DeviceMesh:
+    """The mesh of all ranks: (shard), or (replicate, shard) when there are several copies. Called by all ranks together."""
+    copies, shards = mesh_shape(replicate, world)
+    if copies == 1:
+        return init_device_mesh(device_type, (shards,), mesh_dim_names=("shard",))
+    return init_device_mesh(device_type, (copies, shards), mesh_dim_names=("replicate", "shard"))
+
+
 def shard(
     model: nn.Module,
     layers: list[nn.Module],
@@ -40,12 +52,12 @@ def shard(
     compute_dtype: torch.dtype,
     reshard_after_forward: bool | int,
 ) -> None:
-    """Shard a model (on meta or not) over a one-dimensional mesh, in place; on a mesh of size 1 do nothing.
+    """Shard a model (on meta or not) over a mesh's last dimension, in place; where that has size 1 do nothing.
 
     Adapters are gathered in `compute_dtype` and their gradients reduced in fp32; frozen weights are gathered in their storage
     format.
     """
-    if mesh.size() == 1:
+    if mesh.size(mesh.ndim - 1) == 1:
         return
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for group in layer_groups(model, layers, reshard_after_forward):
@@ -68,6 +80,21 @@ def set_last_micro_batch(model: nn.Module, last: bool) -> None:
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
         model.set_is_last_backward(last)
+
+
+def average_unsharded_gradients(model: nn.Module, world: int) -> None:
+    """Over all ranks, in one fp32 buffer, for the parameters that FSDP2 does not hold; it averages the others itself.
+
+    A parameter without a gradient on this rank counts as zero: another rank may have one.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+    if world == 1 or not parameters:
+        return
+    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    flat = torch.cat([grad.flatten().float() for grad in found])
+    dist.all_reduce(flat)
+    for parameter, part in zip(parameters, flat.div_(world).split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = part.view_as(parameter).to(parameter.dtype)
 
 
 def layer_groups(model: nn.Module, layers: Sequence[nn.Module], reshard_after_forward: bool | int) -> list[Group]:

@@ -104,7 +104,7 @@ def layer_groups(model: nn.Module, layers: Sequence[nn.Module], reshard_after_fo
     with them.
     """
     outer = list(_outer_modules(model, {id(layer) for layer in layers}))
-    embeddings = [module for module in outer if isinstance(module, nn.Embedding)]
+    embeddings: list[nn.Module] = [module for module in outer if isinstance(module, nn.Embedding)]
     frozen = not any(p.requires_grad for module in embeddings for p in module.parameters())
     first = Group(embeddings, reshard_after_forward=True, in_backward=not frozen)
     last = Group([module for module in outer if not isinstance(module, nn.Embedding)], reshard_after_forward=False)

@@ -12,7 +12,7 @@ import torch
 from ft_service.spec import JobSpec
 from tests.ranks import run_on_ranks
 from tests.workers.models import ATTENTION, FAMILIES, save_tiny, spec_for
-from tests.workers.test_parity import reference_step, relative_error, train_once
+from tests.workers.parity import Step, reference_steps, relative_error, train_steps
 
 MIXED = {
     "default": "bf16",
@@ -54,8 +54,8 @@ def options_for(family: str) -> dict[str, Any]:
     return {"training": {"per_device_train_batch_size": 2}, "lora": lora}
 
 
-def train_all(rank: int, world: int, specs: dict[Case, JobSpec]) -> dict[Case, dict[str, Any]]:
-    return {case: train_once(rank, world, spec) for case, spec in specs.items()}
+def train_all(rank: int, world: int, specs: dict[Case, JobSpec]) -> dict[Case, Step]:
+    return {case: train_steps(rank, world, spec, steps=1)[0] for case, spec in specs.items()}
 
 
 class Runs:
@@ -72,9 +72,9 @@ class Runs:
             )
             for case in cases
         }
-        self._done: dict[int, list[dict[Case, dict[str, Any]]]] = {}
+        self._done: dict[int, list[dict[Case, Step]]] = {}
 
-    def ranks(self, case: Case) -> list[dict[str, Any]]:
+    def ranks(self, case: Case) -> list[Step]:
         """What each rank found in one case."""
         world = case[1]
         if world not in self._done:
@@ -95,13 +95,13 @@ def product(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 def check(runs: Runs, case: Case) -> None:
     spec = runs.specs[case]
-    loss, grads = reference_step(Path(spec.model.path), spec)
+    (truth,) = reference_steps(Path(spec.model.path), spec, steps=1)
     for result in runs.ranks(case):
-        assert result["loss"] == pytest.approx(loss, rel=1e-5)
-        assert result["grads"].keys() == grads.keys()
-        for name, grad in result["grads"].items():
-            assert grads[name].norm() > 0, name
-            assert relative_error(grad, grads[name]) < 1e-5, name
+        assert result.loss == pytest.approx(truth.loss, rel=1e-5)
+        assert result.grads.keys() == truth.grads.keys()
+        for name, grad in result.grads.items():
+            assert truth.grads[name].norm() > 0, name
+            assert relative_error(grad, truth.grads[name]) < 1e-5, name
 
 
 @pytest.mark.parametrize("case", SHORT, ids=str)

@@ -18,8 +18,8 @@ from transformers.core_model_loading import Transpose, WeightConverter
 from ft_service.errors import SpecError
 from ft_service.rundir import RunDir
 from tests.workers.models import ATTENTION, FAMILIES, reference, save_tiny, spec_for
+from tests.workers.parity import samples, set_adapters
 from tests.workers.test_families import MIXED, OF_EXPERTS
-from tests.workers.test_parity import samples, set_adapters
 from workers import step
 from workers.data.batches import collate
 from workers.export import _write_adapter

@@ -17,6 +17,7 @@ import re2
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ft_service.errors import SpecError
+from ft_service.mesh import mesh_shape
 
 WeightFormat = Literal["bf16", "fp8", "nf4"]
 
@@ -29,7 +30,6 @@ NOT_YET: Mapping[str, str] = {
     "training.packing": "leave it out; samples are padded to the longest of their micro-batch",
     "training.early_stopping_patience": "leave it out and cancel the job when validation loss stops falling",
     "distributed.nnodes": "leave it out; a job runs on one host",
-    "distributed.replicate": "leave it out; all ranks shard",
     "distributed.prefetch": "leave it out; FSDP2's implicit prefetch is on",
     "distributed.offload": "leave it out",
     "distributed.activation_checkpointing": "leave it out and lower training.per_device_train_batch_size",
@@ -160,6 +160,9 @@ class DistributedOptions(Strict):
 
     nproc_per_node: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = "auto"
     """Ranks on the host. "auto": one per GPU of the host; 1 without a GPU."""
+    replicate: Annotated[int, Field(ge=1, le=4096)] | Literal[-1, "auto"] = "auto"
+    """Copies of the model (HSDP), each sharded over ranks / replicate ranks; gradients are averaged over all. Must divide the
+    number of ranks. -1: one copy a rank, so nothing is sharded; "auto": one copy in all."""
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after its forward and gather again for its backward: less memory, twice the traffic."""
 
@@ -330,9 +333,13 @@ def resolve(
     seed: int,
     gpus: int,
 ) -> JobSpec:
-    """Fill in every default. `gpus`: GPUs of the host that will train, for `nproc_per_node: auto`."""
+    """Fill in every default. `gpus`: GPUs of the host that will train, for `nproc_per_node: auto`.
+
+    Raises SpecError for options that do not fit the number of ranks.
+    """
     ranks = request.distributed.nproc_per_node
     ranks = max(1, gpus) if ranks == AUTO else ranks
+    mesh_shape(request.distributed.replicate, ranks)
     base = model.name.rsplit("/", 1)[-1]
     return JobSpec(
         job_id=job_id,

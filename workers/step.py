@@ -1,7 +1,7 @@
 """One optimizer step's forward and backward, and one validation pass, over a rank's micro-batches.
 
 The loss of a global batch is the mean over all its target tokens. Each rank knows that number from the batch itself, so a
-rank's loss is its sum divided by it, times the number of ranks, which FSDP2's averaging of gradients takes back.
+rank's loss is its sum divided by it, times the number of ranks, which averaging the gradients takes back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workers.data.batches import IGNORED, Batch
-from workers.parallel import set_last_micro_batch
+from workers.parallel import average_unsharded_gradients, reshard, set_last_micro_batch
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ def forward_backward(model: nn.Module, batches: Sequence[Batch], global_targets:
         loss, counts = _losses(model, batch)
         (loss * (world / global_targets)).backward()
         sums += torch.stack([loss.detach().double(), *counts])
+    average_unsharded_gradients(model, world)
     return _over_ranks(sums, world)
 
 
@@ -58,6 +59,7 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], world: int) -> Sums:
     for batch in batches:
         loss, counts = _losses(model, batch)
         sums += torch.stack([loss.double(), *counts])
+    reshard(model)  # what a forward leaves gathered, only a backward would free
     return _over_ranks(sums, world)
 
 

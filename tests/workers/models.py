@@ -108,7 +108,8 @@ def spec_for(
 ) -> JobSpec:
     """A resolved spec on a base folder; `options` as in a create body."""
     file = data or DataFileRef(name="none.jsonl", path=str(model / "none.jsonl"), sha256="0" * 64)
-    body = {"model": "tiny", "training_file": "file", **options, "distributed": {"nproc_per_node": ranks}}
+    distributed = {"nproc_per_node": ranks, **options.pop("distributed", {})}
+    body = {"model": "tiny", "training_file": "file", **options, "distributed": distributed}
     return resolve(
         parse_request(body),
         job_id="ftjob-test",

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ft_service.spec import JobSpec
 from tests.ranks import run_on_ranks
+from tests.workers.collectives import CountedCollectives
 from tests.workers.models import VOCABULARY, adapter_value, reference, save_tiny_llama, spec_for
 from workers.data.batches import Tokens, collate, micro_batches
 from workers.model.build import build
@@ -74,22 +74,6 @@ def set_adapters(model: torch.nn.Module) -> None:
 
 def full(grad: Any) -> torch.Tensor:
     return grad.full_tensor() if isinstance(grad, DTensor) else grad
-
-
-class CountedCollectives(TorchDispatchMode):
-    """Records (operation, dtype, bytes this rank contributes) of FSDP2's collectives, forward and backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.log: list[tuple[str, str, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        if "allgather_base" in name or "reduce_scatter_base" in name:
-            kind = "gather" if "allgather" in name else "reduce"
-            sent = args[1]
-            self.log.append((kind, str(sent.dtype).removeprefix("torch."), sent.nbytes))
-        return func(*args, **(kwargs or {}))
 
 
 def bytes_in_gather(layer: torch.nn.Module, world: int, compute: torch.dtype) -> dict[str, int]:

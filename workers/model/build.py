@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,7 +11,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ft_service.errors import SpecError
-from ft_service.spec import JobSpec, LoraOptions, PrecisionOptions, WeightFormat, match_pattern
+from ft_service.selection import assign_formats, choose_targets
+from ft_service.spec import JobSpec, LoraOptions, PrecisionOptions, WeightFormat
 from workers.model.linear import FrozenLinear, LoraLinear
 from workers.quant.weights import QUANTIZED
 
@@ -83,17 +83,7 @@ def precision_map(model: PreTrainedModel, layers: list[nn.Module], precision: Pr
     """Format of every linear layer inside the decoder layers. Raises SpecError for a pattern that matches none of them."""
     inside = {id(module) for layer in layers for module in layer.modules() if isinstance(module, nn.Linear)}
     names = [name for name, module in model.named_modules() if id(module) in inside]
-    formats: dict[str, WeightFormat] = dict.fromkeys(names, precision.default)
-    for pattern, weight_format in precision.overrides.items():
-        matched = match_pattern(pattern, names)
-        if not matched:
-            raise SpecError(
-                f"precision.overrides: the pattern {pattern!r} matches no linear layer inside the decoder layers "
-                f"(their names look like {names[0]!r}).",
-                param="precision.overrides",
-            )
-        formats.update(dict.fromkeys(matched, weight_format))
-    return formats
+    return assign_formats(names, precision)
 
 
 def _swap_linears(model: nn.Module, formats: Mapping[str, WeightFormat]) -> None:
@@ -132,25 +122,7 @@ def target_modules(model: PreTrainedModel, lora: LoraOptions) -> list[str]:
     """The modules to adapt: last names where these say the same as full names (as tools that load adapters expect)."""
     head = model.get_output_embeddings()
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
-    chosen = _choose(names, lora.target_modules)
+    chosen = choose_targets(names, lora.target_modules)
     lasts = {name.rpartition(".")[2] for name in chosen}
     by_lasts = [name for name in names if name.rpartition(".")[2] in lasts]
     return sorted(lasts) if by_lasts == chosen else chosen
-
-
-def _choose(names: list[str], wanted: str | list[str]) -> list[str]:
-    if wanted == "all-linear":
-        return names
-    if isinstance(wanted, str):
-        chosen = match_pattern(wanted, names)
-        missing = [] if chosen else [wanted]
-    else:
-        chosen = [n for n in names if any(n == w or n.endswith(f".{w}") for w in wanted)]
-        missing = [w for w in wanted if not any(n == w or n.endswith(f".{w}") for n in names)]
-    if missing or not chosen:
-        kinds = ", ".join(sorted({re.sub(r".*\.", "", name) for name in names}))
-        raise SpecError(
-            f"lora.target_modules: {missing or wanted!r} matches no linear layer of this model; it has {kinds}.",
-            param="lora.target_modules",
-        )
-    return chosen

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from ft_service.errors import SpecError
 from ft_service.plan.checkpoint import Checkpoint, StoredTensor
+from ft_service.selection import ROUTERS, WeightNames, last_name
 
 Kind = Literal["linear", "embedding", "head", "experts", "router", "norm", "bias", "other"]
 
@@ -85,13 +86,24 @@ class Base:
     shape: Shape
     weights: tuple[Weight, ...]
 
-    def linears(self) -> list[Weight]:
-        """The weights that the precision map decides on: those of linear layers inside the decoder layers."""
-        return [w for w in self.weights if w.layer is not None and w.kind in ("linear", "experts")]
+    def quantizable(self) -> list[Weight]:
+        """The weights that the precision map decides on: linear layers and experts inside the decoder layers."""
+        inside = [w for w in self.weights if w.layer is not None and w.kind in ("linear", "experts")]
+        return [w for w in inside if last_name(w.module) not in ROUTERS]
 
     def adaptable(self) -> list[Weight]:
         """Linear layers but the output head."""
         return [w for w in self.weights if w.kind == "linear"]
+
+    def experts(self) -> list[Weight]:
+        return [w for w in self.weights if w.kind == "experts"]
+
+    def names(self) -> WeightNames:
+        """What patterns of a spec are matched against."""
+        weighted = {w.module: w for w in self.weights if len(w.shape) > 1}
+        stacks = {w.module.rpartition(".")[0] for w in self.experts()}
+        outside = [name for name, weight in weighted.items() if weight.layer is None]
+        return WeightNames([w.module for w in self.quantizable()], outside, [*weighted, *sorted(stacks)])
 
 
 @lru_cache(maxsize=32)

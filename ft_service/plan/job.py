@@ -53,6 +53,7 @@ class Plan:
     layout: Layout
     batches: MicroBatches
     modules: tuple[Module, ...]
+    frozen_parameters: int
     adapter_parameters: int
     rank: RankBytes
     wire: Wire
@@ -62,6 +63,8 @@ class Plan:
     fits: bool | None
     changes: tuple[Change, ...]
     """What to change so that it fits, one by one in the order of preference; if no change alone is enough, all of them."""
+    hints: tuple[str, ...]
+    """What would be better and is not wrong."""
     warnings: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -82,15 +85,15 @@ def plan_job(spec: JobSpec, machine: Machine) -> Plan:
     base = describe(read_checkpoint(Path(spec.model.path)))
     memory = _usable(machine, spec)
     draft = _plan(base, spec, machine, memory)
-    if draft.fits is not False:
-        return draft
-    return replace(draft, changes=tuple(_changes(base, spec, machine)))
+    if draft.fits:
+        return replace(draft, hints=tuple(_hints(base, spec, machine, draft)))
+    return replace(draft, changes=tuple(_changes(base, spec, machine))) if draft.fits is False else draft
 
 
 def _plan(base: Base, spec: JobSpec, machine: Machine, memory: int | None) -> Plan:
     layout = layout_of(spec)
     stored, adapters = stored_weights(base, spec, layout), adapters_of(base, spec)
-    groups = groups_of(stored, adapters)
+    groups = groups_of(stored, adapters, spec)
     rank = rank_bytes(base, spec, layout, stored, adapters, groups)
     batches = micro_batches(spec, layout)
     wire = wire_bytes(groups, spec, layout, batches.rounds)
@@ -102,6 +105,7 @@ def _plan(base: Base, spec: JobSpec, machine: Machine, memory: int | None) -> Pl
         layout=layout,
         batches=batches,
         modules=tuple(_modules(stored, layout)),
+        frozen_parameters=sum(part.weight.numel for part in stored),
         adapter_parameters=sum(adapter.numel for adapter in adapters),
         rank=rank,
         wire=wire,
@@ -110,6 +114,7 @@ def _plan(base: Base, spec: JobSpec, machine: Machine, memory: int | None) -> Pl
         speed=speed_on(machine, flops, stored, wire, batches, layout, passes=_PASSES) if known else None,
         fits=None if memory is None else rank.total <= memory,
         changes=(),
+        hints=(),
         warnings=tuple(_warnings(base, spec, layout, adapters)),
     )
 
@@ -149,6 +154,15 @@ def _changes(base: Base, spec: JobSpec, machine: Machine) -> Iterator[Change]:
         yield _tried(base, combined, machine, options)
 
 
+def _hints(base: Base, spec: JobSpec, machine: Machine, draft: Plan) -> Iterator[str]:
+    """A base that fits whole on every rank needs no gathers at all."""
+    if draft.layout.shard == 1:
+        return
+    whole = _tried(base, _apply(spec, {"distributed.replicate": -1}), machine, {"distributed.replicate": -1})
+    if whole.fits:
+        yield "The base fits whole on every rank: distributed.replicate: -1 needs no gathers and is the fastest."
+
+
 def _tried(base: Base, spec: JobSpec, machine: Machine, options: dict[str, Any]) -> Change:
     plan = _plan(base, spec, machine, _usable(machine, spec))
     return Change(options, plan.rank.total, bool(plan.fits))
@@ -162,6 +176,8 @@ def _candidates(base: Base, spec: JobSpec) -> Iterator[dict[str, Any]]:
         yield {"training.max_length": training.max_length // 2}
     if any(f != "nf4" for f in _formats(base, spec)):
         yield {"precision.default": "nf4", "precision.overrides": {}}
+    if layout_of(spec).replicate > 1:
+        yield {"distributed.replicate": 1}
     yield {"distributed.nproc_per_node": 2 * spec.world_size}
 
 

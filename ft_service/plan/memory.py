@@ -44,7 +44,7 @@ class RankBytes:
     gather: int
     """Gathered weights at the peak: what stays gathered, and the largest layer twice while it is copied."""
     accumulation: int
-    """Gradients of the adapters, unreduced, kept between the micro-batches of a step."""
+    """Gradients of the adapters, unreduced: kept between the micro-batches of a step, or averaged over copies."""
     workspace: int
     """The largest weight dequantised, and gradients inside one layer."""
     activations: int
@@ -94,8 +94,8 @@ def rank_bytes(
         adapters=numel * FP32_BYTES,
         gradients=numel * FP32_BYTES,
         optimizer=2 * numel * FP32_BYTES + 2 * len(adapters) * FP32_BYTES,
-        gather=_gather(groups, layout, compute, spec.distributed.reshard_after_forward) if layout.shard > 1 else 0,
-        accumulation=whole * FP32_BYTES if layout.shard > 1 and batches.rounds > 1 else 0,
+        gather=_gather(groups, layout, compute) if layout.shard > 1 else 0,
+        accumulation=_accumulation(layout, batches, whole),
         workspace=_workspace(base.shape, stored, compute, batches.tokens),
         activations=layers * base.shape.layers + casts + outside,
         activations_checkpointed=kept * base.shape.layers + layers + casts + outside,
@@ -116,17 +116,21 @@ def layer_activation_bytes(shape: Shape, spec: JobSpec, adapters: Sequence[Adapt
     attention = compute * (2 * shape.q + 2 * shape.kv) + FP32_BYTES * shape.heads
     width = shape.expert_intermediate * shape.experts_per_token if shape.experts else shape.intermediate
     inner = compute * (4 if shape.gated else 2) * width
-    per_layer = sum(1 for a in adapters if a.layer is not None) / max(1, shape.layers)
-    return int(norms + inputs + attention + inner + compute * spec.lora.r * per_layer)
+    ranks = sum(a.r for a in adapters if a.layer is not None) / max(1, shape.layers)
+    return int(norms + inputs + attention + inner + compute * ranks)
 
 
-def _gather(groups: Sequence[Group], layout: Layout, compute: int, reshard: bool) -> int:
-    """While a group is copied out of the gather's flat buffer, both are there."""
-    whole = {group.name: group.gathered_bytes_on_rank(layout, compute) * layout.shard for group in groups}
-    held = sum(whole[group.name] for group in groups if group.held or not reshard)
-    passing = [whole[group.name] for group in groups if not group.held]
-    largest = max(passing, default=0)
-    return held + largest * (2 if reshard else 1)
+def _accumulation(layout: Layout, batches: MicroBatches, adapter_numel: int) -> int:
+    """Sharded: whole gradients until the last micro-batch reduces them. Else: the one buffer that averages them over copies."""
+    needed = batches.rounds > 1 if layout.shard > 1 else layout.world > 1
+    return adapter_numel * FP32_BYTES if needed else 0
+
+
+def _gather(groups: Sequence[Group], layout: Layout, compute: int) -> int:
+    """The peak over the groups: while one is copied out of the gather's flat buffer, both are there, beside what is held."""
+    whole = [group.gathered_bytes_on_rank(layout, compute) * layout.shard for group in groups]
+    held = sum(size for group, size in zip(groups, whole, strict=True) if group.held)
+    return max(held + size * (1 if group.held else 2) for group, size in zip(groups, whole, strict=True))
 
 
 def _workspace(shape: Shape, stored: Sequence[Stored], compute: int, tokens: int) -> int:

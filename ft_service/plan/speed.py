@@ -18,14 +18,16 @@ class Wire:
 
     gather: int
     reduce: int
+    all_reduce: int
+    """Between copies of the model."""
     gathers: int
     """Number of all-gathers."""
     reduces: int
-    """Number of reductions."""
+    """Number of reductions inside a copy (reduce-scatter)."""
 
     @property
     def total(self) -> int:
-        return self.gather + self.reduce
+        return self.gather + self.reduce + self.all_reduce
 
 
 @dataclass(frozen=True)
@@ -41,21 +43,18 @@ class Speed:
 
 
 def wire_bytes(groups: Sequence[Group], spec: JobSpec, layout: Layout, rounds: int) -> Wire:
-    """A layer is gathered for its forward and, when it was freed, again for its backward, in every micro-batch; what is held
-    once a micro-batch. Gradients of adapters are reduced once a step."""
+    """A layer is gathered for its forward and, when it was freed, again for its backward, in every micro-batch. Gradients of
+    adapters are reduced once a step, inside a copy of the model and then between copies (in a ring: twice the bytes but for a
+    rank's own part)."""
     compute = COMPUTE_BYTES[spec.precision.compute]
     others = layout.shard - 1
+    reduced = [group.reduced_bytes_on_rank(layout) for group in groups if group.adapters]
+    between = 2 * (layout.replicate - 1) * sum(reduced) // layout.replicate
     if not others:
-        return Wire(0, 0, 0, 0)
-    gather = gathers = reduce = reduces = 0
-    for group in groups:
-        times = rounds * (1 if group.held or not spec.distributed.reshard_after_forward else 2)
-        gather += times * others * group.gathered_bytes_on_rank(layout, compute)
-        gathers += times
-        if group.adapters:
-            reduce += others * group.reduced_bytes_on_rank(layout)
-            reduces += 1
-    return Wire(gather, reduce, gathers, reduces)
+        return Wire(0, 0, between, 0, 0)
+    gathers = rounds * sum(group.gathers for group in groups)
+    gather = rounds * others * sum(group.gathers * group.gathered_bytes_on_rank(layout, compute) for group in groups)
+    return Wire(gather, others * sum(reduced), between, gathers, len(reduced))
 
 
 def flops_per_token(base: Base, adapters: Sequence[Adapter], length: int, *, checkpointed: bool) -> int:
@@ -66,7 +65,7 @@ def flops_per_token(base: Base, adapters: Sequence[Adapter], length: int, *, che
     the layers' forward again, 6 N + 4 H + 8 A + 8 L s q.
     """
     shape = base.shape
-    n = sum(_met_by_token(base, weight.numel, weight.kind) for weight in base.linears())
+    n = sum(_met_by_token(base, weight.numel, weight.kind) for weight in base.quantizable())
     h = shape.vocabulary * shape.hidden
     a = sum(adapter.numel for adapter in adapters)
     attention = shape.layers * length * shape.q

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ft_service.errors import SpecError
+from ft_service.mesh import mesh_shape
 from ft_service.plan.base import Base, Weight
-from ft_service.selection import assign_formats, choose_targets
+from ft_service.selection import assign_formats, choose_targets, values_by_module
 from ft_service.spec import JobSpec, WeightFormat
 
 BLOCK = 64
@@ -81,7 +82,14 @@ class Group:
     frozen: tuple[Stored, ...]
     adapters: tuple[Adapter, ...]
     held: bool
-    """Stays gathered from its forward to the end of the backward."""
+    """Stays gathered from its forward to the end of its backward."""
+    in_backward: bool = True
+    """Whether the backward needs its weights."""
+
+    @property
+    def gathers(self) -> int:
+        """In one micro-batch."""
+        return 2 if self.in_backward and not self.held else 1
 
     def gathered_bytes_on_rank(self, layout: Layout, compute_bytes: int) -> int:
         """What a rank puts into a gather, padding rows included."""
@@ -94,7 +102,7 @@ class Group:
 
 
 def layout_of(spec: JobSpec) -> Layout:
-    return Layout(replicate=1, shard=spec.world_size)
+    return Layout(*mesh_shape(spec.distributed.replicate, spec.world_size))
 
 
 def row_bytes(weight_format: WeightFormat, cols: int, plain_bytes: int) -> int:
@@ -111,12 +119,11 @@ def stored_weights(base: Base, spec: JobSpec, layout: Layout) -> list[Stored]:
     """Every frozen weight in the format that the spec gives it. Raises SpecError for a pattern that matches nothing."""
     compute = COMPUTE_BYTES[spec.precision.compute]
     at_rest = STORAGE_BYTES if layout.shard > 1 else compute  # what is not sharded is never converted again
-    formats = assign_formats([weight.module for weight in base.linears()], spec.precision)
     _refuse_empty_rows(base)
+    formats = assign_formats(base.names(), spec.precision)
     found = []
     for weight in base.weights:
-        decides = weight.kind in ("linear", "experts") and weight.layer is not None
-        weight_format = formats[weight.module] if decides else "bf16"
+        weight_format = formats.get(weight.module, "bf16") if weight.kind in ("linear", "experts") else "bf16"
         cols = weight.numel_of_row
         found.append(
             Stored(weight, weight_format, row_bytes(weight_format, cols, at_rest), row_bytes(weight_format, cols, compute))
@@ -125,26 +132,39 @@ def stored_weights(base: Base, spec: JobSpec, layout: Layout) -> list[Stored]:
 
 
 def adapters_of(base: Base, spec: JobSpec) -> list[Adapter]:
-    """The adapters that the spec asks for. Raises SpecError for target_modules that match nothing."""
+    """The adapters that the spec asks for. Raises SpecError for names and patterns that match nothing."""
     adaptable = {weight.module: weight for weight in base.adaptable()}
-    chosen = choose_targets(list(adaptable), spec.lora.target_modules)
+    experts = [weight.module for weight in base.experts()]
+    chosen = choose_targets(list(adaptable), experts, spec.lora.target_modules)
+    ranks = values_by_module(chosen, spec.lora.rank_pattern, "lora.rank_pattern")
+    values_by_module(chosen, spec.lora.alpha_pattern, "lora.alpha_pattern")
     weights = [adaptable[name] for name in chosen]
-    return [Adapter(w.module, w.layer, w.rows, w.numel_of_row, spec.lora.r) for w in weights]
+    return [Adapter(w.module, w.layer, w.rows, w.numel_of_row, ranks.get(w.module, spec.lora.r)) for w in weights]
 
 
-def groups_of(stored: Sequence[Stored], adapters: Sequence[Adapter]) -> list[Group]:
-    """One group a decoder layer, and one for all the rest, which stays gathered: as `workers.parallel` shards."""
+def groups_of(stored: Sequence[Stored], adapters: Sequence[Adapter], spec: JobSpec) -> list[Group]:
+    """What `workers.parallel` gathers together: the embedding, freed once it was read; every decoder layer; norm and head, kept
+    until the backward that begins with them. A head that is the embedding is in one group with it and the norm."""
+    embedding = [s for s in stored if s.weight.kind == "embedding"]
+    rest = [s for s in stored if s.weight.layer is None and s.weight.kind != "embedding"]
+    tied = not any(s.weight.kind == "head" for s in rest)
+    outer = [a for a in adapters if a.layer is None]
+    first = Group("embedding", tuple(embedding), (), held=False, in_backward=False)
+    last = Group("norm and head", tuple(rest), tuple(outer), held=True)
+    if tied:
+        first, last = Group("embedding and head", tuple(embedding + rest), tuple(outer), held=True), None
     layers = sorted({s.weight.layer for s in stored if s.weight.layer is not None})
-    found = [_group("rest", stored, adapters, None)]
-    return found + [_group(f"layer {layer}", stored, adapters, layer) for layer in layers]
+    held = not spec.distributed.reshard_after_forward
+    middle = [_layer_group(stored, adapters, layer, held) for layer in layers]
+    return [first, *middle, *([last] if last else [])]
 
 
-def _group(name: str, stored: Sequence[Stored], adapters: Sequence[Adapter], layer: int | None) -> Group:
+def _layer_group(stored: Sequence[Stored], adapters: Sequence[Adapter], layer: int, held: bool) -> Group:
     frozen = tuple(s for s in stored if s.weight.layer == layer)
-    return Group(name, frozen, tuple(a for a in adapters if a.layer == layer), held=layer is None)
+    return Group(f"layer {layer}", frozen, tuple(a for a in adapters if a.layer == layer), held)
 
 
 def _refuse_empty_rows(base: Base) -> None:
-    for weight in base.linears():
+    for weight in base.quantizable():
         if not weight.numel:
             raise SpecError(f"The base's {weight.module} has shape {weight.shape}: there is nothing to store.", param="model")

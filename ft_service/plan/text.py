@@ -66,6 +66,7 @@ def verdict_lines(plan: Plan) -> Iterator[str]:
     yield f"{bytes_text(plan.rank.total)} per rank: {_verdict(plan)}{memory}."
     for change in plan.changes:
         yield f"  {change_text(change)}"
+    yield from plan.hints
     yield from (f"Warning: {warning}" for warning in plan.warnings)
 
 
@@ -82,7 +83,7 @@ def work_lines(plan: Plan) -> Iterator[str]:
     if wire.total:
         yield (
             f"On the wire: {bytes_text(wire.total)} received per rank and step "
-            f"({wire.gathers} gathers {bytes_text(wire.gather)}, {wire.reduces} reductions {bytes_text(wire.reduce)})."
+            f"({wire.gathers} gathers {bytes_text(wire.gather)}, reductions {bytes_text(wire.reduce + wire.all_reduce)})."
         )
     checkpointed = f"{plan.flops_per_token_checkpointed / 1e9:.3g}"
     yield f"Arithmetic: {plan.flops_per_token / 1e9:.3g} GFLOP a token, {checkpointed} with activation checkpointing."

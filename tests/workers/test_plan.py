@@ -8,35 +8,27 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from ft_service.plan.job import Plan, plan_job
 from ft_service.plan.machines import MACHINES
 from ft_service.spec import JobSpec
 from tests.ranks import run_on_ranks
-from tests.workers.collectives import CountedCollectives
-from tests.workers.models import VOCABULARY, save_tiny_llama, spec_for
+from tests.workers.models import FAMILIES, VOCABULARY, save_tiny, save_tiny_llama, spec_for
+from tests.workers.parity import CPU, CountedCollectives, constructed
 from workers.data.batches import Tokens, collate, micro_batches
 from workers.model.build import build
-from workers.model.load import adapters, load
+from workers.model.load import adapters
 from workers.optim import JobState
-from workers.parallel import shard
 from workers.quant.rowwise import RowQuantized
 from workers.step import forward_backward
 
-CPU = torch.device("cpu")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LENGTH = 24
 
 
 def measure(rank: int, world: int, spec: JobSpec) -> dict[str, Any]:
     """Bytes that the tensors of one rank take during a step of the real worker code, and what its collectives carried."""
-    built = build(spec, CPU)
-    dtype = DTYPES[spec.precision.compute]
-    reshard = spec.distributed.reshard_after_forward
-    shard(built.peft_model, built.layers, init_device_mesh("cpu", (world,)), compute_dtype=dtype, reshard_after_forward=reshard)
-    load(built.peft_model, spec.model.path, seed=spec.seed, compute_dtype=dtype, device=CPU)
+    built = constructed(spec, world)
     job = JobState(dict(adapters(built.peft_model)), spec.training)
     data = full_samples(spec.training.batch_size)
     parts = micro_batches(range(len(data)), rank, world, spec.training.per_device_train_batch_size)
@@ -89,6 +81,8 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "all three formats, rows and columns that do not divide": (3, MIXED, ODD, {}),
     "fewer rows than ranks": (4, {"default": "nf4"}, {"num_key_value_heads": 1, "head_dim": 2}, {}),
     "tied embeddings": (2, MIXED, {"tie_word_embeddings": True}, {}),
+    "two copies of two": (4, MIXED, {"intermediate_size": 200}, {"replicate": 2}),
+    "two copies unsharded": (2, {"default": "nf4"}, {}, {"replicate": -1}),
     "kept gathered until the backward": (2, {"default": "nf4"}, {}, {"reshard_after_forward": False}),
 }
 
@@ -114,11 +108,15 @@ def test_a_rank_has_the_bytes_and_the_traffic_that_were_planned(case: str, tmp_p
     for result in results:
         assert (result["quantised"], result["plain"]) == base_bytes(plan)
         assert (result["adapters"], result["gradients"]) == (plan.rank.adapters, plan.rank.gradients)
+        between = sum(sent for kind, dtype, sent in result["collectives"] if (kind, dtype) == ("allreduce", "float32"))
+        copies = plan.layout.replicate
+        assert 2 * between * (copies - 1) // copies == pytest.approx(plan.wire.all_reduce, rel=0.02)
         gathered = [sent for kind, _, sent in result["collectives"] if kind == "gather"]
         reduced = [sent for kind, _, sent in result["collectives"] if kind == "reduce"]
         assert (len(gathered), len(reduced)) == (plan.wire.gathers, plan.wire.reduces)
-        assert sum(gathered) * (world - 1) == pytest.approx(plan.wire.gather, rel=0.02)
-        assert sum(reduced) * (world - 1) / world == pytest.approx(plan.wire.reduce, rel=0.02)
+        shard = plan.layout.shard
+        assert sum(gathered) * (shard - 1) == pytest.approx(plan.wire.gather, rel=0.02)
+        assert sum(reduced) * (shard - 1) / shard == pytest.approx(plan.wire.reduce, rel=0.02)
     assert max(result["optimizer"] for result in results) == plan.rank.optimizer
     assert sum(module.bytes_per_rank for module in plan.modules) == sum(plan.rank.base.values())
 
@@ -147,8 +145,7 @@ def test_planned_activations_are_what_autograd_keeps(compute: str, changes: dict
 
 def kept_for_backward(rank: int, world: int, spec: JobSpec) -> int:
     """Bytes of the storages that one forward saves for its backward, weights left out."""
-    built = build(spec, CPU)
-    load(built.peft_model, spec.model.path, seed=spec.seed, compute_dtype=DTYPES[spec.precision.compute], device=CPU)
+    built = constructed(spec, world)
     weights = {part.untyped_storage().data_ptr() for p in built.peft_model.parameters() for part in plain_parts(p)}
     kept: dict[int, Tensor] = {}
 
@@ -166,3 +163,16 @@ def kept_for_backward(rank: int, world: int, spec: JobSpec) -> int:
 def plain_parts(parameter: Tensor) -> tuple[Tensor, ...]:
     data = local(parameter)
     return data.parts if isinstance(data, RowQuantized) else (data,)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_headers_of_every_family_say_what_its_model_has(family: str, tmp_path: Path) -> None:
+    """The same modules to quantise, parameters to store and adapters to train, without looking at the model's code."""
+    options = {"precision": {"default": "nf4"}, "lora": {"r": 3, "target_modules": "all-linear"}}
+    spec = spec_for(save_tiny(family, tmp_path / family), **options)
+    plan = plan_job(spec, MACHINES["H100"])
+    built = build(spec, CPU)
+    assert {m.name for m in plan.modules if m.format == "nf4"} == set(built.formats)
+    frozen = {id(p): p.numel() for p in built.peft_model.parameters() if not p.requires_grad}
+    assert plan.frozen_parameters == sum(frozen.values())
+    assert plan.adapter_parameters == sum(p.numel() for _, p in adapters(built.peft_model))

@@ -87,6 +87,27 @@ def test_changes_are_proposed_in_order_and_marked_when_enough(tmp_path: Path) ->
     assert combined.total < min(change.total for change in plan.changes[:-1])
 
 
+def test_copies_are_proposed_where_the_base_fits_whole(tmp_path: Path) -> None:
+    options = {"precision": {"default": "nf4"}, "training": {"max_length": 1024, "per_device_train_batch_size": 1}}
+    assert plan_8b(tmp_path, 4, **options).hints == (
+        "The base fits whole on every rank: distributed.replicate: -1 needs no gathers and is the fastest.",
+    )
+    assert plan_8b(tmp_path, 1, **options).hints == ()
+    assert plan_8b(tmp_path, 4, Machine("small", 13 * GIB), **options).hints == ()
+
+
+def test_copies_exchange_gradients_and_no_weights(tmp_path: Path) -> None:
+    spec = spec_on(save_base(tmp_path / "8b", LLAMA_8B), 4)
+    whole, halves = (
+        plan_job(spec.model_copy(update={"distributed": spec.distributed.model_copy(update={"replicate": copies})}), H100)
+        for copies in (-1, 2)
+    )
+    assert (whole.wire.gather, whole.wire.reduce) == (0, 0)
+    assert whole.wire.all_reduce == pytest.approx(2 * 3 / 4 * 4 * whole.adapter_parameters, rel=1e-6)
+    assert (halves.layout.replicate, halves.layout.shard) == (2, 2)
+    assert halves.wire.all_reduce == pytest.approx(2 * 1 / 2 * 4 * whole.adapter_parameters / 2, rel=1e-6)
+
+
 def test_a_gpu_that_is_not_in_the_table_is_not_judged(tmp_path: Path) -> None:
     plan = plan_8b(tmp_path, machine=machine_of_model("NVIDIA Something New"))
     assert (plan.fits, plan.speed, plan.changes) == (None, None, ())

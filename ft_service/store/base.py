@@ -174,8 +174,8 @@ class Store(Protocol):
         ...
 
     # Jobs, as users see them
-    def create_job(self, job: Job) -> Job:
-        """Store a new job; `created_at` is set by the database, and its first event is written with it."""
+    def create_job(self, job: Job, told: Sequence[NewEvent] = ()) -> Job:
+        """Store a new job; `created_at` is set by the database. Its first event, and then `told`, are written with it."""
         ...
 
     def get_job(self, project_id: str, job_id: str) -> Job: ...

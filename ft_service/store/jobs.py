@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import Connection, column, exists, insert, select, update
@@ -55,16 +56,17 @@ def _postgresql_pairs(element: metadata_pairs, compiler: Any, **kw: Any) -> str:
 
 
 class JobStore(Database):
-    def create_job(self, job: Job) -> Job:
-        """Store a new job; `created_at` is set by the database, and its first event is written with it.
+    def create_job(self, job: Job, told: Sequence[NewEvent] = ()) -> Job:
+        """Store a new job; `created_at` is set by the database. Its first event, and then `told`, are written with it.
 
         Raises ConflictError if the id is taken or there is no such project.
         """
         with self.writing() as connection:
             row = connection.execute(insert(jobs).values(new_job_row(job)).returning(*JOB)).mappings().one()
             created = to_job(row)
-            event = NewEvent(level="info", message=f"Created fine-tuning job: {job.id}")
-            connection.execute(insert(events).values(event_row(event, created, created.created_at)))
+            first = NewEvent(level="info", message=f"Created fine-tuning job: {job.id}")
+            for event in (first, *told):
+                connection.execute(insert(events).values(event_row(event, created, created.created_at)))
         return created
 
     def get_job(self, project_id: str, job_id: str) -> Job:

@@ -23,6 +23,7 @@ from api.deps import Services
 from ft_service.catalogue import Catalogue
 from ft_service.settings import Settings
 from ft_service.store.sql import SqlStore, migrate, open_store
+from tests.bases import save_base
 
 LINE = json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}) + "\n"
 TRAINING = LINE.encode() * 3
@@ -49,12 +50,6 @@ class Service:
         return self.connections.request(method, f"{self.url}{path}", headers=headers, **options)
 
 
-def make_model(folder: Path) -> None:
-    folder.mkdir(parents=True)
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (folder / name).write_text("{}")
-
-
 @pytest.fixture
 def configure(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Settings beside the usual ones; a test changes them before it asks for `service`."""
@@ -64,8 +59,8 @@ def configure(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.fixture
 def settings(tmp_path: Path, configure: dict[str, Any]) -> Settings:
-    make_model(tmp_path / "models" / "tiny")
-    make_model(tmp_path / "models" / "meta-llama" / "Llama-3.2-1B")
+    save_base(tmp_path / "models" / "tiny")
+    save_base(tmp_path / "models" / "meta-llama" / "Llama-3.2-1B")
     aliases = tmp_path / "aliases.yaml"
     aliases.write_text("gpt-4o-mini-2024-07-18: tiny\n")
     return Settings(home=tmp_path, models=[tmp_path / "models"], model_aliases=aliases, slots=4, **configure)

@@ -55,6 +55,14 @@ def test_creation_is_the_first_event(store):
     assert len(store.list_events(PROJECT, job.id).data) == 1
 
 
+def test_what_is_told_at_creation_follows_it(store):
+    told = [NewEvent(level="warn", message="first"), NewEvent(level="info", message="second")]
+    job = store.create_job(new_job(), told)
+    found = store.list_events(PROJECT, job.id).data
+    assert [(event.level, event.message) for event in found[:2]] == [("info", "second"), ("warn", "first")]
+    assert found[2].message == f"Created fine-tuning job: {job.id}"
+
+
 def test_paging_through_250_jobs_sees_each_once_newest_first(store):
     ids = [store.create_job(new_job()).id for _ in range(250)]
     seen: list[str] = []

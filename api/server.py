@@ -20,7 +20,7 @@ import uvicorn
 from api.app import create_app
 from api.bootstrap import PROJECT, prepare, write_private
 from api.uploads import TEMPORARY_PREFIX
-from ft_service.errors import SpecError
+from ft_service.errors import SpecError, UnavailableError
 from ft_service.hardware import default_slots
 from ft_service.job import Phase, State
 from ft_service.launcher.local import LocalLauncher
@@ -122,14 +122,29 @@ def _stop_signals_end_quietly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reconciling(reconcile: Reconcile, settings: Settings, store: Store) -> Iterator[None]:
+    """Run the reconciler beside the server. If it fails, the process ends: a server whose jobs stand still must not look well.
+
+    Raises UnavailableError at the end if it has failed.
+    """
     stop = threading.Event()
-    thread = threading.Thread(target=reconcile, args=(settings, store, stop), name="reconciler", daemon=True)
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            reconcile(settings, store, stop)
+        except Exception as error:
+            failures.append(error)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=run, name="reconciler", daemon=True)
     thread.start()
     try:
         yield
     finally:
         stop.set()
         thread.join(_RECONCILER_GRACE_SECONDS)
+    if failures:
+        raise UnavailableError(f"The reconciler has failed, so the server has ended: {failures[0]!r}") from failures[0]
 
 
 def _greet(url: str, key: str | None) -> None:

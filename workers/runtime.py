@@ -28,9 +28,8 @@ INIT_METHOD = "FT_INIT_METHOD"
 
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
-_LOST_PEER = re.compile(
-    r"Connection (closed|reset) by peer|Broken pipe|Connection refused|Timed out waiting|NCCL.*(abort|timeout)", re.I
-)
+_LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|Connection refused", re.IGNORECASE)
+_TIMED_OUT = re.compile(r"Timed out waiting|timeout", re.IGNORECASE)
 
 
 class TrainingError(FtError):
@@ -95,8 +94,7 @@ def report_failure(run: RunDir, attempt: int, error: BaseException) -> None:
     if lost_peer(error):
         return
     permanent = isinstance(error, FtError)
-    code = error.code if isinstance(error, FtError) else "training_failed"
-    message = error.message if isinstance(error, FtError) else f"{type(error).__name__}: {error}"
+    code, message = _code_and_message(error)
     info = ErrorInfo(
         code=code,
         message=message,
@@ -110,6 +108,15 @@ def report_failure(run: RunDir, attempt: int, error: BaseException) -> None:
 def lost_peer(error: BaseException) -> bool:
     """Whether an error says no more than that another rank went away, whose own error is the one to show."""
     return isinstance(error, RuntimeError) and bool(_LOST_PEER.search(str(error)))
+
+
+def _code_and_message(error: BaseException) -> tuple[str, str]:
+    if isinstance(error, FtError):
+        return error.code, error.message
+    if isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
+        limit = f"{COLLECTIVE_TIMEOUT.total_seconds():g} seconds"
+        return "collective_timeout", f"A rank is stuck: the others waited {limit} for it. {error}"
+    return "training_failed", f"{type(error).__name__}: {error}"
 
 
 def leave(code: int) -> None:

@@ -21,6 +21,7 @@ from workers import checkpoint
 from workers.data.batches import Tokens
 from workers.data.tokenize import Dataset, load_dataset, load_tokenizer
 from workers.export import publish
+from workers.guards import AdapterWatch, check_gathered_weights
 from workers.loop import Schedule, Trainer
 from workers.model.build import build
 from workers.model.load import adapters, load
@@ -63,12 +64,15 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
     load(  # each rank reads and quantises its own rows, which needs the shards' shapes
         built.peft_model, spec.model.path, seed=spec.seed, compute_dtype=runtime.compute_dtype, device=runtime.device
     )
+    check_gathered_weights(built.peft_model, runtime.compute_dtype)
     job = JobState(dict(adapters(built.peft_model)), spec.training)  # on the final parameters: loading replaced them
     schedule = Schedule.of(spec, len(train_set))
     _resume(runtime, reporter, job, schedule)
 
     built.peft_model.train()
-    trainer = Trainer(runtime, built.peft_model, job, train_set, valid_set, schedule, reporter, stop)
+    trainer = Trainer(
+        runtime, built.peft_model, job, train_set, valid_set, schedule, reporter, stop, AdapterWatch(job.parameters)
+    )
     stopped_at = trainer.fit()
     if stopped_at is not None:
         reporter.message(f"Stopped at step {job.step}; checkpoint {stopped_at} is complete.")

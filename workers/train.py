@@ -17,7 +17,7 @@ if __name__ == "__main__":  # before torch is imported: a rank must not outlive 
 import torch.distributed as dist
 
 from ft_service.rundir import Outcome, RunDir
-from workers import checkpoint
+from workers import checkpoint, origins
 from workers.data.batches import Tokens
 from workers.data.tokenize import Dataset, load_dataset, load_tokenizer
 from workers.export import publish
@@ -65,6 +65,7 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
         built.peft_model, spec.model.path, seed=spec.seed, compute_dtype=runtime.compute_dtype, device=runtime.device
     )
     check_gathered_weights(built.peft_model, runtime.compute_dtype)
+    origins.record(runtime.run, spec, built, train_set, valid_set)  # a job goes on only on the base that it began with
     job = JobState(dict(adapters(built.peft_model)), spec.training)  # on the final parameters: loading replaced them
     schedule = Schedule.of(spec, len(train_set))
     _resume(runtime, reporter, job, schedule)

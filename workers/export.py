@@ -80,7 +80,11 @@ def new_folder(target: Path) -> Iterator[Path]:
     beside = target.with_name(f"{target.name}.tmp")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
-    yield beside
+    try:
+        yield beside
+    except BaseException:
+        shutil.rmtree(beside)
+        raise
     shutil.rmtree(target, ignore_errors=True)
     os.replace(beside, target)
 

@@ -42,6 +42,9 @@ class Safetensors:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
+    def names(self) -> list[str]:
+        return list(self._files)
+
     def rows(self, name: str, start: int, end: int) -> Tensor:
         """Rows [start, end) of a tensor, in its own dtype."""
         source = self._handle(name).get_slice(name)
@@ -49,8 +52,15 @@ class Safetensors:
             return torch.empty(0, *source.get_shape()[1:])
         return source[start:end]
 
+    def whole(self, name: str) -> Tensor:
+        return self._handle(name).get_tensor(name)
+
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._handle(name).get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """As safetensors writes it: BF16, F32, …"""
+        return self._handle(name).get_slice(name).get_dtype()
 
     def _handle(self, name: str) -> Any:
         file = self._files[name]

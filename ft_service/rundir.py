@@ -13,6 +13,7 @@
     attempts/<n>/exit.json                Exit, by the supervisor, last
     checkpoints/step-<s>-a<n>/            DCP shards, then COMPLETE (CheckpointMarker) last
     adapter/  metrics.csv  manifest.json  the outcome
+    adapters/step-<s>-a<n>/               adapters of checkpoints, made when they are asked for
     result.json                           Result, last of all; names the attempt
     ranks.lock                            held (shared) by every living rank of any attempt
 

@@ -71,6 +71,8 @@ def write_adapter(folder: Path, tensors: dict[str, Tensor], config: PeftConfig, 
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config.base_model_name_or_path = spec.model.path
     config.inference_mode = True
+    if isinstance(config.target_modules, set):  # pyright: ignore[reportAttributeAccessIssue]
+        config.target_modules = sorted(config.target_modules)  # pyright: ignore  a set has another order in every process
     config.save_pretrained(str(folder))
 
 

@@ -14,8 +14,8 @@ from ft_service.provenance import Manifest
 from ft_service.spec import JobSpec, PrecisionOptions
 from workers.data.batches import Batch, Tokens, collate
 from workers.data.tokenize import load_dataset, load_tokenizer
-from workers.model.build import base_on_meta, build, restore_buffers
-from workers.model.load import Safetensors, adapters, load
+from workers.model.build import build
+from workers.model.load import Safetensors, adapters, checkpoint_name, load
 from workers.runtime import COMPUTE_DTYPE
 from workers.step import evaluate
 
@@ -36,7 +36,7 @@ def measure(manifest: Manifest, base: Path, adapter: Path, merged: Path, samples
     losses = {
         "adapter_on_base_as_trained": _loss(with_adapter(spec, adapter, device), batches),
         "adapter_on_bf16_base": _loss(with_adapter(plain, adapter, device), batches),
-        "merged": _loss(merged_model(spec, merged, device), batches),
+        "merged": _loss(merged_model(plain, merged, device), batches),
     }
     return {"validation_loss": losses, "samples": len(tokens), "compute": spec.precision.compute}
 
@@ -73,13 +73,15 @@ def with_adapter(spec: JobSpec, adapter: Path, device: torch.device) -> nn.Modul
 
 
 def merged_model(spec: JobSpec, merged: Path, device: torch.device) -> nn.Module:
-    """A merged model for evaluation, FP8 weights multiplied out in the job's compute dtype."""
-    model = base_on_meta(spec.model.path)  # the same architecture; a merged FP8 config is for other tools
-    restore_buffers(model, device)
-    load(model.requires_grad_(False), merged, seed=0, compute_dtype=COMPUTE_DTYPE[spec.precision.compute], device=device)
-    parameters = dict(model.named_parameters())
+    """A merged model for evaluation, in a spec without quantised formats; FP8 weights are multiplied out.
+
+    It is built as the base is, with an adapter that does nothing (B is zero), so that every architecture loads.
+    """
+    model = build(spec, device).peft_model
+    load(model, merged, seed=spec.seed, compute_dtype=COMPUTE_DTYPE[spec.precision.compute], device=device)
+    parameters = {checkpoint_name(name): parameter for name, parameter in model.named_parameters()}
     with Safetensors(merged) as tensors:
         for name in tensors.names():
             if name.endswith(".weight_scale"):
-                parameters[name.removesuffix("_scale")].mul_(tensors.whole(name).to(device).float())
+                parameters[name.removesuffix("_scale")].data.mul_(tensors.whole(name).to(device).float())
     return model

@@ -23,13 +23,18 @@ from peft import LoraConfig, PeftConfig
 from peft.utils.other import get_pattern_key
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ft_service.errors import FtError, SpecError
 from ft_service.provenance import MANIFEST, FileDigest, Manifest, base_files, base_of
+from ft_service.spec import PrecisionOptions
 from workers.export import new_folder
 from workers.fidelity import measure
 from workers.model.build import base_on_meta, decoder_layers
+from workers.model.experts import experts_of
 from workers.model.load import Safetensors
+from workers.model.names import find_pieces
+from workers.model.precision import precision_map
 from workers.quant.fp8 import LARGEST
 from workers.shards import DTYPES, TensorPlan, in_files, write_file, write_index
 
@@ -133,46 +138,57 @@ class Rounding:
 
 def merge(base: Path, adapter_folder: Path, out: Path, *, to: str, max_file_bytes: int = 5 * GIB) -> Rounding:
     """Write the merged model to the new folder `out`. Raises SpecError for an adapter that does not fit the base."""
-    adapter = Adapter(adapter_folder)
+    adapter, model = Adapter(adapter_folder), base_on_meta(str(base))
     with Safetensors(base) as tensors, new_folder(out) as folder:
-        _check_fits(adapter, tensors, base)
-        quantised = linears_of_layers(base, tensors) if to == "fp8" else set[str]()
+        targets = Targets(base, model, tensors, adapter)
+        quantised = linears_of_layers(model, tensors) if to == "fp8" else set[str]()
         files = in_files([_unit(name, tensors, quantised) for name in tensors.names()], max_file_bytes)
         rounding = Rounding()
         for file, units in files.items():
-            pieces = (piece for unit in units for piece in _pieces(unit[0], tensors, adapter, rounding))
+            pieces = (piece for unit in units for piece in _pieces(unit[0], tensors, targets, rounding))
             write_file(folder / file, [plan for unit in units for plan in unit], pieces)
         write_index(folder, files)
-        _write_config(base, folder, quantised)
+        _write_config(base, model, folder, quantised)
         for path in (path for pattern in COPIED for path in base.glob(pattern) if path.is_file()):
             shutil.copy(path, folder)
     return rounding
 
 
-def linears_of_layers(base: Path, tensors: Safetensors) -> set[str]:
-    """Weights of the linear layers inside the decoder layers. Raises SpecError if the files hold them by other names."""
-    model = base_on_meta(str(base))
-    inside = {id(module) for layer in decoder_layers(model) for module in layer.modules() if isinstance(module, nn.Linear)}
-    names = {f"{name}.weight" for name, module in model.named_modules() if id(module) in inside}
+class Targets:
+    """Which tensors of the base's files an adapter changes: files may hold other names than the model has."""
+
+    def __init__(self, base: Path, model: PreTrainedModel, tensors: Safetensors, adapter: Adapter) -> None:
+        """Raises SpecError naming the first weight that the base does not hold, or holds in another shape."""
+        wanted = [*adapter.weights(), *adapter.replaced]
+        pieces = find_pieces(model, wanted, tensors.names())
+        missing = [name for name in wanted if len(pieces.get(name, [])) != 1]
+        if missing:
+            raise SpecError(
+                f"The adapter changes {len(missing)} weights that {base} does not hold as one tensor, the first: {missing[0]}. "
+                "It belongs to another base, or the base's layout is not supported.",
+                param="base",
+            )
+        self.adapter = adapter
+        self.modules = {pieces[name][0].tensor: module for name, module in adapter.weights().items()}
+        self.replaced = {pieces[name][0].tensor: theirs for name, theirs in adapter.replaced.items()}
+        for name, module in self.modules.items():
+            shape = (adapter.shape(f"{module}.lora_B.weight")[0], adapter.shape(f"{module}.lora_A.weight")[1])
+            if tensors.shape(name) != shape:
+                raise SpecError(f"The adapter changes {name} of shape {shape}; {base} has {tensors.shape(name)}.", param="base")
+
+    def update(self, name: str) -> Update | None:
+        return self.adapter.update(self.modules[name]) if name in self.modules else None
+
+
+def linears_of_layers(model: PreTrainedModel, tensors: Safetensors) -> set[str]:
+    """Weights of the linear layers inside the decoder layers. Raises SpecError where they cannot be stored in FP8 here."""
+    layers = decoder_layers(model)
+    names = {f"{name}.weight" for name in precision_map(model, layers, PrecisionOptions())}
     missing = sorted(name for name in names if name not in tensors)
-    if missing:
-        raise SpecError(f"The base's files do not hold {missing[0]} by that name: merge to bf16 instead.", param="to")
+    if missing or experts_of(layers):
+        what = f"does not hold {missing[0]} by that name" if missing else "is a mixture of experts"
+        raise SpecError(f"The base {what}, which merging to fp8 does not support: merge to bf16.", param="to")
     return names
-
-
-def _check_fits(adapter: Adapter, tensors: Safetensors, base: Path) -> None:
-    wanted = [*adapter.weights(), *adapter.replaced]
-    missing = [name for name in wanted if name not in tensors]
-    if missing:
-        raise SpecError(
-            f"The adapter changes {len(missing)} weights that {base} does not hold by that name, the first: {missing[0]}. "
-            "It belongs to another base, or the base's layout is not supported.",
-            param="base",
-        )
-    for name, module in adapter.weights().items():
-        shape = (adapter.shape(f"{module}.lora_B.weight")[0], adapter.shape(f"{module}.lora_A.weight")[1])
-        if tensors.shape(name) != shape:
-            raise SpecError(f"The adapter changes {name} of shape {shape}; {base} has {tensors.shape(name)}.", param="base")
 
 
 def _unit(name: str, tensors: Safetensors, quantised: set[str]) -> tuple[TensorPlan, ...]:
@@ -183,14 +199,14 @@ def _unit(name: str, tensors: Safetensors, quantised: set[str]) -> tuple[TensorP
     return (TensorPlan(name, shape, "BF16" if dtype in FLOATS else dtype),)
 
 
-def _pieces(plan: TensorPlan, tensors: Safetensors, adapter: Adapter, rounding: Rounding) -> Iterator[Tensor]:
+def _pieces(plan: TensorPlan, tensors: Safetensors, targets: Targets, rounding: Rounding) -> Iterator[Tensor]:
     """A tensor's rows as they are stored, CHUNK_BYTES of fp32 at a time; scales come last."""
-    if tensors.dtype(plan.name) not in FLOATS or plan.name in adapter.replaced or len(plan.shape) == 0:
-        whole = adapter.read(adapter.replaced[plan.name]) if plan.name in adapter.replaced else tensors.whole(plan.name)
+    replacement = targets.replaced.get(plan.name)
+    if tensors.dtype(plan.name) not in FLOATS or replacement or not plan.shape:
+        whole = targets.adapter.read(replacement) if replacement else tensors.whole(plan.name)
         yield whole.to(DTYPES[plan.dtype])
         return
-    module = adapter.weights().get(plan.name)
-    update = adapter.update(module) if module else None
+    update = targets.update(plan.name)
     height = max(1, CHUNK_BYTES // (4 * math.prod(plan.shape[1:])))
     scales = []
     for start in range(0, plan.shape[0], height):
@@ -212,13 +228,12 @@ def to_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
     return (rows / scale.float()).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale
 
 
-def _write_config(base: Path, folder: Path, quantised: set[str]) -> None:
+def _write_config(base: Path, model: PreTrainedModel, folder: Path, quantised: set[str]) -> None:
     """The base's config, with the dtype and layout of what was written."""
     config = json.loads((base / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
     config["dtype"] = "bfloat16"
     if quantised:
-        model = base_on_meta(str(base))
         linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         config["quantization_config"] = fp8_layout([name for name in linears if f"{name}.weight" not in quantised])
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -264,7 +279,7 @@ def main(arguments: list[str]) -> int:
         }
         (given.out / "fidelity.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     except FtError as error:
-        print(json.dumps({"error": error.message, "permanent": True}))
+        print(json.dumps({"error": error.message, "code": error.code, "param": error.param}))
         return 64
     print(json.dumps(report))
     return 0

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,11 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ft_service.cli.output import Json, complain, connect, load_settings, print_fields, print_json
+from ft_service.cli.output import Json, connect, load_settings, print_fields, print_json
 from ft_service.errors import FtError, SpecError
+from ft_service.offline import run_worker
 from ft_service.verify import CONFIG, verify
-
-WORKER = (sys.executable, "-P", "-m", "workers.merge")
 
 
 class Format(StrEnum):
@@ -39,7 +34,7 @@ def merge(
     max_file_gib: Annotated[float, typer.Option(min=0.001, help="Largest safetensors file, in GiB.")] = 5.0,
     samples: Annotated[int, typer.Option(min=0, help="Of the validation file, to compare losses on; 0: none.")] = 64,
     as_json: Json = False,
-) -> int:
+) -> None:
     """Write base + adapter as one model, without a GPU, and what that changes in validation loss."""
     if out.exists():
         raise SpecError(f"--out = {out}: exists already. Name another folder.", param="out")
@@ -48,14 +43,11 @@ def merge(
             raise FtError(f"{source} is not what was written ({faults[0]}): see ft verify.")
         options = ["--to", to.value, "--max-file-gib", str(max_file_gib), "--samples", str(samples)]
         options += ["--base", str(base.absolute())] if base else []
-        report = _run_worker([str(folder), str(out.absolute()), *options])
-    if "error" in report:
-        return complain(report["error"], 64)
+        report = run_worker("workers.merge", [str(folder), str(out.absolute()), *options])
     if as_json:
         print_json({"out": str(out.absolute()), **report})
     else:
         _show(report, out)
-    return 0
 
 
 @contextmanager
@@ -70,18 +62,6 @@ def adapter_folder(source: str) -> Iterator[Path]:
         raise SpecError(f"{source}: holds no adapter (no {CONFIG}).", param="source")
     with tempfile.TemporaryDirectory(prefix="ft-merge-") as scratch, connect() as client:
         yield client.download_adapter(source, Path(scratch) / "adapter")
-
-
-def _run_worker(arguments: list[str]) -> dict[str, Any]:
-    """The worker's report. Raises FtError with its last words if it ended without one."""
-    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
-    ended = subprocess.run([*WORKER, *arguments], capture_output=True, text=True, env=environment, check=False)
-    lines = ended.stdout.splitlines()
-    if ended.returncode in (0, 64) and lines:
-        return json.loads(lines[-1])
-    last = (ended.stderr.strip().splitlines() or [f"it ended with code {ended.returncode}"])[-1]
-    hint = " Install the workers: pip install 'ft-service[workers]'." if "ModuleNotFoundError" in last else ""
-    raise FtError(f"The merge has failed: {last}{hint}")
 
 
 def _show(report: dict[str, Any], out: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from ft_service import offline
 from ft_service.events import Metrics
 from ft_service.ids import new_id
 from ft_service.job import Job, Phase, Reason, State
@@ -255,6 +256,26 @@ def test_the_adapter_is_a_tar_archive_once_the_job_has_succeeded(
         member = archive.extractfile("adapter/adapter_model.safetensors")
         assert member is not None
         assert member.read() == weights
+
+
+def test_a_checkpoint_s_adapter_is_made_when_it_is_asked_for(
+    service: Service, client: openai.OpenAI, training_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
+    run = run_dir(service, job_id)
+
+    def make(module: str, arguments: list[str]) -> None:
+        assert arguments == [str(run.root), "step-2-a1", str(run.path("adapters/step-2-a1"))]
+        run.put("adapters/step-2-a1/adapter_config.json", b"{}")
+
+    monkeypatch.setattr(offline, "run_worker", make)
+    put(service, job_id, state=State.RUNNING, attempt=1, checkpoints=(2,))
+    point = client.fine_tuning.jobs.checkpoints.list(job_id).data[0]
+    answer = service.http("GET", f"/v1/fine_tuning/jobs/{job_id}/checkpoints/{point.id}/adapter")
+    with tarfile.open(fileobj=io.BytesIO(answer.content)) as archive:
+        assert archive.getnames() == ["adapter/adapter_config.json"]
+    other = service.http("GET", f"/v1/fine_tuning/jobs/{job_id}/checkpoints/ftckpt_x/adapter")
+    assert (other.status_code, other.json()["error"]["code"]) == (404, "no_checkpoint")
 
 
 def test_logs_are_the_last_lines_of_an_attempt(service: Service, client: openai.OpenAI, training_file: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import uvicorn
 
+from api import housekeeping
 from api.app import create_app
 from api.bootstrap import PROJECT, prepare, write_private
 from api.uploads import TEMPORARY_PREFIX
@@ -29,12 +30,12 @@ from ft_service.settings import Settings
 from ft_service.store.base import Store
 from ft_service.store.sql import migrate, open_store
 
-Reconcile = Callable[[Settings, Store, threading.Event], None]
-"""Moves jobs on until the event is set. Runs in a thread of its own."""
+Work = Callable[[Settings, Store, threading.Event], None]
+"""Goes on until the event is set, in a thread of its own."""
 
 _STREAM_GRACE_SECONDS = 3
 """How long running answers (downloads) may go on after the server was told to stop."""
-_RECONCILER_GRACE_SECONDS = 10.0
+_THREAD_GRACE_SECONDS = 10.0
 _STALE_UPLOAD_SECONDS = 24 * 3600.0
 
 
@@ -44,7 +45,7 @@ def reconcile_here(settings: Settings, store: Store, stop: threading.Event) -> N
     Reconciler(store, launcher, settings.runs_dir, settings.files_dir).run(stop)
 
 
-def serve(settings: Settings, reconcile: Reconcile = reconcile_here) -> None:
+def serve(settings: Settings, reconcile: Work = reconcile_here) -> None:
     """Serve until SIGINT or SIGTERM. Only for a process's main thread.
 
     Raises SpecError if a setting is wrong or the port is taken, UnavailableError if the database does not answer.
@@ -62,7 +63,8 @@ def serve(settings: Settings, reconcile: Reconcile = reconcile_here) -> None:
         _remove_stale_uploads(settings.files_dir)
         stack.enter_context(_announced(settings.home / "server.json", url))
         stack.enter_context(_stop_signals_end_quietly())
-        stack.enter_context(_reconciling(reconcile, settings, store))
+        stack.enter_context(_in_thread("housekeeping", housekeeping.run, settings, store))
+        stack.enter_context(_in_thread("reconciler", reconcile, settings, store))
         _greet(url, key)
         _run(app, listener)
         _say_what_goes_on(store)
@@ -121,15 +123,15 @@ def _stop_signals_end_quietly() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _reconciling(reconcile: Reconcile, settings: Settings, store: Store) -> Iterator[None]:
+def _in_thread(name: str, work: Work, settings: Settings, store: Store) -> Iterator[None]:
     stop = threading.Event()
-    thread = threading.Thread(target=reconcile, args=(settings, store, stop), name="reconciler", daemon=True)
+    thread = threading.Thread(target=work, args=(settings, store, stop), name=name, daemon=True)
     thread.start()
     try:
         yield
     finally:
         stop.set()
-        thread.join(_RECONCILER_GRACE_SECONDS)
+        thread.join(_THREAD_GRACE_SECONDS)
 
 
 def _greet(url: str, key: str | None) -> None:

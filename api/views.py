@@ -51,7 +51,7 @@ class FileView(BaseModel):
     status: Literal["processed"] = "processed"
     """A file is usable as soon as it is there: clients wait for this word."""
     status_details: None = None
-    expires_at: None = None
+    expires_at: int | None = None
 
 
 class DeletedView(BaseModel):
@@ -186,7 +186,14 @@ def list_view(items: Sequence[Any], has_more: bool) -> dict[str, Any]:
 
 
 def file_view(file: File) -> FileView:
-    return FileView(id=file.id, bytes=file.bytes, created_at=int(file.created_at), filename=file.filename, purpose=file.purpose)
+    return FileView(
+        id=file.id,
+        bytes=file.bytes,
+        created_at=int(file.created_at),
+        expires_at=_whole(file.expires_at),
+        filename=file.filename,
+        purpose=file.purpose,
+    )
 
 
 def job_view(job: Job, *, organization: str, metrics: Metrics | None, now: float) -> JobView:

@@ -74,5 +74,10 @@ class Settings(BaseSettings):
         return self.home / "files"
 
     @property
+    def uploads_dir(self) -> Path:
+        """Parts of uploads that are not complete yet."""
+        return self.home / "uploads"
+
+    @property
     def runs_dir(self) -> Path:
         return self.home / "runs"

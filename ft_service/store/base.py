@@ -53,6 +53,8 @@ class File:
     bytes: int
     sha256: str
     created_at: float
+    expires_at: float | None = None
+    """From then on it is hidden, as if it had been deleted; None: it never expires."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +157,8 @@ class Store(Protocol):
         ...
 
     # Files
-    def add_file(self, file: File) -> File:
-        """Store the record; `created_at` is set by the database."""
+    def add_file(self, file: File, *, seconds: int | None = None) -> File:
+        """Store the record; `created_at` is set by the database. `seconds`: until it expires; None: never."""
         ...
 
     def get_file(self, project_id: str, file_id: str) -> File: ...
@@ -171,6 +173,14 @@ class Store(Protocol):
     ) -> Page[File]: ...
     def delete_file(self, project_id: str, file_id: str) -> bool:
         """Hide a file. True if no unfinished job refers to it, so that its bytes may go now."""
+        ...
+
+    def freeable_files(self, limit: int = 100) -> list[str]:
+        """Ids of deleted and expired files, of all projects, to which no unfinished job refers and whose bytes are there."""
+        ...
+
+    def mark_freed(self, file_ids: Sequence[str]) -> None:
+        """The bytes of these files are gone."""
         ...
 
     # Jobs, as users see them

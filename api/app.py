@@ -9,21 +9,22 @@ from fastapi_offline import FastAPIOffline
 
 from api import errors
 from api.auth import authenticated
-from api.deps import Services
+from api.deps import SCHEMAS, Services
 from api.middleware import RequestContext
-from api.routes import files, fine_tuning, health, inference, models
+from api.routes import files, fine_tuning, health, inference, models, uploads
+from api.routes.uploads import CompleteRequest, UploadRequest
 from api.views import ErrorView
 from ft_service import __version__
 from ft_service.catalogue import Catalogue
 from ft_service.settings import Settings
-from ft_service.spec import JobRequest
+from ft_service.spec import JobRequest, Strict
 from ft_service.store.base import Store
 
 _DESCRIPTION = """
 Fine-tuning in OpenAI's wire format: `openai.OpenAI(base_url="…/v1", api_key="…")` works unchanged. Options that OpenAI has no
 field for ride at the top level of the create body (`extra_body` of the client); answers carry extra fields beside OpenAI's.
 """
-_SCHEMAS = "#/components/schemas/{model}"
+_BODIES: tuple[type[Strict], ...] = (JobRequest, UploadRequest, CompleteRequest)
 
 
 def create_app(settings: Settings, store: Store) -> FastAPI:
@@ -38,23 +39,24 @@ def create_app(settings: Settings, store: Store) -> FastAPI:
     )
     app.state.services = Services(settings, store, Catalogue.from_settings(settings))
     app.include_router(health.router)
-    for router in (files.router, fine_tuning.router, models.router, inference.router):
+    for router in (files.router, uploads.router, fine_tuning.router, models.router, inference.router):
         # Here and not only in the routes, so that nobody without a key gets as far as sending a body.
         app.include_router(router, dependencies=[Depends(authenticated)])
     errors.install(app)
     app.add_middleware(RequestContext)
-    _describe_create_body(app)
+    _describe_bodies(app)
     return app
 
 
-def _describe_create_body(app: FastAPI) -> None:
-    """Add the schema of the create body to the OpenAPI document, which knows only what FastAPI itself checks."""
+def _describe_bodies(app: FastAPI) -> None:
+    """Add the schemas of JSON bodies to the OpenAPI document, which knows only what FastAPI itself checks."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
         document = generate()
-        schema = JobRequest.model_json_schema(ref_template=_SCHEMAS)
-        document["components"]["schemas"] |= {**schema.pop("$defs"), "JobRequest": schema}
+        for model in _BODIES:
+            schema = model.model_json_schema(ref_template=SCHEMAS)
+            document["components"]["schemas"] |= {**schema.pop("$defs", {}), model.__name__: schema}
         return document
 
     app.openapi = openapi

@@ -1,8 +1,9 @@
-"""What has expired goes: the bytes of deleted and expired files that no unfinished job needs."""
+"""What has expired goes: the bytes of deleted and expired files that no unfinished job needs, and parts of ended uploads."""
 
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 from collections.abc import Sequence
 
@@ -29,6 +30,7 @@ def sweep(settings: Settings, store: Store) -> None:
     """Everything that is due. Any number of servers may do it at once. Raises UnavailableError and OSError."""
     while file_ids := store.freeable_files():
         free(settings, store, file_ids)
+    _remove_parts(settings, store)
 
 
 def free(settings: Settings, store: Store, file_ids: Sequence[str]) -> None:
@@ -36,3 +38,12 @@ def free(settings: Settings, store: Store, file_ids: Sequence[str]) -> None:
     for file_id in file_ids:
         (settings.files_dir / file_id).unlink(missing_ok=True)
     store.mark_freed(file_ids)
+
+
+def _remove_parts(settings: Settings, store: Store) -> None:
+    """What uploads that are no longer pending have left. Folders are listed first: those of uploads made since are not."""
+    folders = list(settings.uploads_dir.glob("*"))
+    pending = store.pending_uploads() if folders else set()
+    for folder in folders:
+        if folder.name not in pending:
+            shutil.rmtree(folder)

@@ -14,7 +14,7 @@ from typing import Any
 
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.job import Job
-from ft_service.store.base import File, Principal, Store
+from ft_service.store.base import File, Principal, Store, UploadPart
 
 WINDOW_SECONDS = 40 * 60
 """The client gives up after three tries of ten minutes each and the waits between them."""
@@ -62,6 +62,14 @@ def repeated_file(headers: Mapping[str, str], store: Store, principal: Principal
     files = store.list_files(principal.project_id, limit=_LOOKED_AT, purpose=new.purpose).data
     same = (file for file in files if (file.sha256, file.filename) == (new.sha256, new.filename))
     return next((file for file in same if file.created_at >= since), None)
+
+
+def repeated_part(headers: Mapping[str, str], store: Store, new: UploadPart) -> UploadPart | None:
+    """The same for a part of an upload: of the same contents."""
+    if not _is_retry(headers):
+        return None
+    parts = store.list_parts(new.project_id, new.upload_id)
+    return next((part for part in reversed(parts) if (part.bytes, part.sha256) == (new.bytes, new.sha256)), None)
 
 
 def _is_retry(headers: Mapping[str, str]) -> bool:

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from ft_service.events import Metrics
 from ft_service.job import Job, State
 from ft_service.spec import LEARNING_RATE, JobSpec, TrainingOptions
-from ft_service.store.base import Checkpoint, File, StoredEvent
+from ft_service.store.base import Checkpoint, File, StoredEvent, Upload, UploadPart
 
 View = TypeVar("View", bound=BaseModel)
 
@@ -52,6 +52,26 @@ class FileView(BaseModel):
     """A file is usable as soon as it is there: clients wait for this word."""
     status_details: None = None
     expires_at: int | None = None
+
+
+class UploadView(BaseModel):
+    id: str
+    object: Literal["upload"] = "upload"
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: str
+    status: Literal["pending", "completed", "cancelled", "expired"]
+    file: FileView | None
+    """Once completed."""
+
+
+class UploadPartView(BaseModel):
+    id: str
+    object: Literal["upload.part"] = "upload.part"
+    created_at: int
+    upload_id: str
 
 
 class DeletedView(BaseModel):
@@ -194,6 +214,23 @@ def file_view(file: File) -> FileView:
         filename=file.filename,
         purpose=file.purpose,
     )
+
+
+def upload_view(upload: Upload, file: File | None) -> UploadView:
+    return UploadView(
+        id=upload.id,
+        bytes=upload.bytes,
+        created_at=int(upload.created_at),
+        expires_at=int(upload.expires_at),
+        filename=upload.filename,
+        purpose=upload.purpose,
+        status=upload.status,
+        file=file_view(file) if file else None,
+    )
+
+
+def upload_part_view(part: UploadPart) -> UploadPartView:
+    return UploadPartView(id=part.id, created_at=int(part.created_at), upload_id=part.upload_id)
 
 
 def job_view(job: Job, *, organization: str, metrics: Metrics | None, now: float) -> JobView:

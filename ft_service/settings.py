@@ -36,7 +36,9 @@ class Settings(BaseSettings):
     slots: int | None = Field(default=None, ge=1, le=1024)
     """Ranks this host runs at once; None: its GPUs, or without a GPU its processors (at least 2)."""
     max_file_bytes: int = Field(default=512 * 1024**2, ge=1)
-    """Largest uploaded file."""
+    """Largest file uploaded in one request."""
+    max_upload_bytes: int = Field(default=8 * 1024**3, ge=1)
+    """Largest file uploaded in parts."""
     result_files_plain: bool = False
     """Serve metrics files as plain CSV instead of base64, which existing OpenAI scripts decode."""
     stop_grace_seconds: float = Field(default=60.0, gt=0)

@@ -400,12 +400,20 @@ def _place(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
         elif current is not None and part in current.model_fields:
             parts.append(part)
             annotation = current.model_fields[part].annotation
-            current = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+            current = _model_of(annotation)
             keyed = _is_mapping(annotation)
         elif current is not None:
             parts.append(part[:80])
             current = None
     return ".".join(parts)
+
+
+def _model_of(annotation: Any) -> type[BaseModel] | None:
+    """The model that a field holds (or none); None if it holds something else."""
+    union = get_origin(annotation) in (Union, UnionType)
+    inner = [part for part in get_args(annotation) if part is not NoneType] if union else [annotation]
+    found = inner[0] if len(inner) == 1 else None
+    return found if isinstance(found, type) and issubclass(found, BaseModel) else None
 
 
 def _is_mapping(annotation: Any) -> bool:

@@ -40,7 +40,7 @@ _FORM = {
                     "properties": {
                         "file": {"type": "string", "format": "binary"},
                         "purpose": {"const": PURPOSE},
-                        "expires_after": expiry.SCHEMA,
+                        "expires_after": expiry.ExpiresAfter.model_json_schema(),
                     },
                 },
                 "encoding": {"expires_after": {"style": "deepObject", "explode": True}},

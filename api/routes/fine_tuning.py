@@ -12,7 +12,7 @@ from fastapi.responses import PlainTextResponse, StreamingResponse
 
 from api import archive, repeats
 from api.auth import Caller
-from api.deps import JsonBody, Services, Svc
+from api.deps import JsonBody, Services, Svc, described
 from api.tails import tail
 from api.views import (
     CheckpointView,
@@ -28,19 +28,15 @@ from ft_service.admission import submit
 from ft_service.errors import ConflictError, NotFoundError, SpecError
 from ft_service.job import Job, State, Verb
 from ft_service.rundir import RunDir
+from ft_service.spec import JobRequest
 from ft_service.store.base import Principal
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"])
 
-JOB_REQUEST = {
-    "requestBody": {"required": True, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/JobRequest"}}}}
-}
-"""The body is checked by the core, so the schema is named here instead of derived from the signature (see app.py)."""
-
 _METADATA = re.compile(r"metadata\[(.*)\]", re.DOTALL)
 
 
-@router.post("", openapi_extra=JOB_REQUEST)
+@router.post("", openapi_extra=described(JobRequest))
 def create(request: Request, body: JsonBody, caller: Caller, services: Svc) -> JobView:
     """Create a job. Every option is checked first, and nothing is stored unless all are fine; the contents of the files are
     checked by the job itself (`validating_files`)."""

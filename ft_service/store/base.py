@@ -58,6 +58,37 @@ class File:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Upload:
+    """A file that arrives in parts."""
+
+    id: str
+    project_id: str
+    filename: str
+    purpose: str
+    bytes: int
+    """Of the whole file, as announced."""
+    file_seconds: int | None
+    """Lifetime of the file that it becomes; None: until it is deleted."""
+    status: Literal["pending", "completed", "cancelled", "expired"] = "pending"
+    created_at: float = 0.0
+    expires_at: float = 0.0
+    part_ids: list[str] | None = None
+    """The parts it was completed with, in order."""
+    file_id: str | None = None
+    """The file it has become."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UploadPart:
+    id: str
+    project_id: str
+    upload_id: str
+    bytes: int
+    sha256: str
+    created_at: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class NewEvent:
     """An event about to be stored. `source`: (segment, line) it came from; None for the service's own."""
 
@@ -181,6 +212,38 @@ class Store(Protocol):
 
     def mark_freed(self, file_ids: Sequence[str]) -> None:
         """The bytes of these files are gone."""
+        ...
+
+    # Uploads in parts
+    def add_upload(self, upload: Upload, *, seconds: int, at_most: int) -> Upload:
+        """Store a pending upload that expires after `seconds`. Raises SpecError if the project has `at_most` already."""
+        ...
+
+    def get_upload(self, project_id: str, upload_id: str) -> Upload: ...
+    def add_part(self, part: UploadPart, *, slack: int, at_most: int) -> UploadPart:
+        """Store a part of a pending upload; all parts together may hold `slack` bytes more than the upload announced.
+
+        Raises SpecError if they would hold more, if there are `at_most` parts already, or if the upload is not pending.
+        """
+        ...
+
+    def list_parts(self, project_id: str, upload_id: str) -> list[UploadPart]:
+        """Of a pending upload, oldest first."""
+        ...
+
+    def complete_upload(self, project_id: str, upload_id: str, part_ids: Sequence[str], file: File) -> Upload:
+        """Turn a pending upload into a file. One that was completed with the same parts before is answered as it is.
+
+        Raises SpecError if it is neither.
+        """
+        ...
+
+    def cancel_upload(self, project_id: str, upload_id: str) -> Upload:
+        """Repeating it changes nothing. Raises SpecError if the upload is completed or has expired."""
+        ...
+
+    def pending_uploads(self) -> set[str]:
+        """Ids of all projects' pending uploads."""
         ...
 
     # Jobs, as users see them

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import PlainTextResponse, StreamingResponse
 
-from api import archive, repeats
+from api import archive, live, repeats
 from api.auth import Caller
 from api.deps import JsonBody, Services, Svc, described
 from api.tails import tail
@@ -33,6 +33,7 @@ from ft_service.store.base import Principal
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"])
 
+_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 _METADATA = re.compile(r"metadata\[(.*)\]", re.DOTALL)
 
 
@@ -52,7 +53,8 @@ def create(request: Request, body: JsonBody, caller: Caller, services: Svc) -> J
 def list_jobs(
     request: Request, caller: Caller, services: Svc, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
 ) -> Any:
-    """Newest first. `metadata[k]=v`, any number of times: only jobs whose metadata hold all these pairs."""
+    """Newest first. `metadata[k]=v`, any number of times: only jobs whose metadata hold all these pairs. `metadata=null`: only
+    jobs without metadata."""
     page = services.store.list_jobs(caller.project_id, after=after, limit=limit, metadata=_metadata(request))
     return list_view([_view(job, caller, services) for job in page.data], page.has_more)
 
@@ -80,11 +82,21 @@ def resume(job_id: str, caller: Caller, services: Svc) -> JobView:
     return _view(services.store.request(caller.project_id, job_id, Verb.RESUME), caller, services)
 
 
-@router.get("/{job_id}/events", response_model=ListView[EventView])
+@router.get("/{job_id}/events", response_model=ListView[EventView], responses=_STREAM)
 def events(
-    job_id: str, caller: Caller, services: Svc, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
+    request: Request,
+    job_id: str,
+    caller: Caller,
+    services: Svc,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    stream: bool = False,
 ) -> Any:
-    """Newest first."""
+    """Newest first. `stream=true` (not in OpenAI's API): server-sent events instead, the oldest first, from the one after
+    `Last-Event-ID` (or `after`) until the job has ended, then `[DONE]`; `limit` has no effect then."""
+    if stream:
+        after = request.headers.get("last-event-id") or after
+        return live.response(services.store, caller.project_id, job_id, after)
     page = services.store.list_events(caller.project_id, job_id, after=after, limit=limit)
     return list_view([event_view(event) for event in page.data], page.has_more)
 
@@ -164,15 +176,19 @@ def _view(job: Job, caller: Principal, services: Services) -> JobView:
     return job_view(job, organization=caller.organization, metrics=metrics, now=now)
 
 
-def _metadata(request: Request) -> dict[str, str] | None:
-    """The pairs of `metadata[k]=v`. Raises SpecError for forms that are not understood, instead of listing everything."""
+def _metadata(request: Request) -> dict[str, str] | Literal["none"] | None:
+    """The pairs of `metadata[k]=v`, "none" for `metadata=null`. Raises SpecError for forms that are not understood, instead of
+    listing everything."""
+    given = [(name, value) for name, value in request.query_params.multi_items() if name.startswith("metadata")]
+    if given == [("metadata", "null")]:
+        return "none"
     found: dict[str, str] = {}
-    for name, value in request.query_params.multi_items():
-        if not name.startswith("metadata"):
-            continue
+    for name, value in given:
         match = _METADATA.fullmatch(name)
         if match is None:
-            raise SpecError(f"{name[:80]} = {value[:80]!r}: filter by metadata[key]=value.", param="metadata")
+            raise SpecError(
+                f"{name[:80]} = {value[:80]!r}: filter by metadata[key]=value, or by metadata=null alone.", param="metadata"
+            )
         if found.setdefault(match[1], value) != value:
             raise SpecError(f"{name[:80]} is given twice, with different values: no job can have both.", param=name[:80])
     return found or None

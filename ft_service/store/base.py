@@ -253,17 +253,24 @@ class Store(Protocol):
 
     def get_job(self, project_id: str, job_id: str) -> Job: ...
     def list_jobs(
-        self, project_id: str, *, after: str | None = None, limit: int = 20, metadata: dict[str, str] | None = None
+        self,
+        project_id: str,
+        *,
+        after: str | None = None,
+        limit: int = 20,
+        metadata: dict[str, str] | Literal["none"] | None = None,
     ) -> Page[Job]:
-        """Newest first. `metadata`: only jobs whose metadata hold all these pairs."""
+        """Newest first. `metadata`: only jobs whose metadata hold all these pairs; "none": only jobs without any."""
         ...
 
     def request(self, project_id: str, job_id: str, verb: Verb) -> Job:
         """Apply `job.request` by compare-and-set, with an event that says so. Raises SpecError as `job.request` does."""
         ...
 
-    def list_events(self, project_id: str, job_id: str, *, after: str | None = None, limit: int = 20) -> Page[StoredEvent]:
-        """Newest first."""
+    def list_events(
+        self, project_id: str, job_id: str, *, after: str | None = None, limit: int = 20, order: Order = "desc"
+    ) -> Page[StoredEvent]:
+        """In the order in which they were stored; newest first by default."""
         ...
 
     def list_checkpoints(self, project_id: str, job_id: str, *, after: str | None = None, limit: int = 10) -> Page[Checkpoint]:

@@ -121,6 +121,17 @@ def test_jobs_are_listed_newest_first_paged_and_filtered(client: openai.OpenAI, 
     assert [job.id for job in client.fine_tuning.jobs.list(limit=2)] == ids[::-1]
     assert [job.id for job in client.fine_tuning.jobs.list(metadata={"n": "3", "all": "y & z"})] == [ids[3]]
     assert [job.id for job in client.fine_tuning.jobs.list(metadata={"n": "9"})] == []
+    assert len(list(client.fine_tuning.jobs.list(metadata={}))) == 5
+
+
+def test_jobs_without_metadata_can_be_asked_for(service: Service, client: openai.OpenAI, training_file: str) -> None:
+    def create(**more: Any) -> str:
+        return client.fine_tuning.jobs.create(model="tiny", training_file=training_file, **more).id
+
+    none, null, empty, some = create(), create(metadata=None), create(metadata={}), create(metadata={"metadata": "null"})
+
+    assert [job.id for job in client.fine_tuning.jobs.list(extra_query={"metadata": "null"}, limit=1)] == [null, none]
+    assert [job.id for job in client.fine_tuning.jobs.list()] == [some, empty, null, none]
 
 
 def test_verbs_answer_the_new_state_and_their_events(client: openai.OpenAI, training_file: str) -> None:

@@ -11,7 +11,8 @@ from api import errors
 from api.auth import authenticated
 from api.deps import SCHEMAS, Services
 from api.middleware import RequestContext
-from api.routes import files, fine_tuning, health, inference, models, uploads
+from api.routes import files, fine_tuning, health, inference, models, permissions, uploads
+from api.routes.permissions import PermissionRequest
 from api.routes.uploads import CompleteRequest, UploadRequest
 from api.views import ErrorView
 from ft_service import __version__
@@ -24,7 +25,7 @@ _DESCRIPTION = """
 Fine-tuning in OpenAI's wire format: `openai.OpenAI(base_url="…/v1", api_key="…")` works unchanged. Options that OpenAI has no
 field for ride at the top level of the create body (`extra_body` of the client); answers carry extra fields beside OpenAI's.
 """
-_BODIES: tuple[type[Strict], ...] = (JobRequest, UploadRequest, CompleteRequest)
+_BODIES: tuple[type[Strict], ...] = (JobRequest, UploadRequest, CompleteRequest, PermissionRequest)
 
 
 def create_app(settings: Settings, store: Store) -> FastAPI:
@@ -39,7 +40,7 @@ def create_app(settings: Settings, store: Store) -> FastAPI:
     )
     app.state.services = Services(settings, store, Catalogue.from_settings(settings))
     app.include_router(health.router)
-    for router in (files.router, uploads.router, fine_tuning.router, models.router, inference.router):
+    for router in (files.router, uploads.router, fine_tuning.router, permissions.router, models.router, inference.router):
         # Here and not only in the routes, so that nobody without a key gets as far as sending a body.
         app.include_router(router, dependencies=[Depends(authenticated)])
     errors.install(app)

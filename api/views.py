@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from ft_service.events import Metrics
 from ft_service.job import Job, State
 from ft_service.spec import LEARNING_RATE, JobSpec, TrainingOptions
-from ft_service.store.base import Checkpoint, File, StoredEvent, Upload, UploadPart
+from ft_service.store.base import Checkpoint, File, Permission, StoredEvent, Upload, UploadPart
 
 View = TypeVar("View", bound=BaseModel)
 
@@ -85,6 +85,16 @@ class ModelView(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str
+    shutdown_date: None = None
+
+    root: str
+    """The base that an alias stands for, or that a tuned model was trained on; of a base itself its name."""
+
+
+class DeletedModelView(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    deleted: Literal[True] = True
 
 
 class ModelsView(BaseModel):
@@ -176,6 +186,19 @@ class EventView(BaseModel):
     message: str
     type: Literal["message", "metrics"]
     data: dict[str, Any] | None
+
+
+class PermissionView(BaseModel):
+    id: str
+    object: Literal["checkpoint.permission"] = "checkpoint.permission"
+    created_at: int
+    project_id: str
+
+
+class DeletedPermissionView(BaseModel):
+    id: str
+    object: Literal["checkpoint.permission"] = "checkpoint.permission"
+    deleted: Literal[True] = True
 
 
 class CheckpointMetricsView(BaseModel):
@@ -298,6 +321,10 @@ def checkpoint_view(checkpoint: Checkpoint, tuned_name: str) -> CheckpointView:
             full_valid_mean_token_accuracy=known.valid_mean_token_accuracy,
         ),
     )
+
+
+def permission_view(permission: Permission) -> PermissionView:
+    return PermissionView(id=permission.id, created_at=int(permission.created_at), project_id=permission.grantee)
 
 
 def checkpoint_model(tuned_name: str, step: int) -> str:

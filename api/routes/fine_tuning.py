@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import PlainTextResponse, StreamingResponse
 
-from api import archive, live, repeats
+from api import archive, live, repeats, tuned
 from api.auth import Caller
 from api.deps import JsonBody, Services, Svc, described
 from api.tails import tail
@@ -118,6 +118,7 @@ def adapter(job_id: str, caller: Caller, services: Svc) -> StreamingResponse:
     if job.state is not State.SUCCEEDED:
         message = f"Job {job.id} is {job.state.value} and has no adapter; a job that has succeeded has one."
         raise NotFoundError(message, param="job_id", code="no_adapter")
+    tuned.find_own(job.spec["tuned_name"], caller.project_id, services)
     files = archive.members(_run_dir(job, services).path("adapter"), "adapter")
     if not files:
         raise NotFoundError(f"The adapter of job {job.id} is gone from the service's disk.", param="job_id", code="no_adapter")

@@ -6,9 +6,9 @@ from typing import Any
 
 from fastapi import APIRouter
 
+from api import tuned
 from api.auth import Caller
 from api.deps import JsonBody, Svc
-from api.routes.models import find_tuned
 from ft_service.errors import NotFoundError, SpecError
 
 router = APIRouter(prefix="/v1/chat/completions", tags=["inference"])
@@ -25,7 +25,7 @@ def create(body: JsonBody, caller: Caller, services: Svc) -> None:
     if not name.startswith("ft:"):
         message = "This service trains models and does not serve them: send chat completions to an inference server."
         raise NotFoundError(message, param="model", code="model_not_served")
-    job = find_tuned(name, caller, services)
+    job = tuned.find(name, caller, services).job
     raise NotFoundError(
         f"{name} is trained and not served here. Download its adapter with GET /v1/fine_tuning/jobs/{job.id}/adapter "
         f"(or `ft download {job.id}`) and serve it on its base, for example with vLLM: "

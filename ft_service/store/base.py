@@ -89,6 +89,20 @@ class UploadPart:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Permission:
+    """A project's permission to use another one's tuned model."""
+
+    id: str
+    project_id: str
+    """The model's."""
+    model: str
+    """Name of a tuned model or of a checkpoint."""
+    grantee: str
+    """The project that may use it."""
+    created_at: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class NewEvent:
     """An event about to be stored. `source`: (segment, line) it came from; None for the service's own."""
 
@@ -244,6 +258,41 @@ class Store(Protocol):
 
     def pending_uploads(self) -> set[str]:
         """Ids of all projects' pending uploads."""
+        ...
+
+    # Tuned models, beyond their jobs
+    def delete_model(self, project_id: str, model: str) -> None:
+        """Hide a tuned model, or a checkpoint of one. Repeating it changes nothing."""
+        ...
+
+    def is_deleted(self, model: str) -> bool: ...
+    def deleted_models(self, project_id: str) -> set[str]: ...
+    def grant(self, project_id: str, model: str, grantees: Sequence[str]) -> list[Permission]:
+        """Let projects use a model, in their order; one that may already is answered as it is. All or none are granted.
+
+        Raises SpecError naming the first project that there is not.
+        """
+        ...
+
+    def list_permissions(
+        self,
+        project_id: str,
+        model: str,
+        *,
+        after: str | None = None,
+        limit: int = 10,
+        order: Order = "desc",
+        grantee: str | None = None,
+    ) -> Page[Permission]:
+        """By creation. `grantee`: only this project's."""
+        ...
+
+    def revoke(self, project_id: str, model: str, permission_id: str) -> None:
+        """The project may use the model no longer."""
+        ...
+
+    def granted(self, grantee: str, model: str | None = None) -> list[Permission]:
+        """What other projects let this one use, newest first. `model`: only this one's."""
         ...
 
     # Jobs, as users see them

@@ -216,7 +216,7 @@ def test_a_job_that_succeeded_names_its_outcome(service: Service, client: openai
     assert (body["has_more"], body["first_id"], body["last_id"]) == (True, points[0].id, points[0].id)
 
     ids = [model.id for model in client.models.list()]
-    assert ids == ["meta-llama/Llama-3.2-1B", "tiny", name]
+    assert ids == ["meta-llama/Llama-3.2-1B", "tiny", "gpt-4o-mini-2024-07-18", name]
     assert client.models.retrieve(name).owned_by == "local"
     assert client.models.retrieve(f"{name}:ckpt-step-5").id == f"{name}:ckpt-step-5"
     with pytest.raises(openai.NotFoundError, match=f"ft download {job_id}") as caught:
@@ -325,7 +325,7 @@ def test_a_tuned_model_answers_for_its_project_only(service: Service, client: op
     other = service.client(key)
     assert list(other.files.list()) == []
     assert list(other.fine_tuning.jobs.list()) == []
-    assert [model.id for model in other.models.list()] == ["meta-llama/Llama-3.2-1B", "tiny"]
+    assert [model.id for model in other.models.list()] == ["meta-llama/Llama-3.2-1B", "tiny", "gpt-4o-mini-2024-07-18"]
     for ask in (
         lambda: other.files.retrieve(training_file),
         lambda: other.files.content(training_file),

@@ -16,7 +16,6 @@ from ft_service.store.base import NewEvent
 from tests.api.conftest import Service
 from tests.api.test_fine_tuning import METRICS, put
 
-
 TRAINING: dict[str, Any] = {"state": State.RUNNING, "phase": Phase.TRAINING, "attempt": 1, "host": "h"}
 
 

@@ -11,9 +11,10 @@ from api import errors
 from api.auth import authenticated
 from api.deps import SCHEMAS, Services
 from api.middleware import RequestContext
-from api.routes import files, fine_tuning, health, inference, models, permissions, uploads
+from api.routes import files, fine_tuning, health, inference, models, permissions, uploads, webhooks
 from api.routes.permissions import PermissionRequest
 from api.routes.uploads import CompleteRequest, UploadRequest
+from api.routes.webhooks import RotateRequest, WebhookRequest, WebhookTest, WebhookUpdate
 from api.views import ErrorView
 from ft_service import __version__
 from ft_service.catalogue import Catalogue
@@ -25,7 +26,16 @@ _DESCRIPTION = """
 Fine-tuning in OpenAI's wire format: `openai.OpenAI(base_url="…/v1", api_key="…")` works unchanged. Options that OpenAI has no
 field for ride at the top level of the create body (`extra_body` of the client); answers carry extra fields beside OpenAI's.
 """
-_BODIES: tuple[type[Strict], ...] = (JobRequest, UploadRequest, CompleteRequest, PermissionRequest)
+_BODIES: tuple[type[Strict], ...] = (
+    JobRequest,
+    UploadRequest,
+    CompleteRequest,
+    PermissionRequest,
+    WebhookRequest,
+    WebhookUpdate,
+    RotateRequest,
+    WebhookTest,
+)
 
 
 def create_app(settings: Settings, store: Store) -> FastAPI:
@@ -40,7 +50,15 @@ def create_app(settings: Settings, store: Store) -> FastAPI:
     )
     app.state.services = Services(settings, store, Catalogue.from_settings(settings))
     app.include_router(health.router)
-    for router in (files.router, uploads.router, fine_tuning.router, permissions.router, models.router, inference.router):
+    for router in (
+        files.router,
+        uploads.router,
+        fine_tuning.router,
+        permissions.router,
+        models.router,
+        webhooks.router,
+        inference.router,
+    ):
         # Here and not only in the routes, so that nobody without a key gets as far as sending a body.
         app.include_router(router, dependencies=[Depends(authenticated)])
     errors.install(app)

@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Sequence
 
+from api.webhooks import KEEP_SECONDS
 from ft_service.errors import FtError
 from ft_service.settings import Settings
 from ft_service.store.base import Store
@@ -31,6 +32,7 @@ def sweep(settings: Settings, store: Store) -> None:
     while file_ids := store.freeable_files():
         free(settings, store, file_ids)
     _remove_parts(settings, store)
+    store.forget_deliveries(KEEP_SECONDS)
 
 
 def free(settings: Settings, store: Store, file_ids: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import uvicorn
 
-from api import housekeeping
+from api import housekeeping, webhooks
 from api.app import create_app
 from api.bootstrap import PROJECT, prepare, write_private
 from api.uploads import TEMPORARY_PREFIX
@@ -64,6 +64,7 @@ def serve(settings: Settings, reconcile: Work = reconcile_here) -> None:
         stack.enter_context(_announced(settings.home / "server.json", url))
         stack.enter_context(_stop_signals_end_quietly())
         stack.enter_context(_in_thread("housekeeping", housekeeping.run, settings, store))
+        stack.enter_context(_in_thread("webhooks", webhooks.run, settings, store))
         stack.enter_context(_in_thread("reconciler", reconcile, settings, store))
         _greet(url, key)
         _run(app, listener)

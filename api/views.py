@@ -13,7 +13,8 @@ from pydantic import BaseModel
 from ft_service.events import Metrics
 from ft_service.job import Job, State
 from ft_service.spec import LEARNING_RATE, JobSpec, TrainingOptions
-from ft_service.store.base import Checkpoint, File, Permission, StoredEvent, Upload, UploadPart
+from ft_service.store.base import Checkpoint, File, StoredEvent
+from ft_service.store.records import Permission, Upload, UploadPart
 
 View = TypeVar("View", bound=BaseModel)
 

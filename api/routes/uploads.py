@@ -26,7 +26,8 @@ from api.views import UploadPartView, UploadView, upload_part_view, upload_view
 from ft_service.errors import FtError, NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.spec import Strict
-from ft_service.store.base import File, Upload, UploadPart
+from ft_service.store.base import File
+from ft_service.store.records import Upload, UploadPart
 
 router = APIRouter(prefix="/v1/uploads", tags=["uploads"])
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from ft_service.events import Metrics
 from ft_service.job import Job, Verb
+from ft_service.store.records import Delivery, Permission, Upload, UploadPart, WebhookEndpoint
 
 Scope = Literal["admin", "user"]
 Order = Literal["asc", "desc"]
@@ -55,51 +56,6 @@ class File:
     created_at: float
     expires_at: float | None = None
     """From then on it is hidden, as if it had been deleted; None: it never expires."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Upload:
-    """A file that arrives in parts."""
-
-    id: str
-    project_id: str
-    filename: str
-    purpose: str
-    bytes: int
-    """Of the whole file, as announced."""
-    file_seconds: int | None
-    """Lifetime of the file that it becomes; None: until it is deleted."""
-    status: Literal["pending", "completed", "cancelled", "expired"] = "pending"
-    created_at: float = 0.0
-    expires_at: float = 0.0
-    part_ids: list[str] | None = None
-    """The parts it was completed with, in order."""
-    file_id: str | None = None
-    """The file it has become."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class UploadPart:
-    id: str
-    project_id: str
-    upload_id: str
-    bytes: int
-    sha256: str
-    created_at: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Permission:
-    """A project's permission to use another one's tuned model."""
-
-    id: str
-    project_id: str
-    """The model's."""
-    model: str
-    """Name of a tuned model or of a checkpoint."""
-    grantee: str
-    """The project that may use it."""
-    created_at: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,6 +249,43 @@ class Store(Protocol):
 
     def granted(self, grantee: str, model: str | None = None) -> list[Permission]:
         """What other projects let this one use, newest first. `model`: only this one's."""
+        ...
+
+    # Webhooks. What ends a job (`request`, `apply`) writes the deliveries in the same transaction.
+    def add_webhook(self, endpoint: WebhookEndpoint) -> WebhookEndpoint:
+        """Store an endpoint with a new secret. Raises SpecError if the project has too many."""
+        ...
+
+    def get_webhook(self, project_id: str, endpoint_id: str) -> WebhookEndpoint: ...
+    def list_webhooks(self, project_id: str, *, after: str | None = None, limit: int = 20) -> Page[WebhookEndpoint]:
+        """Newest first."""
+        ...
+
+    def update_webhook(self, project_id: str, endpoint_id: str, **changes: Any) -> WebhookEndpoint:
+        """Change name, url or event_types. What changes nothing leaves `updated_at` as it is."""
+        ...
+
+    def rotate_webhook_secret(self, project_id: str, endpoint_id: str, *, keep_seconds: float) -> WebhookEndpoint:
+        """Give an endpoint a new secret. Deliveries are signed with the old one too for `keep_seconds`."""
+        ...
+
+    def delete_webhook(self, project_id: str, endpoint_id: str) -> None:
+        """The endpoint goes, and what was not delivered to it."""
+        ...
+
+    def claim_deliveries(self, *, limit: int, lease_seconds: float) -> list[Delivery]:
+        """Deliveries that are due, longest first. Nobody else gets them for `lease_seconds`; each claim counts as a try."""
+        ...
+
+    def settle_delivery(self, delivery: Delivery, *, error: str | None, retry_seconds: float | None) -> None:
+        """What became of a try. `error`: None if it was delivered. `retry_seconds`: until the next try; None: none follows.
+
+        Without effect if somebody else has claimed the delivery since.
+        """
+        ...
+
+    def forget_deliveries(self, older_than_seconds: float) -> None:
+        """Remove the records of deliveries that are over."""
         ...
 
     # Jobs, as users see them

@@ -30,6 +30,7 @@ from ft_service.store.rows import (
     to_metrics,
 )
 from ft_service.store.tables import StorableText, checkpoints, events, jobs
+from ft_service.store.webhooks import announce
 
 MAX_TRIES = 20
 """Of a verb against writes of the reconciler, each of which it can lose only to a write that happened."""
@@ -106,6 +107,8 @@ class JobStore(Database):
                     return old
                 if _write(connection, old, new):
                     connection.execute(insert(events).values(event_row(NewEvent(level="info", message=ASKED[verb]), old, now)))
+                    if new.state is not old.state:
+                        announce(connection, new)
                     return _get(connection, project_id, job_id)
         raise ConflictError(f"Job {job_id} keeps changing; try again.")
 

@@ -8,8 +8,9 @@ from sqlalchemy import delete, exists, select
 
 from ft_service.errors import SpecError
 from ft_service.ids import new_id
-from ft_service.store.base import Order, Page, Permission
+from ft_service.store.base import Order, Page
 from ft_service.store.database import Database, database_time, upsert
+from ft_service.store.records import Permission
 from ft_service.store.rows import columns_of, cursor, not_found, page
 from ft_service.store.tables import deleted_models, permissions, projects
 

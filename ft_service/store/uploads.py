@@ -9,9 +9,10 @@ from typing import Any
 from sqlalchemy import Connection, RowMapping, and_, delete, func, insert, select, update
 
 from ft_service.errors import SpecError
-from ft_service.store.base import File, Upload, UploadPart
+from ft_service.store.base import File
 from ft_service.store.database import Database, database_time
 from ft_service.store.files import insert_file
+from ft_service.store.records import Upload, UploadPart
 from ft_service.store.rows import columns_of, not_found
 from ft_service.store.tables import PENDING, upload_parts, uploads
 

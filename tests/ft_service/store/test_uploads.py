@@ -6,7 +6,7 @@ import pytest
 
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
-from ft_service.store.base import Upload, UploadPart
+from ft_service.store.records import Upload, UploadPart
 from tests.ft_service.store.samples import OTHER, PROJECT, new_file
 
 

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Sequence
 
 from api.webhooks import KEEP_SECONDS
-from ft_service.errors import FtError
 from ft_service.settings import Settings
 from ft_service.store.base import Store
 
@@ -22,7 +21,7 @@ def run(settings: Settings, store: Store, stop: threading.Event) -> None:
     while not stop.is_set():
         try:
             sweep(settings, store)
-        except (FtError, OSError):
+        except Exception:
             log.exception("a sweep failed; the next is in %g seconds", SWEEP_SECONDS)
         stop.wait(SWEEP_SECONDS)
 

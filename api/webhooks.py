@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from ft_service.errors import FtError, SpecError
+from ft_service.errors import SpecError
 from ft_service.settings import Settings
 from ft_service.store.base import Store
 from ft_service.store.records import Delivery, WebhookEndpoint
@@ -131,7 +131,7 @@ def run(settings: Settings, store: Store, stop: threading.Event) -> None:
         busy = False
         try:
             busy = deliver_due(settings, store)
-        except FtError:
+        except Exception:
             log.exception("deliveries cannot be read or written")
         if not busy:
             stop.wait(POLL_SECONDS)

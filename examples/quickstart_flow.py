@@ -63,8 +63,8 @@ class Choice:
     text: str
 
 
-def main() -> int:
-    """Run the quickstart; the exit code. Only for a process's main thread: it catches the signals that end it."""
+def main(spec_path: Path = SPEC) -> int:
+    """Train a SPEC on the sample model; the exit code. Only for a process's main thread: it catches the signals that end it."""
     for number in STOP_SIGNALS:
         signal.signal(number, _interrupt)
     home = Path(os.environ.get("FT_HOME", ROOT / ".ft")).absolute()
@@ -72,7 +72,7 @@ def main() -> int:
     if lock is None:
         return _fail(f"another quickstart is running in {home}; wait for it, or name another folder with FT_HOME.")
     try:
-        return _run(home)
+        return _run(home, spec_path)
     except KeyboardInterrupt:
         console.print("\nStopped. `make quickstart` starts again.")
         return INTERRUPTED
@@ -82,9 +82,9 @@ def main() -> int:
         os.close(lock)
 
 
-def _run(home: Path) -> int:
+def _run(home: Path, spec_path: Path) -> int:
     began = time.monotonic()
-    spec = load_spec_file(SPEC)
+    spec = load_spec_file(spec_path)
     model = MODELS / spec.request.model
     memory = home / "quickstart.json"
     with Evaluation(model, HELD_OUT) as before, Server(home, MODELS) as server:
@@ -157,7 +157,7 @@ def _follow(client: OpenAI, job: FineTuningJob) -> FineTuningJob:
         while True:
             job = client.fine_tuning.jobs.retrieve(job.id)
             seen = _show_events(client, job.id, seen, display)
-            display.status(job.status)
+            display.status(_added(job, "phase") or job.status)
             if job.status in FINISHED:
                 return job
             time.sleep(POLL_SECONDS)
@@ -199,29 +199,37 @@ def _pause(client: OpenAI, memory: Path) -> int:
     """Pause the job, if there is one that is not over, and wait until it rests; 130."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    remembered = _recall(memory)
-    with contextlib.suppress(OpenAIError):
+    try:
+        remembered = _recall(memory)
         job = _find_job(client, remembered.job_id) if remembered else None
         if job is None or job.status in FINISHED:
             console.print("\nStopped; no job is running. `make quickstart` starts a new one.")
             return INTERRUPTED
         console.print("\nStopping: the job saves a checkpoint first.")
-        job = client.fine_tuning.jobs.pause(job.id)
-        deadline = time.monotonic() + PAUSE_SECONDS
-        while job.status not in RESTING and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-            job = client.fine_tuning.jobs.retrieve(job.id)
-        console.print(
-            f"The job is {job.status}. `make quickstart` {'starts a new one' if job.status in FINISHED else 'goes on'}."
-        )
-        return INTERRUPTED
-    console.print("The server does not answer, so the job was not paused. `make quickstart` finds it again.")
+        job = _wait_for_rest(client, client.fine_tuning.jobs.pause(job.id))
+        further = "starts a new one" if job.status in FINISHED else "goes on with it"
+        console.print(f"The job is {job.status}{_at_step(job)}. `make quickstart` {further}.", soft_wrap=True)
+    except OpenAIError as error:
+        console.print(f"The job was not paused ({error}). `make quickstart` finds it again.", soft_wrap=True)
     return INTERRUPTED
 
 
+def _wait_for_rest(client: OpenAI, job: FineTuningJob) -> FineTuningJob:
+    deadline = time.monotonic() + PAUSE_SECONDS
+    while job.status not in RESTING and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+        job = client.fine_tuning.jobs.retrieve(job.id)
+    return job
+
+
 def _at_step(job: FineTuningJob) -> str:
-    progress = (job.model_extra or {}).get("progress") or {}
+    progress = _added(job, "progress")
     return f" at step {progress['step']} of {progress['total_steps']}" if progress else ""
+
+
+def _added(job: FineTuningJob, name: str) -> Any:
+    """A field that this service adds to OpenAI's."""
+    return (job.model_extra or {}).get(name)
 
 
 def _find_job(client: OpenAI, job_id: str) -> FineTuningJob | None:

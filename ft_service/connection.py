@@ -11,7 +11,7 @@ import httpx2
 
 from ft_service.errors import AuthError, FtError, SpecError
 
-START_HINT = "Start one with `ft serve` (or `make serve`), or name another with FT_BASE_URL and FT_API_KEY."
+START_HINT = "Start one with `ft serve` or `make serve`, or name another with FT_BASE_URL and FT_API_KEY."
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,10 @@ def find_connection(
         return Connection(local.base_url, key or local.api_key)
     if given:
         raise AuthError(f"There is no API key for {given}: set FT_API_KEY.")
-    raise FtError(f"No server is known: {home / 'credentials'} does not exist. {START_HINT}", code="no_server")
+    message = (
+        f"No server is known: {home / 'credentials'} does not exist. Is FT_HOME right? (`make` sets it to .ft.) {START_HINT}"
+    )
+    raise FtError(message, code="no_server")
 
 
 def _local_credentials(path: Path) -> Connection | None:

@@ -23,6 +23,11 @@ from ft_service.supervisor import DEFAULT_GRACE_SECONDS, attempt_key
 from ft_service.torchrun import tail
 
 POLL_SECONDS = 0.1
+STOPPING = {
+    1: "Stopping: a checkpoint is written first. Interrupt once more to stop at once.",
+    2: "Stopping at once, without a checkpoint.",
+}
+"""What the caller is told when a request to stop was passed on: the first and the second."""
 
 
 def run_local(
@@ -36,10 +41,10 @@ def run_local(
 ) -> Exit:
     """Train a spec in a run directory, going on from its newest complete checkpoint, and return how the attempt ended.
 
-    `on_event` gets every event of this attempt, in order. The first SIGINT or SIGTERM (or `stop`) asks the ranks to checkpoint
-    and leave, the second kills them; signals are caught only when called from the main thread. A directory that holds a result
-    is done: nothing is trained. Raises SpecError if the directory belongs to another spec, ConflictError if somebody trains in
-    it.
+    `on_event` gets every event of this attempt, in order, and one for each request to stop. The first SIGINT or SIGTERM (or
+    `stop`) asks the ranks to checkpoint and leave, the second kills them; signals are caught only when called from the main
+    thread. A directory that holds a result is done: nothing is trained. Raises SpecError if the directory belongs to another
+    spec, ConflictError if somebody trains in it.
     """
     require_linux()
     run = RunDir(run_dir)
@@ -157,6 +162,7 @@ def _follow(
         if interrupts.count > asked and listening:
             asked = min(interrupts.count, 2)
             _pass_on(run, attempt, process, asked)
+            on_event(Event(time=time.time(), message=STOPPING[asked]))
         time.sleep(POLL_SECONDS)
 
 

@@ -17,6 +17,7 @@ import re2
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ft_service.errors import SpecError
+from ft_service.mesh import mesh_shape
 
 WeightFormat = Literal["bf16", "fp8", "nf4"]
 
@@ -26,12 +27,9 @@ LEARNING_RATE = 2e-4
 NOT_YET: Mapping[str, str] = {
     "lora.use_dora": "leave it out; plain LoRA and rsLoRA (lora.use_rslora) work",
     "lora.modules_to_save": "leave it out; only LoRA matrices train",
-    "lora.rank_pattern": "leave it out; every adapted module gets lora.r",
-    "lora.alpha_pattern": "leave it out; every adapted module gets lora.lora_alpha",
     "training.packing": "leave it out; samples are padded to the longest of their micro-batch",
     "training.early_stopping_patience": "leave it out and cancel the job when validation loss stops falling",
     "distributed.nnodes": "leave it out; a job runs on one host",
-    "distributed.replicate": "leave it out; all ranks shard",
     "distributed.prefetch": "leave it out; FSDP2's implicit prefetch is on",
     "distributed.offload": "leave it out",
     "distributed.activation_checkpointing": "leave it out and lower training.per_device_train_batch_size",
@@ -102,7 +100,14 @@ class LoraOptions(Strict):
     lora_dropout: Annotated[Number, Field(ge=0, le=0)] = 0.0
     """Only 0: masks that survive a resume on another world size are not implemented yet."""
     target_modules: Literal["all-linear"] | Pattern | list[str] = "all-linear"
-    """Modules that get an adapter: every linear layer but the output head, or names (suffixes), or one RE2 pattern."""
+    """Modules that get an adapter: every linear layer but the output head, or names (suffixes), or one RE2 pattern.
+
+    In a mixture of experts neither experts, nor routers, nor dense layers with an expert's name (gate_proj, down_proj, ..) can
+    have one: "all-linear" leaves them out, naming them is an error."""
+    rank_pattern: dict[Pattern, Annotated[int, Field(ge=1, le=512)]] = {}
+    """RE2 pattern on the end of the module's full name, from a dot on → rank in place of r. The first one that matches wins."""
+    alpha_pattern: dict[Pattern, Annotated[Number, Field(gt=0, le=4096)]] = {}
+    """As rank_pattern, in place of lora_alpha."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) instead of alpha / r."""
     init_lora_weights: Literal[True] = True
@@ -113,10 +118,11 @@ class PrecisionOptions(Strict):
     """In which format the frozen weights are stored, sharded and gathered, and in which the arithmetic runs."""
 
     default: WeightFormat = "bf16"
-    """Format of every linear layer inside the decoder layers that no override names; the rest stays bf16."""
+    """Format of every linear layer and every stack of experts inside the decoder layers that no override names; the rest,
+    routers included, stays bf16."""
     overrides: dict[Pattern, WeightFormat] = {}
     """RE2 pattern on the module's full name → format; the last pattern that matches wins. A pattern without a match is an
-    error."""
+    error, and so is one that asks for another format than bf16 outside the decoder layers (embeddings, output head)."""
     compute: Literal["bf16", "fp32"] = "bf16"
     """Element type of activations and matrix products. Adapters are fp32 masters either way."""
 
@@ -154,6 +160,9 @@ class DistributedOptions(Strict):
 
     nproc_per_node: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = "auto"
     """Ranks on the host. "auto": one per GPU of the host; 1 without a GPU."""
+    replicate: Annotated[int, Field(ge=1, le=4096)] | Literal[-1, "auto"] = "auto"
+    """Copies of the model (HSDP), each sharded over ranks / replicate ranks; gradients are averaged over all. Must divide the
+    number of ranks. -1: one copy a rank, so nothing is sharded; "auto": one copy in all."""
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after its forward and gather again for its backward: less memory, twice the traffic."""
 
@@ -324,9 +333,13 @@ def resolve(
     seed: int,
     gpus: int,
 ) -> JobSpec:
-    """Fill in every default. `gpus`: GPUs of the host that will train, for `nproc_per_node: auto`."""
+    """Fill in every default. `gpus`: GPUs of the host that will train, for `nproc_per_node: auto`.
+
+    Raises SpecError for options that do not fit the number of ranks.
+    """
     ranks = request.distributed.nproc_per_node
     ranks = max(1, gpus) if ranks == AUTO else ranks
+    mesh_shape(request.distributed.replicate, ranks)
     base = model.name.rsplit("/", 1)[-1]
     return JobSpec(
         job_id=job_id,

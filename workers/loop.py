@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +13,10 @@ from ft_service.events import Metrics
 from ft_service.spec import JobSpec
 from workers import checkpoint
 from workers.data.batches import Batch, Tokens, batch_of_step, collate, micro_batches, steps_per_epoch, total_steps
+from workers.guards import AdapterWatch, check_step
 from workers.optim import JobState, learning_rate_at
 from workers.report import Reporter
-from workers.runtime import Runtime, TrainingError
+from workers.runtime import Runtime
 from workers.step import Sums, evaluate, forward_backward
 from workers.stop import StopRequest
 
@@ -59,6 +59,7 @@ class Trainer:
     schedule: Schedule
     reporter: Reporter
     stop: StopRequest
+    watch: AdapterWatch
 
     def fit(self) -> str | None:
         """Train to the end, or until a stop is agreed on; the checkpoint to go on from, None when training is done."""
@@ -76,12 +77,14 @@ class Trainer:
     def _step(self) -> Metrics:
         started = time.perf_counter()
         options = self.runtime.spec.training
+        step = self.job.step + 1
         batch = batch_of_step(self.job.step, len(self.train), options.batch_size, self.runtime.spec.seed)
         rate = learning_rate_at(self.job.step, self.schedule.total_steps, options)
         targets = sum(self.train[i].target_count for i in batch)
         sums = forward_backward(self.model, self._mine(self.train, batch), targets, self.runtime.world)
         norm = self.job.update(rate, options.max_grad_norm)
-        _require_finite(self.job.step + (not math.isfinite(norm)), sums, norm)
+        check_step(step, sums, norm)
+        self.watch.after_step(rate)
         tokens = sum(len(self.train[i].ids) for i in batch)
         self.job.trained_tokens += tokens
         seconds = time.perf_counter() - started
@@ -119,13 +122,3 @@ class Trainer:
         size = self.runtime.spec.training.per_device_train_batch_size
         parts = micro_batches(batch, self.runtime.rank, self.runtime.world, size)
         return [collate([samples[i] for i in part], self.runtime.device) for part in parts]
-
-
-def _require_finite(step: int, sums: Sums, norm: float) -> None:
-    """Raises TrainingError, on all ranks alike, before a broken step can get into a checkpoint."""
-    if math.isfinite(sums.loss) and math.isfinite(norm):
-        return
-    what = "loss" if not math.isfinite(sums.loss) else "gradient norm"
-    raise TrainingError(
-        f"At step {step} the {what} was not a finite number. Lower training.learning_rate, or look at the samples of that step."
-    )

@@ -14,11 +14,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import transformers
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from ft_service.errors import FtError
 from ft_service.rundir import ErrorInfo, Outcome, RunDir, Start
 from ft_service.spec import JobSpec
+from workers.parallel import make_mesh
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """A rank that waits longer than this for the others gives up with an error."""
@@ -28,9 +29,8 @@ INIT_METHOD = "FT_INIT_METHOD"
 
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
-_LOST_PEER = re.compile(
-    r"Connection (closed|reset) by peer|Broken pipe|Connection refused|Timed out waiting|NCCL.*(abort|timeout)", re.I
-)
+_LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|Connection refused", re.IGNORECASE)
+_TIMED_OUT = re.compile(r"Timed out waiting|timeout", re.IGNORECASE)
 
 
 class TrainingError(FtError):
@@ -50,7 +50,7 @@ class Runtime:
     world: int
     device: torch.device
     mesh: DeviceMesh
-    """One dimension: the ranks that shard."""
+    """The last dimension: the ranks that share one copy of the model; a first one, if there are several copies: the copies."""
     stop_group: dist.ProcessGroup | None
     """Gloo, on the CPU: the agreement to stop must not mix with the collectives of training. None with one rank."""
 
@@ -82,7 +82,7 @@ def surroundings(run: RunDir, attempt: int, device: torch.device) -> Runtime:
     assert spec is not None, f"{run.root} holds no spec.json"
     assert start is not None, f"attempt {attempt} has no start.json"
     rank, world = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+    mesh = make_mesh(device.type, world, spec.distributed.replicate)
     stop_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world > 1 else None
     assert not isinstance(stop_group, int), "this rank is in the group that it makes"
     return Runtime(run, spec, start, rank, world, device, mesh, stop_group)
@@ -95,8 +95,7 @@ def report_failure(run: RunDir, attempt: int, error: BaseException) -> None:
     if lost_peer(error):
         return
     permanent = isinstance(error, FtError)
-    code = error.code if isinstance(error, FtError) else "training_failed"
-    message = error.message if isinstance(error, FtError) else f"{type(error).__name__}: {error}"
+    code, message = _code_and_message(error)
     info = ErrorInfo(
         code=code,
         message=message,
@@ -110,6 +109,15 @@ def report_failure(run: RunDir, attempt: int, error: BaseException) -> None:
 def lost_peer(error: BaseException) -> bool:
     """Whether an error says no more than that another rank went away, whose own error is the one to show."""
     return isinstance(error, RuntimeError) and bool(_LOST_PEER.search(str(error)))
+
+
+def _code_and_message(error: BaseException) -> tuple[str, str]:
+    if isinstance(error, FtError):
+        return error.code, error.message
+    if isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
+        limit = f"{COLLECTIVE_TIMEOUT.total_seconds():g} seconds"
+        return "collective_timeout", f"A rank is stuck: the others waited {limit} for it. {error}"
+    return "training_failed", f"{type(error).__name__}: {error}"
 
 
 def leave(code: int) -> None:

@@ -14,20 +14,24 @@ if __name__ == "__main__":  # before torch is imported: a rank must not outlive 
     die_with_parent()
     hold_rank_lock(sys.argv[1])
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ft_service.rundir import Outcome, RunDir
+from ft_service.spec import JobSpec
 from workers import checkpoint
 from workers.data.batches import Tokens
 from workers.data.tokenize import Dataset, load_dataset, load_tokenizer
 from workers.export import publish
+from workers.guards import AdapterWatch, check_gathered_weights
 from workers.loop import Schedule, Trainer
-from workers.model.build import build
+from workers.model.build import BuiltModel, build
 from workers.model.load import adapters, load
 from workers.optim import JobState
 from workers.parallel import shard
 from workers.report import Reporter
-from workers.runtime import Runtime, enter, leave, report_failure
+from workers.runtime import COMPUTE_DTYPE, Runtime, enter, leave, report_failure
 from workers.stop import StopRequest
 
 
@@ -52,23 +56,16 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
     stop = StopRequest(runtime)
     train_set, valid_set = _data(runtime, reporter)  # first: the cheapest way to find out that a job cannot run
 
-    built = build(spec, runtime.device)  # on meta: formats and adapters are in place before any memory is taken
-    shard(  # still on meta: the largest allocation that a rank ever makes is one of its own shards
-        built.peft_model,
-        built.layers,
-        runtime.mesh,
-        compute_dtype=runtime.compute_dtype,
-        reshard_after_forward=spec.distributed.reshard_after_forward,
-    )
-    load(  # each rank reads and quantises its own rows, which needs the shards' shapes
-        built.peft_model, spec.model.path, seed=spec.seed, compute_dtype=runtime.compute_dtype, device=runtime.device
-    )
+    built = construct(spec, runtime.mesh, runtime.device)
+    check_gathered_weights(built.peft_model, runtime.compute_dtype)
     job = JobState(dict(adapters(built.peft_model)), spec.training)  # on the final parameters: loading replaced them
     schedule = Schedule.of(spec, len(train_set))
     _resume(runtime, reporter, job, schedule)
 
     built.peft_model.train()
-    trainer = Trainer(runtime, built.peft_model, job, train_set, valid_set, schedule, reporter, stop)
+    trainer = Trainer(
+        runtime, built.peft_model, job, train_set, valid_set, schedule, reporter, stop, AdapterWatch(job.parameters)
+    )
     stopped_at = trainer.fit()
     if stopped_at is not None:
         reporter.message(f"Stopped at step {job.step}; checkpoint {stopped_at} is complete.")
@@ -77,6 +74,22 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
     publish(runtime.run, runtime.start.attempt, spec, built, job)
     reporter.message(f"Training is complete after {job.step} steps; the adapter is written.")
     return Outcome(kind="succeeded")
+
+
+def construct(spec: JobSpec, mesh: DeviceMesh, device: torch.device) -> BuiltModel:
+    """The model of a job, sharded over the mesh and loaded. Called by all ranks together."""
+    compute_dtype = COMPUTE_DTYPE[spec.precision.compute]
+    built = build(spec, device)  # on meta: formats and adapters are in place before any memory is taken
+    shard(  # still on meta: the largest allocation that a rank ever makes is one of its own shards
+        built.peft_model,
+        built.layers,
+        mesh,
+        compute_dtype=compute_dtype,
+        reshard_after_forward=spec.distributed.reshard_after_forward,
+    )
+    # Each rank reads and quantises its own rows, which needs the shards' shapes.
+    load(built.peft_model, spec.model.path, seed=spec.seed, compute_dtype=compute_dtype, device=device)
+    return built
 
 
 def _data(runtime: Runtime, reporter: Reporter) -> tuple[list[Tokens], list[Tokens]]:

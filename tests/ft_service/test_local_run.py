@@ -12,7 +12,7 @@ import pytest
 from ft_service.errors import ConflictError, SpecError
 from ft_service.events import Event
 from ft_service.lifetime import try_lock
-from ft_service.local_run import run_local
+from ft_service.local_run import STOPPING, run_local
 from ft_service.rundir import Exit, RunDir, Start
 from ft_service.spec import DistributedOptions, JobSpec, TrainingOptions
 from tests.attempts import all_processes, gone, scripted, starts, wait_for
@@ -21,7 +21,7 @@ from tests.reconciling import spec_of
 RUN_LOCAL = """
 import sys
 from pathlib import Path
-from ft_service.local_run import run_local
+from ft_service.local_run import STOPPING, run_local
 from tests.attempts import scripted
 from tests.reconciling import spec_of
 sys.exit(run_local(spec_of("j"), Path(sys.argv[1]), lambda event: None, worker_command=scripted(sys.argv[2])).code)
@@ -67,7 +67,9 @@ def test_a_stopped_run_goes_on_from_its_checkpoint_on_another_number_of_ranks(fo
 def test_a_stop_that_comes_before_everything_else_is_a_stop_too(folder: Path) -> None:
     stop = threading.Event()
     stop.set()
-    assert local(folder, "wait", stop=stop).code == 75
+    events: list[Event] = []
+    assert local(folder, "wait", events, stop=stop).code == 75
+    assert [event.message for event in events].count(STOPPING[1]) == 1
 
 
 def test_a_failure_is_told(folder: Path) -> None:

@@ -139,6 +139,25 @@ def test_resume_on_other_ranks_goes_on_with_the_same_losses(finished: RunDir, tm
         assert losses(run)[step] == pytest.approx(loss, rel=1e-6), f"step {step}"
 
 
+@pytest.mark.parametrize(("world", "replicate"), [(4, 2), (2, 2)], ids=["2x2", "2x1"])
+def test_a_job_goes_on_across_hsdp_shapes(finished: RunDir, tmp_path: Path, world: int, replicate: int) -> None:
+    """From two ranks that shard to copies of the model, and back from the checkpoint that those wrote."""
+    run = interrupted(finished, tmp_path, "step-3-a1")
+    sharded = run_spec(run)
+    distributed = sharded.distributed.model_copy(update={"replicate": replicate})
+    run.write("spec.json", sharded.model_copy(update={"distributed": distributed}))
+    assert run_attempt(run, 2, world, "step-3-a1").kind == "succeeded"
+    for step, loss in losses(finished).items():
+        assert losses(run)[step] == pytest.approx(loss, rel=1e-6), f"step {step}"
+    assert not checkpoint_faults(run, "step-6-a2")
+
+    run.path("result.json").unlink()
+    run.write("spec.json", sharded)
+    assert run_attempt(run, 3, 2, "step-6-a2").kind == "succeeded"
+    for step, loss in losses(finished).items():
+        assert losses(run)[step] == pytest.approx(loss, rel=1e-6), f"step {step}"
+
+
 def test_a_pause_stops_all_ranks_at_a_checkpoint_and_the_job_goes_on_from_it(finished: RunDir, tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.write("spec.json", run_spec(finished))

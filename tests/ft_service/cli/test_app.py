@@ -71,3 +71,26 @@ def test_the_command_line_starts_without_torch_or_a_web_framework(home: Path) ->
     code = f"import sys, ft_service.cli.app; print(sorted({heavy} & set(sys.modules)))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout == "[]\n"
+
+
+def test_without_the_web_packages_serve_says_what_to_install(ft: Ft, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "api.server", None)
+    monkeypatch.setattr(sys, "meta_path", [_Hide("uvicorn"), *sys.meta_path])
+    for name in [name for name in sys.modules if name.split(".")[0] in ("api", "uvicorn")]:
+        monkeypatch.delitem(sys.modules, name)
+    ended = ft("serve")
+    assert (ended.code, ended.err) == (
+        1,
+        "ft: The server needs uvicorn, which is not installed: pip install 'ft-service[api]'.\n",
+    )
+
+
+class _Hide:
+    """An import finder that knows nothing of one package, and says so first."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name.split(".")[0] == self.name:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)

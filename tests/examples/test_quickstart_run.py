@@ -1,0 +1,97 @@
+"""The quickstart as a process: what it leaves behind, however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from quickstart_flow import MODELS, SPEC
+from quickstart_processes import ProcessError, Server
+
+from ft_service import processes
+from ft_service.client import Client
+from ft_service.lifetime import RANKS_LOCK, is_locked
+from tests.attempts import kill_leftovers, wait_for
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SECONDS = 120.0
+FLOW = "import sys, pathlib, quickstart_flow; sys.exit(quickstart_flow.main(pathlib.Path(sys.argv[1])))"
+HOLD = """
+import sys, pathlib, time, quickstart_processes
+with quickstart_processes.Server(*map(pathlib.Path, sys.argv[1:])):
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "home"
+    kill_leftovers(tmp_path)
+
+
+def start(home: Path, code: str, *arguments: str | Path) -> subprocess.Popen[bytes]:
+    env = {**os.environ, "FT_HOME": str(home), "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *sys.path])}
+    home.mkdir(exist_ok=True)
+    with (home / "output").open("wb") as output:
+        command = [sys.executable, "-c", code, *map(str, arguments)]
+        return subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
+
+
+def output(home: Path) -> str:
+    return (home / "output").read_text()
+
+
+def test_the_server_is_ready_when_the_block_begins_and_gone_after_it(home: Path) -> None:
+    with Server(home, MODELS) as server, Client(server.connection) as client:
+        assert [model.id for model in client.models()] == ["tiny-llama"]
+        server_process = processes.of(json.loads((home / "server.json").read_text())["pid"])
+        assert processes.is_alive(server_process)
+    assert not processes.is_alive(server_process)
+
+
+def test_a_server_that_does_not_start_says_why(home: Path) -> None:
+    home.mkdir()
+    (home / "ft.db").write_text("not a database, and longer than its header" * 10)
+    with pytest.raises(ProcessError, match=r"the server did not start: .*database"), Server(home, MODELS):
+        pass
+
+
+def test_the_server_dies_with_the_quickstart(home: Path) -> None:
+    quickstart = start(home, HOLD, home, MODELS)
+    wait_for(lambda: (home / "server.json").exists() or quickstart.poll() is not None, SECONDS)
+    server = processes.of(json.loads((home / "server.json").read_text())["pid"])
+    quickstart.kill()
+    quickstart.wait()
+    wait_for(lambda: not processes.is_alive(server), SECONDS)
+
+
+@pytest.mark.slow
+def test_interrupted_it_pauses_and_leaves_nothing_and_the_next_run_finishes(home: Path) -> None:
+    spec = home.parent / "spec.yaml"
+    text = SPEC.read_text().replace("../../examples", str(EXAMPLES)).replace("max_steps: 150", "max_steps: 40")
+    text = text.replace("batch_size: 32", "batch_size: 4").replace("train_batch_size: 16", "train_batch_size: 2")
+    spec.write_text(text)
+
+    first = start(home, FLOW, spec)
+    wait_for(lambda: "step 4/40" in output(home) or first.poll() is not None, SECONDS)
+    first.send_signal(signal.SIGINT)
+    assert first.wait(SECONDS) == 130
+    assert "The job is paused at step " in output(home)
+    assert not (home / "server.json").exists()
+    [run_dir] = (home / "runs").iterdir()
+    assert not is_locked(run_dir / RANKS_LOCK)
+
+    second = start(home, FLOW, spec)
+    assert second.wait(2 * SECONDS) == 0, output(home)
+    assert "resumed from its checkpoint" in output(home)
+    assert " of 100 held-out messages" in output(home)
+    [results] = (home / "quickstart").iterdir()
+    assert (results / "adapter/adapter_model.safetensors").is_file()
+    assert (results / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert results.name == run_dir.name

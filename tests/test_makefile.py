@@ -1,0 +1,80 @@
+"""Set-up says what is missing before it installs anything, and the pinned versions are those that pyproject.toml allows."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    return tmp_path
+
+
+def make(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["make", *arguments], cwd=checkout, capture_output=True, text=True, check=False)
+
+
+def fake_python(checkout: Path, version: str, lacks: str) -> str:
+    """An interpreter that fails every check whose code contains `lacks`."""
+    path = checkout / "python"
+    cases = ["-V) echo Python " + version, f"*{lacks}*) exit 1", "*%d*) echo python3.12-venv"]
+    path.write_text('#!/bin/sh\ncase "$*" in\n' + "".join(f"{case} ;;\n" for case in cases) + "esac\n")
+    path.chmod(0o755)
+    return f"PYTHON={path}"
+
+
+def test_a_missing_interpreter_is_named_with_what_to_install(checkout: Path) -> None:
+    ended = make(checkout, "test", "PYTHON=python-not-there")
+    assert ended.returncode != 0
+    assert "python-not-there was not found. Install Python 3.11, 3.12 or 3.13" in ended.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_an_interpreter_of_another_version_is_refused(checkout: Path) -> None:
+    ended = make(checkout, "test", fake_python(checkout, "3.10.1", "version_info[[]:2]"))
+    assert ended.returncode != 0
+    assert "is Python 3.10.1, and 3.11, 3.12 or 3.13 is needed" in ended.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_missing_venv_names_the_package(checkout: Path) -> None:
+    ended = make(checkout, "test", fake_python(checkout, "3.12.1", "ensurepip"))
+    assert ended.returncode != 0
+    assert "apt install python3.12-venv" in ended.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_nothing_is_installed_again_once_it_is_there(checkout: Path) -> None:
+    (checkout / ".venv").mkdir()
+    (checkout / ".venv/.ready").touch()
+    assert make(checkout, "--question", ".venv/.ready").returncode == 0
+    (checkout / ".venv/.ready").unlink()
+    assert make(checkout, "--question", ".venv/.ready").returncode == 1
+
+
+def test_every_requirement_is_pinned_to_a_version_that_it_allows() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = {canonical(name): version for name, version in (line.split("==") for line in lines if line[0] != "#")}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    for requirement in map(Requirement, wanted):
+        assert requirement.specifier.contains(pins[canonical(requirement.name)]), requirement
+
+
+def canonical(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+def test_no_package_index_is_written_down() -> None:
+    for name in ("Makefile", "constraints.txt", "pyproject.toml"):
+        assert "://" not in (ROOT / name).read_text().replace("postgresql+psycopg://", "")

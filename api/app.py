@@ -11,7 +11,7 @@ from api import errors
 from api.auth import authenticated
 from api.deps import SCHEMAS, Services
 from api.middleware import RequestContext
-from api.routes import files, fine_tuning, health, inference, models, permissions, uploads, webhooks
+from api.routes import files, fine_tuning, graders, health, inference, models, permissions, uploads, webhooks
 from api.routes.permissions import PermissionRequest
 from api.routes.uploads import CompleteRequest, UploadRequest
 from api.routes.webhooks import RotateRequest, WebhookRequest, WebhookTest, WebhookUpdate
@@ -50,17 +50,9 @@ def create_app(settings: Settings, store: Store) -> FastAPI:
     )
     app.state.services = Services(settings, store, Catalogue.from_settings(settings))
     app.include_router(health.router)
-    for router in (
-        files.router,
-        uploads.router,
-        fine_tuning.router,
-        permissions.router,
-        models.router,
-        webhooks.router,
-        inference.router,
-    ):
+    for routes in (files, uploads, fine_tuning, permissions, graders, models, webhooks, inference):
         # Here and not only in the routes, so that nobody without a key gets as far as sending a body.
-        app.include_router(router, dependencies=[Depends(authenticated)])
+        app.include_router(routes.router, dependencies=[Depends(authenticated)])
     errors.install(app)
     app.add_middleware(RequestContext)
     _describe_bodies(app)

@@ -316,6 +316,7 @@ def parse_request(body: object) -> JobRequest:
     if not isinstance(body, Mapping):
         raise SpecError(f"The body must be an object with model and training_file, not {type(body).__name__}.")
     _refuse_not_yet(body)
+    _refuse_integrations(body.get("integrations"))
     try:
         return JobRequest.model_validate(dict(body))
     except ValidationError as error:
@@ -377,6 +378,18 @@ def _refuse_not_yet(body: Mapping[Any, Any]) -> None:
             raise SpecError(
                 f"{dotted} = {value!r} is not available in this version: {instead}.", param=dotted, code="not_available"
             )
+
+
+def _refuse_integrations(given: Any) -> None:
+    if not isinstance(given, list) or not given:
+        return
+    kinds = [entry.get("type") if isinstance(entry, Mapping) else entry for entry in given[:5]]
+    raise SpecError(
+        f"integrations = {', '.join(f'{kind!r:.40}' for kind in kinds)}: not available in this version: leave them out; "
+        "the job's metrics are in its events and in its result file.",
+        param="integrations",
+        code="not_available",
+    )
 
 
 def spec_error(error: ValidationError, model: type[BaseModel]) -> SpecError:

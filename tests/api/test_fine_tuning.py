@@ -345,3 +345,19 @@ def test_a_tuned_model_answers_for_its_project_only(service: Service, client: op
     assert caught.value.param == "training_file"
     for path in ("adapter", "logs"):
         assert service.http("GET", f"/v1/fine_tuning/jobs/{job_id}/{path}", key=key).status_code == 404
+
+
+def test_250_jobs_are_each_seen_once_while_more_are_made(service: Service, client: openai.OpenAI, training_file: str) -> None:
+    template = service.store.get_job(
+        "default", client.fine_tuning.jobs.create(model="tiny", training_file=training_file, metadata={"many": "yes"}).id
+    )
+    ids = [template.id, *(service.store.create_job(replace(template, id=new_id("ftjob-"))).id for _ in range(249))]
+
+    seen: list[str] = []
+    for job in client.fine_tuning.jobs.list():
+        seen.append(job.id)
+        if len(seen) % 100 == 0:
+            client.fine_tuning.jobs.create(model="tiny", training_file=training_file)
+
+    assert seen == ids[::-1]
+    assert [job.id for job in client.fine_tuning.jobs.list(limit=100, metadata={"many": "yes"})] == ids[::-1]

@@ -129,6 +129,19 @@ def test_a_body_that_cannot_be_read_is_a_400(service: Service, subtests: pytest.
     assert service.store.list_jobs("default").data == []
 
 
+def test_what_openai_has_and_this_service_has_not_is_refused_by_name(client: openai.OpenAI, training_file: str) -> None:
+    refused: list[tuple[dict[str, Any], str, str]] = [
+        ({"integrations": [{"type": "wandb", "wandb": {"project": "p"}}]}, "integrations", "wandb"),
+        ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.1}}}}, "method.type", "dpo"),
+        ({"method": {"type": "reinforcement"}}, "method.type", "reinforcement"),
+    ]
+    for more, param, word in refused:
+        with pytest.raises(openai.BadRequestError, match=word) as caught:
+            client.fine_tuning.jobs.create(model="tiny", training_file=training_file, **more)
+        assert (caught.value.param, caught.value.code) == (param, "not_available")
+    assert client.fine_tuning.jobs.create(model="tiny", training_file=training_file, integrations=[]).integrations == []
+
+
 def test_limits_are_named_with_their_numbers(service: Service, client: openai.OpenAI, training_file: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.fine_tuning.jobs.create(

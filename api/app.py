@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import Depends, FastAPI
 from fastapi_offline import FastAPIOffline
 
-from api import errors
+from api import describe, errors
 from api.auth import authenticated
-from api.deps import SCHEMAS, Services
+from api.deps import Services
 from api.middleware import RequestContext
 from api.routes import files, fine_tuning, graders, health, inference, models, permissions, uploads, webhooks
-from api.routes.permissions import PermissionRequest
-from api.routes.uploads import CompleteRequest, UploadRequest
-from api.routes.webhooks import RotateRequest, WebhookRequest, WebhookTest, WebhookUpdate
 from api.views import ErrorView
 from ft_service import __version__
 from ft_service.catalogue import Catalogue
 from ft_service.settings import Settings
-from ft_service.spec import JobRequest, Strict
 from ft_service.store.base import Store
 
 _DESCRIPTION = """
 Fine-tuning in OpenAI's wire format: `openai.OpenAI(base_url="…/v1", api_key="…")` works unchanged. Options that OpenAI has no
 field for ride at the top level of the create body (`extra_body` of the client); answers carry extra fields beside OpenAI's.
+What OpenAI's API does not have says so, and carries the mark `x-beyond-openai`.
 """
-_BODIES: tuple[type[Strict], ...] = (
-    JobRequest,
-    UploadRequest,
-    CompleteRequest,
-    PermissionRequest,
-    WebhookRequest,
-    WebhookUpdate,
-    RotateRequest,
-    WebhookTest,
-)
 
 
 def create_app(settings: Settings, store: Store) -> FastAPI:
@@ -55,19 +40,5 @@ def create_app(settings: Settings, store: Store) -> FastAPI:
         app.include_router(routes.router, dependencies=[Depends(authenticated)])
     errors.install(app)
     app.add_middleware(RequestContext)
-    _describe_bodies(app)
+    describe.install(app)
     return app
-
-
-def _describe_bodies(app: FastAPI) -> None:
-    """Add the schemas of JSON bodies to the OpenAPI document, which knows only what FastAPI itself checks."""
-    generate = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        document = generate()
-        for model in _BODIES:
-            schema = model.model_json_schema(ref_template=SCHEMAS)
-            document["components"]["schemas"] |= {**schema.pop("$defs", {}), model.__name__: schema}
-        return document
-
-    app.openapi = openapi

@@ -85,6 +85,17 @@ def described(model: type[Strict]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
+def binary(*media_types: str) -> dict[int | str, dict[str, Any]]:
+    """A route's `responses`: its answer is not JSON, or not always."""
+    return {200: {"content": {media_type: {"schema": {"type": "string"}} for media_type in media_types}}}
+
+
+def event_stream() -> dict[int | str, dict[str, Any]]:
+    """A route's `responses`: its answer may be server-sent events, whose schema is that of one event."""
+    schema = {"type": "object", "properties": {"id": {"type": "string"}, "data": {"type": "string"}}}
+    return {200: {"content": {"text/event-stream": {"schema": schema}}}}
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:

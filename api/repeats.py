@@ -24,9 +24,8 @@ _LOOKED_AT = 100
 _MAX_KEY = 255
 
 
-def keyed_job_id(headers: Mapping[str, str], principal: Principal) -> str | None:
+def keyed_job_id(key: str | None, principal: Principal) -> str | None:
     """The job id that an `Idempotency-Key` stands for; None without one. Raises SpecError if the key is too long."""
-    key = headers.get("idempotency-key")
     if not key:
         return None
     if len(key) > _MAX_KEY:

@@ -13,7 +13,7 @@ from fastapi.responses import FileResponse, StreamingResponse
 
 from api import expiry, repeats
 from api.auth import Caller
-from api.deps import Svc
+from api.deps import Svc, binary
 from api.housekeeping import free
 from api.uploads import Upload, keep, received
 from api.views import DeletedView, FileView, ListView, file_view, list_view
@@ -106,7 +106,7 @@ def delete(file_id: str, caller: Caller, services: Svc) -> DeletedView:
     return DeletedView(id=file_id)
 
 
-@router.get("/{file_id}/content", response_class=Response)
+@router.get("/{file_id}/content", response_class=Response, responses=binary("application/octet-stream"))
 def content(file_id: str, caller: Caller, services: Svc) -> Response:
     """The bytes. Metrics of a job (purpose `fine-tune-results`) come base64-encoded, as OpenAI's scripts expect, unless the
     operator has set FT_RESULT_FILES_PLAIN."""

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import PlainTextResponse, StreamingResponse
 
 from api import archive, live, repeats, tuned
 from api.auth import Caller
-from api.deps import JsonBody, Services, Svc, described
+from api.deps import JsonBody, Services, Svc, binary, described, event_stream
 from api.tails import tail
 from api.views import (
     CheckpointView,
@@ -33,15 +33,16 @@ from ft_service.store.base import Principal
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"])
 
-_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 _METADATA = re.compile(r"metadata\[(.*)\]", re.DOTALL)
 
 
 @router.post("", openapi_extra=described(JobRequest))
-def create(request: Request, body: JsonBody, caller: Caller, services: Svc) -> JobView:
+def create(
+    request: Request, body: JsonBody, caller: Caller, services: Svc, idempotency_key: Annotated[str | None, Header()] = None
+) -> JobView:
     """Create a job. Every option is checked first, and nothing is stored unless all are fine; the contents of the files are
     checked by the job itself (`validating_files`)."""
-    job_id = repeats.keyed_job_id(request.headers, caller)
+    job_id = repeats.keyed_job_id(idempotency_key, caller)
     if job_id:
         job = repeats.keyed_job(services.store, caller, job_id, body) or _create_keyed(job_id, body, caller, services)
     else:
@@ -82,21 +83,20 @@ def resume(job_id: str, caller: Caller, services: Svc) -> JobView:
     return _view(services.store.request(caller.project_id, job_id, Verb.RESUME), caller, services)
 
 
-@router.get("/{job_id}/events", response_model=ListView[EventView], responses=_STREAM)
+@router.get("/{job_id}/events", response_model=ListView[EventView], responses=event_stream())
 def events(
-    request: Request,
     job_id: str,
     caller: Caller,
     services: Svc,
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     stream: bool = False,
+    last_event_id: Annotated[str | None, Header()] = None,
 ) -> Any:
     """Newest first. `stream=true` (not in OpenAI's API): server-sent events instead, the oldest first, from the one after
     `Last-Event-ID` (or `after`) until the job has ended, then `[DONE]`; `limit` has no effect then."""
     if stream:
-        after = request.headers.get("last-event-id") or after
-        return live.response(services.store, caller.project_id, job_id, after)
+        return live.response(services.store, caller.project_id, job_id, last_event_id or after)
     page = services.store.list_events(caller.project_id, job_id, after=after, limit=limit)
     return list_view([event_view(event) for event in page.data], page.has_more)
 
@@ -111,7 +111,7 @@ def checkpoints(
     return list_view([checkpoint_view(point, job.spec["tuned_name"]) for point in page.data], page.has_more)
 
 
-@router.get("/{job_id}/adapter", response_class=StreamingResponse)
+@router.get("/{job_id}/adapter", response_class=StreamingResponse, responses=binary("application/x-tar"))
 def adapter(job_id: str, caller: Caller, services: Svc) -> StreamingResponse:
     """Not in OpenAI's API. The outcome as a tar archive: a folder `adapter/` that PEFT loads."""
     job = services.store.get_job(caller.project_id, job_id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import APIRouter
 
@@ -15,8 +15,9 @@ router = APIRouter(prefix="/v1/fine_tuning/alpha/graders", tags=["fine-tuning"])
 _BODY: dict[str, Any] = {"requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}}
 
 
-@router.post("/{verb}", openapi_extra=_BODY)
-def refuse(verb: Literal["run", "validate"], body: JsonBody, caller: Caller) -> None:
+@router.post("/run", openapi_extra=_BODY)
+@router.post("/validate", openapi_extra=_BODY)
+def refuse(body: JsonBody, caller: Caller) -> None:
     """Always a 400."""
-    message = f"Graders cannot be used ({verb}): reinforcement fine-tuning is not available in this version."
+    message = "Graders cannot be used: reinforcement fine-tuning is not available in this version."
     raise SpecError(message, param="grader", code="not_available")

@@ -11,15 +11,17 @@ from starlette.concurrency import run_in_threadpool
 
 from api import forward, tuned
 from api.auth import Caller
-from api.deps import JsonBody, Svc
+from api.deps import JsonBody, Svc, event_stream
 from ft_service.errors import NotFoundError, SpecError
 
 router = APIRouter(prefix="/v1/chat/completions", tags=["inference"])
 
+_ANSWER = event_stream()
+_ANSWER[200]["content"]["application/json"] = {"schema": {"type": "object"}}
 _BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}}
 
 
-@router.post("", openapi_extra=_BODY, response_class=StreamingResponse)
+@router.post("", openapi_extra=_BODY, response_class=StreamingResponse, responses=_ANSWER)
 async def create(body: JsonBody, caller: Caller, services: Svc) -> StreamingResponse:
     """With FT_INFERENCE_URL: that server's answer, streamed if asked for. Tuned models must be the project's own or granted to
     it. Without: a 404 that names the adapter and how to serve it."""

@@ -11,12 +11,12 @@ import torch
 
 from ft_service.spec import JobSpec
 from tests.ranks import run_on_ranks
-from tests.workers.models import ATTENTION, FAMILIES, save_tiny, spec_for
-from tests.workers.test_parity import reference_step, relative_error, train_once
+from tests.workers.models import FAMILIES, OF_EXPERTS, save_tiny, spec_for
+from tests.workers.parity import Step, reference_steps, relative_error, train_steps
 
 MIXED = {
     "default": "bf16",
-    "overrides": {r".*(q_proj|qkv_proj|query_key_value)": "fp8", r".*(down_proj|fc2|dense_4h_to_h)": "nf4"},
+    "overrides": {r".*(q_proj|q_b_proj|qkv_proj|query_key_value)": "fp8", r".*(down_proj|fc2|dense_4h_to_h)": "nf4"},
 }
 FORMATS: dict[str, dict[str, Any]] = {
     "bf16": {"default": "bf16"},
@@ -24,7 +24,6 @@ FORMATS: dict[str, dict[str, Any]] = {
     "nf4": {"default": "nf4"},
     "mixed": MIXED,
 }
-OF_EXPERTS = {"mixtral", "qwen3_moe", "olmoe"}
 
 SHORT = [
     ("qwen2", 2, "mixed"),
@@ -42,6 +41,7 @@ SHORT = [
     ("qwen3_moe", 3, "nf4"),
     ("olmoe", 3, "bf16"),
     ("olmoe", 2, "fp8"),
+    ("deepseek_v3", 2, "nf4"),
 ]
 PRODUCT = [(family, world, form) for family in FAMILIES for world in (1, 2, 3) for form in FORMATS]
 
@@ -49,13 +49,12 @@ Case = tuple[str, int, str]
 
 
 def options_for(family: str) -> dict[str, Any]:
-    """PEFT's own "all-linear" would put adapters on experts too."""
-    lora = {"r": 3, "target_modules": ATTENTION} if family in OF_EXPERTS else {"r": 3}
+    lora = {"r": 3, "target_modules": OF_EXPERTS.get(family, "all-linear")}
     return {"training": {"per_device_train_batch_size": 2}, "lora": lora}
 
 
-def train_all(rank: int, world: int, specs: dict[Case, JobSpec]) -> dict[Case, dict[str, Any]]:
-    return {case: train_once(rank, world, spec) for case, spec in specs.items()}
+def train_all(rank: int, world: int, specs: dict[Case, JobSpec]) -> dict[Case, Step]:
+    return {case: train_steps(rank, world, spec, steps=1)[0] for case, spec in specs.items()}
 
 
 class Runs:
@@ -72,9 +71,9 @@ class Runs:
             )
             for case in cases
         }
-        self._done: dict[int, list[dict[Case, dict[str, Any]]]] = {}
+        self._done: dict[int, list[dict[Case, Step]]] = {}
 
-    def ranks(self, case: Case) -> list[dict[str, Any]]:
+    def ranks(self, case: Case) -> list[Step]:
         """What each rank found in one case."""
         world = case[1]
         if world not in self._done:
@@ -95,13 +94,13 @@ def product(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 def check(runs: Runs, case: Case) -> None:
     spec = runs.specs[case]
-    loss, grads = reference_step(Path(spec.model.path), spec)
+    (truth,) = reference_steps(Path(spec.model.path), spec, steps=1)
     for result in runs.ranks(case):
-        assert result["loss"] == pytest.approx(loss, rel=1e-5)
-        assert result["grads"].keys() == grads.keys()
-        for name, grad in result["grads"].items():
-            assert grads[name].norm() > 0, name
-            assert relative_error(grad, grads[name]) < 1e-5, name
+        assert result.loss == pytest.approx(truth.loss, rel=1e-5)
+        assert result.grads.keys() == truth.grads.keys()
+        for name, grad in result.grads.items():
+            assert truth.grads[name].norm() > 0, name
+            assert relative_error(grad, truth.grads[name]) < 1e-5, name
 
 
 @pytest.mark.parametrize("case", SHORT, ids=str)

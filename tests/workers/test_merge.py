@@ -127,13 +127,9 @@ def test_fp8_is_stored_by_rows_with_what_is_no_linear_of_a_layer_in_bf16(base: P
 
 def test_fp8_loads_in_transformers_by_compressed_tensors(base: Path, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
-    from transformers import CompressedTensorsConfig
-
     adapter = save_adapter(base, tmp_path / "adapter")
     merge(base, adapter, tmp_path / "out", to="fp8")
-    loaded = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", quantization_config=CompressedTensorsConfig(dequantize=True), dtype=torch.float32
-    )
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert difference(logits(loaded), logits(merged_by_peft(base, adapter))) < 0.1
 
 
@@ -171,9 +167,7 @@ print(peak - before)
 @pytest.mark.parametrize("to", ["bf16", "fp8"])
 def test_memory_does_not_grow_with_the_model(tmp_path: Path, to: str) -> None:
     """A base of 700 MB, its largest matrix 400 MB in fp32. Pages of mapped files are the kernel's to take back, not counted."""
-    base = save_tiny_llama(
-        tmp_path / "base", hidden_size=2048, intermediate_size=8192, num_hidden_layers=3, vocab_size=50_000
-    )
+    base = save_tiny_llama(tmp_path / "base", hidden_size=2048, intermediate_size=8192, num_hidden_layers=3, vocab_size=50_000)
     assert sum(path.stat().st_size for path in base.glob("*.safetensors")) > 700 * 10**6
     adapter = save_adapter(base, tmp_path / "adapter")
     arguments = [str(base), str(adapter), str(tmp_path / "out"), to]

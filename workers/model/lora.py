@@ -37,7 +37,10 @@ def add_adapters(model: PreTrainedModel, lora: LoraOptions) -> PeftModel:
         task_type="CAUSAL_LM",
     )
     config._register_custom_module({nn.Linear: LoraLinear})
-    peft_model = get_peft_model(model, config, low_cpu_mem_usage=True, autocast_adapter_dtype=True)
+    try:
+        peft_model = get_peft_model(model, config, low_cpu_mem_usage=True, autocast_adapter_dtype=True)
+    except ValueError as error:  # PEFT knows modules that only look as if they could be adapted
+        raise SpecError(f"lora.target_modules: {error}", param="lora.target_modules") from None
     assert isinstance(peft_model, PeftModel)
     for parameter in peft_model.parameters():
         if parameter.requires_grad:

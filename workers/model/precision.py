@@ -13,8 +13,9 @@ from workers.model.experts import PROJECTIONS, FrozenExperts, experts_of
 from workers.model.linear import FrozenLinear
 from workers.quant.weights import QUANTIZED
 
-ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
-"""Last names of the linear layers that decide which experts a token meets."""
+KEPT_PLAIN = frozenset({"gate", "router", "shared_expert_gate", "dt_proj"})
+"""Names of modules whose linear layers stay bf16: routers, which are small and decide which experts a token meets, and the
+time steps of state-space layers, whose weights are used without calling the layer."""
 
 
 def precision_map(model: PreTrainedModel, layers: list[nn.Module], precision: PrecisionOptions) -> dict[str, WeightFormat]:
@@ -64,8 +65,7 @@ def _require_override(
 def _quantizable(model: PreTrainedModel, layers: list[nn.Module]) -> list[str]:
     """Module names of the weights that can be stored in any format. Raises SpecError where the model has none.
 
-    Not among them: routers, which are small and decide which expert is met, and classes of a linear layer's kind that compute
-    something else.
+    Not among them: what `KEPT_PLAIN` names, and classes of a linear layer's kind that compute something else.
     """
     stacks = {id(module) for module in experts_of(layers)}
     inside = {id(module) for layer in layers for module in layer.modules()}
@@ -73,7 +73,7 @@ def _quantizable(model: PreTrainedModel, layers: list[nn.Module]) -> list[str]:
     for name, module in model.named_modules():
         if id(module) in stacks:
             names += [f"{name}.{projection}" for projection in PROJECTIONS]
-        elif id(module) in inside and type(module) is nn.Linear and name.rpartition(".")[2] not in ROUTERS:
+        elif id(module) in inside and type(module) is nn.Linear and not KEPT_PLAIN.intersection(name.split(".")):
             names.append(name)
     if not names:
         raise SpecError(f"{type(model).__name__} has no linear layers (nn.Linear) in its decoder layers.", param="model")

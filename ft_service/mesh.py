@@ -24,3 +24,16 @@ def mesh_shape(replicate: Replicate, ranks: int) -> tuple[int, int]:
             param="distributed.replicate",
         )
     return copies, ranks // copies
+
+
+def check_reshard_size(size: int, shards: int) -> None:
+    """Raises SpecError unless `shards` ranks can be cut into groups of `size`. Nothing is resharded where shards is 1."""
+    allowed = [n for n in range(2, shards) if shards % n == 0]
+    if shards == 1 or size in allowed:
+        return
+    instead = f"Use {' or '.join(map(str, allowed))}, true or false" if allowed else "Use true or false"
+    raise SpecError(
+        f"distributed.reshard_after_forward = {size}: {shards} ranks share a copy, and cannot be cut into several groups of "
+        f"{size}. {instead}.",
+        param="distributed.reshard_after_forward",
+    )

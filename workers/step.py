@@ -40,11 +40,16 @@ class Sums:
         return self.correct / max(1, self.targets)
 
 
-def forward_backward(model: nn.Module, batches: Sequence[Batch], global_targets: int, world: int) -> Sums:
-    """Add a global batch's gradients to the adapters; the sums of all ranks. `global_targets`: of all ranks' micro-batches."""
+def forward_backward(
+    model: nn.Module, batches: Sequence[Batch], global_targets: int, world: int, *, keep_unsharded: bool = False
+) -> Sums:
+    """Add a global batch's gradients to the adapters; the sums of all ranks. `global_targets`: of all ranks' micro-batches.
+
+    `keep_unsharded`: what was gathered for one micro-batch stays for the next.
+    """
     sums = torch.zeros(3, dtype=torch.float64, device=batches[0].ids.device)
     for i, batch in enumerate(batches):
-        set_last_micro_batch(model, last=i == len(batches) - 1)
+        set_last_micro_batch(model, i == len(batches) - 1, keep_unsharded)
         loss, counts = _losses(model, batch)
         (loss * (world / global_targets)).backward()
         sums += torch.stack([loss.detach().double(), *counts])

@@ -7,6 +7,7 @@ Everything it needs is in the run directory, and everything it leaves is there t
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 from ft_service.lifetime import die_with_parent, hold_rank_lock
 
@@ -21,6 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ft_service.rundir import Outcome, RunDir
 from ft_service.spec import JobSpec
 from workers import checkpoint
+from workers.activations import checkpoint_activations
+from workers.compiling import compile_layers
 from workers.data.batches import Tokens
 from workers.data.tokenize import Dataset, load_dataset, load_tokenizer
 from workers.export import publish
@@ -56,7 +59,7 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
     stop = StopRequest(runtime)
     train_set, valid_set = _data(runtime, reporter)  # first: the cheapest way to find out that a job cannot run
 
-    built = construct(spec, runtime.mesh, runtime.device)
+    built = construct(spec, runtime.mesh, runtime.device, warn=lambda text: reporter.message(text, "warn"))
     check_gathered_weights(built.peft_model, runtime.compute_dtype)
     job = JobState(dict(adapters(built.peft_model)), spec.training)  # on the final parameters: loading replaced them
     schedule = Schedule.of(spec, len(train_set))
@@ -76,19 +79,19 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
     return Outcome(kind="succeeded")
 
 
-def construct(spec: JobSpec, mesh: DeviceMesh, device: torch.device) -> BuiltModel:
-    """The model of a job, sharded over the mesh and loaded. Called by all ranks together."""
+def construct(spec: JobSpec, mesh: DeviceMesh, device: torch.device, warn: Callable[[str], None]) -> BuiltModel:
+    """The model of a job, sharded over the mesh and loaded. Called by all ranks together. `warn`: is told of fallbacks."""
+    options = spec.distributed
     compute_dtype = COMPUTE_DTYPE[spec.precision.compute]
     built = build(spec, device)  # on meta: formats and adapters are in place before any memory is taken
-    shard(  # still on meta: the largest allocation that a rank ever makes is one of its own shards
-        built.peft_model,
-        built.layers,
-        mesh,
-        compute_dtype=compute_dtype,
-        reshard_after_forward=spec.distributed.reshard_after_forward,
-    )
+    checkpoint_activations(built.layers, options.activation_checkpointing, spec.lora.r)  # compiled too: it decides what is kept
+    if options.compile:
+        compile_layers(built.layers, warn)  # before sharding: FSDP2's hooks, and so the collectives, stay outside
+    # Still on meta: the largest allocation that a rank ever makes is one of its own shards.
+    shard(built.peft_model, built.layers, mesh, options, compute_dtype)
     # Each rank reads and quantises its own rows, which needs the shards' shapes.
-    load(built.peft_model, spec.model.path, seed=spec.seed, compute_dtype=compute_dtype, device=device)
+    place = torch.device("cpu") if options.offload else device
+    load(built.peft_model, spec.model.path, seed=spec.seed, compute_dtype=compute_dtype, device=place)
     return built
 
 

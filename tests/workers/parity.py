@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ft_service.spec import JobSpec
 from tests.workers.models import VOCABULARY, adapter_value, reference
@@ -26,12 +29,16 @@ RATE = 0.5
 """Of plain gradient descent between the steps: large enough that stale adapters would show in the next loss."""
 
 
+Collective = tuple[str, str, int, int]
+"""(gather | reduce | allreduce, dtype, bytes that this rank contributes, ranks in the group)"""
+
+
 @dataclass
 class Step:
     loss: float
     grads: dict[str, torch.Tensor]
-    collectives: list[tuple[str, str, int]] = field(default_factory=list)
-    """(gather | reduce | allreduce, dtype, bytes that this rank contributes), in order; FSDP2's and those of our own."""
+    collectives: list[Collective] = field(default_factory=list)
+    """In order; FSDP2's and our own."""
 
 
 def samples(count: int = 7, longest: int = 24) -> list[Tokens]:
@@ -45,9 +52,10 @@ def samples(count: int = 7, longest: int = 24) -> list[Tokens]:
     return found
 
 
-def constructed(spec: JobSpec, world: int) -> BuiltModel:
-    """The worker's model, sharded and loaded, with adapters that are not zero."""
-    built = construct(spec, make_mesh("cpu", world, spec.distributed.replicate), CPU)
+def constructed(spec: JobSpec, world: int, warnings: list[str] | None = None) -> BuiltModel:
+    """The worker's model, sharded and loaded, with adapters that are not zero. `warnings`: takes those of the construction."""
+    told: list[str] = [] if warnings is None else warnings
+    built = construct(spec, make_mesh("cpu", world, spec.distributed.replicate), CPU, told.append)
     set_adapters(built.peft_model)
     built.peft_model.train()
     return built
@@ -68,9 +76,11 @@ def one_step(rank: int, world: int, spec: JobSpec, built: BuiltModel, trained: d
     data = samples()
     mine = micro_batches(range(len(data)), rank, world, spec.training.per_device_train_batch_size)
     batches = [collate([data[i] for i in part], CPU) for part in mine]
-    with CountedCollectives() as collectives:
-        sums = forward_backward(built.peft_model, batches, sum(t.target_count for t in data), world)
-    found = Step(sums.mean_loss, {name: full(p.grad) for name, p in trained.items()}, collectives.log)
+    with counted_collectives() as collectives:
+        targets = sum(t.target_count for t in data)
+        kept = spec.distributed.keep_unsharded
+        sums = forward_backward(built.peft_model, batches, targets, world, keep_unsharded=kept)
+    found = Step(sums.mean_loss, {name: full(p.grad) for name, p in trained.items()}, collectives)
     descend(trained)
     return found
 
@@ -101,21 +111,28 @@ def full(grad: Any) -> torch.Tensor:
     return grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
 
 
-class CountedCollectives(TorchDispatchMode):
-    """Records what collectives of tensors carry, forward and backward."""
+@contextmanager
+def counted_collectives() -> Iterator[list[Collective]]:
+    """Records what collectives of tensors carry. By patching: the compiler refuses to work below a dispatch mode."""
+    log: list[Collective] = []
 
-    KINDS: ClassVar = {"_allgather_base_": "gather", "_reduce_scatter_base_": "reduce", "allreduce_": "allreduce"}
+    def counting(kind: str, collective: Any, position: int) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sent = args[position] if len(args) > position else kwargs["input"]
+            log.append((kind, str(sent.dtype).removeprefix("torch."), sent.nbytes, dist.get_world_size(kwargs.get("group"))))
+            return collective(*args, **kwargs)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.log: list[tuple[str, str, int]] = []
+        return call
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kind = self.KINDS.get(func.overloadpacket.__name__) if func.namespace == "c10d" else None
-        if kind is not None:
-            sent = args[0][0] if kind == "allreduce" else args[1]
-            self.log.append((kind, str(sent.dtype).removeprefix("torch."), sent.nbytes))
-        return func(*args, **(kwargs or {}))
+    gather, reduce = ("all_gather_single", "reduce_scatter_single")
+    if not hasattr(dist, gather):  # before torch 2.13
+        gather, reduce = ("all_gather_into_tensor", "reduce_scatter_tensor")
+    with (
+        patch.object(dist, gather, counting("gather", getattr(dist, gather), 1)),
+        patch.object(dist, reduce, counting("reduce", getattr(dist, reduce), 1)),
+        patch.object(dist, "all_reduce", counting("allreduce", dist.all_reduce, 0)),
+    ):
+        yield log
 
 
 def reference_steps(model: Path, spec: JobSpec, steps: int = 2) -> list[Step]:

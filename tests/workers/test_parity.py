@@ -63,7 +63,7 @@ def test_one_gather_per_layer_and_direction_in_storage_format(world: int, tmp_pa
     )
     rounds = 2
     for step, layers, outer in run_on_ranks(step_and_sizes, world, spec):
-        gathers = [(dtype, sent) for kind, dtype, sent in step.collectives if kind == "gather"]
+        gathers = [(dtype, sent) for kind, dtype, sent, _ in step.collectives if kind == "gather"]
         of_layers = [sent for dtype, sent in gathers if dtype == "uint8"]
         assert len(of_layers) == 2 * len(layers) * rounds, "forward and backward of every layer, in one buffer"
         for layer in layers:
@@ -71,7 +71,7 @@ def test_one_gather_per_layer_and_direction_in_storage_format(world: int, tmp_pa
             assert layer["nf4"] * world <= 0.58 * layer["nf4_parameters"]
         of_others = [sent for dtype, sent in gathers if dtype == "bfloat16"]
         assert of_others == outer * rounds, "embedding, then norm with head: once a micro-batch, never both at once"
-        reduces = [dtype for kind, dtype, _ in step.collectives if kind == "reduce"]
+        reduces = [dtype for kind, dtype, _, _ in step.collectives if kind == "reduce"]
         assert reduces == ["float32"] * len(layers), "adapter gradients, once a step and layer"
 
 

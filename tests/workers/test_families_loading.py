@@ -153,6 +153,22 @@ def test_backward_through_experts_keeps_no_dequantised_weight(tmp_path: Path) ->
     assert 5 * 80 * 32 in {tensor.numel() for tensor in kept if tensor.dtype == torch.uint8}, "the codes of all experts"
 
 
+def test_experts_compile_into_one_graph_that_keeps_no_dequantised_weight_either(tmp_path: Path) -> None:
+    """Which experts are met is only known when the graph runs: the loop over them is inside an opaque operator."""
+    model = loaded(save_tiny("mixtral", tmp_path / "base"), precision={"default": "nf4", "compute": "fp32"})
+    experts = model.get_submodule("base_model.model.model.layers.0.mlp.experts")
+    x = torch.randn(9, 48, requires_grad=True)
+    chosen, shares = torch.tensor([[0, 3], [4, 3], [1, 0]] * 3), torch.rand(9, 2)
+    truth = experts(x, chosen, shares)
+    (expected,) = torch.autograd.grad(truth.square().sum(), x)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)(x, chosen, shares)
+    torch.testing.assert_close(compiled, truth)
+    torch.testing.assert_close(torch.autograd.grad(compiled.square().sum(), x), (expected,))
+    assert max(tensor.numel() for tensor in kept if tensor.is_floating_point()) < 40 * 48, "activations and row maxima only"
+
+
 # What the model computes --------------------------------------------------------------------------------------------------
 
 

@@ -27,8 +27,6 @@ LEARNING_RATE = 2e-4
 NOT_YET: Mapping[str, str] = {
     "lora.use_dora": "leave it out; plain LoRA and rsLoRA (lora.use_rslora) work",
     "lora.modules_to_save": "leave it out; only LoRA matrices train",
-    "lora.rank_pattern": "leave it out; every adapted module gets lora.r",
-    "lora.alpha_pattern": "leave it out; every adapted module gets lora.lora_alpha",
     "training.packing": "leave it out; samples are padded to the longest of their micro-batch",
     "training.early_stopping_patience": "leave it out and cancel the job when validation loss stops falling",
     "distributed.nnodes": "leave it out; a job runs on one host",
@@ -98,7 +96,14 @@ class LoraOptions(Strict):
     lora_dropout: Annotated[Number, Field(ge=0, le=0)] = 0.0
     """Only 0: masks that survive a resume on another world size are not implemented yet."""
     target_modules: Literal["all-linear"] | Pattern | list[str] = "all-linear"
-    """Modules that get an adapter: every linear layer but the output head, or names (suffixes), or one RE2 pattern."""
+    """Modules that get an adapter: every linear layer but the output head, or names (suffixes), or one RE2 pattern.
+
+    In a mixture of experts neither experts, nor routers, nor dense layers with an expert's name (gate_proj, down_proj, ..) can
+    have one: "all-linear" leaves them out, naming them is an error."""
+    rank_pattern: dict[Pattern, Annotated[int, Field(ge=1, le=512)]] = {}
+    """RE2 pattern on the end of the module's full name, from a dot on → rank in place of r. The first one that matches wins."""
+    alpha_pattern: dict[Pattern, Annotated[Number, Field(gt=0, le=4096)]] = {}
+    """As rank_pattern, in place of lora_alpha."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) instead of alpha / r."""
     init_lora_weights: Literal[True] = True
@@ -118,10 +123,11 @@ class PrecisionOptions(Strict):
     """In which format the frozen weights are stored, sharded and gathered, and in which the arithmetic runs."""
 
     default: WeightFormat = "bf16"
-    """Format of every linear layer inside the decoder layers that no override names; the rest stays bf16."""
+    """Format of every linear layer and every stack of experts inside the decoder layers that no override names; the rest,
+    routers included, stays bf16."""
     overrides: dict[Pattern, WeightFormat] = {}
     """RE2 pattern on the module's full name → format; the last pattern that matches wins. A pattern without a match is an
-    error."""
+    error, and so is one that asks for another format than bf16 outside the decoder layers (embeddings, output head)."""
     compute: Annotated[Literal["bf16", "fp32"], BeforeValidator(_one_compute_type)] = "bf16"
     """Element type of activations and matrix products in all modules: FSDP2 has one for all that is gathered together.
     Adapters are fp32 masters either way."""
@@ -200,20 +206,6 @@ class DistributedOptions(Strict):
     compile: bool = False
     """torch.compile for each decoder layer. If that fails the job goes on uncompiled, with a warning that says why."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> DistributedOptions:
-        by_size = isinstance(self.wrap, WrapBySize)
-        if self.reshard_size is not None and (self.keep_unsharded or self.wrap == "none"):
-            other = "keep_unsharded" if self.keep_unsharded else "wrap 'none'"
-            raise ValueError(f"distributed.reshard_after_forward as a number has no effect with {other}: keep one of the two")
-        if self.prefetch is not None and self.wrap == "none":
-            raise ValueError("distributed.prefetch: with wrap 'none' there is only one group; leave one of the two out")
-        if self.compile and by_size:
-            raise ValueError("distributed.compile works on whole decoder layers: leave it out, or use wrap 'layers'")
-        if self.offload and self.ignored:
-            raise ValueError("distributed.offload moves shards only, and distributed.ignored weights have none: keep one")
-        return self
-
     @property
     def reshard_size(self) -> int | None:
         """reshard_after_forward where it is a number."""
@@ -241,13 +233,22 @@ class JobOptions(Strict):
     """Higher starts first; equal ones in the order of their creation."""
 
     @model_validator(mode="after")
-    def _reshard_size_needs_bf16(self) -> JobOptions:
-        formats = {self.precision.default, *self.precision.overrides.values()} - {"bf16"}
-        if self.distributed.reshard_size is not None and formats:
+    def _consistent_distributed(self) -> JobOptions:
+        options, formats = self.distributed, {self.precision.default, *self.precision.overrides.values()} - {"bf16"}
+        if options.reshard_size is not None and (options.keep_unsharded or options.wrap == "none"):
+            other = "keep_unsharded" if options.keep_unsharded else "wrap 'none'"
+            raise ValueError(f"distributed.reshard_after_forward as a number has no effect with {other}: keep one of the two")
+        if options.reshard_size is not None and formats:
             raise ValueError(
-                f"distributed.reshard_after_forward = {self.distributed.reshard_size}: FSDP2 reshards to a number of ranks "
-                f"only plain weights, and precision stores some as {' and '.join(sorted(formats))}. Use true or false"
+                f"distributed.reshard_after_forward = {options.reshard_size}: FSDP2 reshards to a number of ranks only plain "
+                f"weights, and precision stores some as {' and '.join(sorted(formats))}. Use true or false"
             )
+        if options.prefetch is not None and options.wrap == "none":
+            raise ValueError("distributed.prefetch: with wrap 'none' there is only one group; leave one of the two out")
+        if options.compile and isinstance(options.wrap, WrapBySize):
+            raise ValueError("distributed.compile works on whole decoder layers: leave it out, or use wrap 'layers'")
+        if options.offload and options.ignored:
+            raise ValueError("distributed.offload moves shards only, and distributed.ignored weights have none: keep one")
         return self
 
 

@@ -6,12 +6,14 @@ rank's loss is its sum divided by it, times the number of ranks, which averaging
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -73,13 +75,26 @@ def _losses(model: nn.Module, batch: Batch) -> tuple[Tensor, list[Tensor]]:
     kept = (next_labels != IGNORED).any(dim=0).nonzero().squeeze(1)
     if not len(kept):
         kept = torch.zeros(1, dtype=torch.int64, device=batch.ids.device)
-    output: Any = model(input_ids=batch.ids, logits_to_keep=kept)
-    logits = output.logits.flatten(0, 1).float()
+    if _can_choose_logits(type(_causal_model(model))):
+        logits = model(input_ids=batch.ids, logits_to_keep=kept).logits
+    else:
+        logits = model(input_ids=batch.ids).logits[:, kept]
+    logits = logits.flatten(0, 1).float()
     labels = next_labels[:, kept].flatten()
     loss = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
     is_target = labels != IGNORED
     correct = (logits.detach().argmax(dim=-1) == labels) & is_target
     return loss, [correct.sum().double(), is_target.sum().double()]
+
+
+def _causal_model(model: nn.Module) -> nn.Module:
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+@lru_cache
+def _can_choose_logits(architecture: type[nn.Module]) -> bool:
+    """Whether it takes `logits_to_keep`; one that does not would swallow it and return all logits."""
+    return "logits_to_keep" in inspect.signature(architecture.forward).parameters
 
 
 def _over_ranks(sums: Tensor, world: int) -> Sums:

@@ -49,6 +49,16 @@ settings = Settings()
 server.serve(settings, reconcile)
 """
 
+FAILING_RECONCILER = """
+from api.server import serve
+from ft_service.settings import Settings
+
+def fail(settings, store, stop) -> None:
+    raise RuntimeError("no launcher here")
+
+serve(Settings(), fail)
+"""
+
 SERVE = """
 import threading
 from api.server import serve
@@ -103,6 +113,14 @@ def ended(process: subprocess.Popen[str], number: int) -> tuple[str, str]:
     output = process.communicate(timeout=60)
     assert process.returncode == 0, output
     return output
+
+
+def test_a_server_whose_reconciler_fails_ends_and_says_why(tmp_path: Path) -> None:
+    with server(tmp_path, FAILING_RECONCILER) as process:
+        _, err = process.communicate(timeout=60)
+        assert process.returncode != 0
+        assert "The reconciler has failed" in err
+        assert "no launcher here" in err
 
 
 def test_a_first_start_makes_a_key_and_a_restart_keeps_it(tmp_path: Path) -> None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ft_service.errors import SpecError
-from ft_service.spec import JobSpec, LoraOptions, PrecisionOptions, WeightFormat, match_pattern
-from workers.model.linear import FrozenLinear, LoraLinear
-from workers.quant.weights import QUANTIZED
+from ft_service.spec import JobSpec, WeightFormat
+from workers.model.lora import add_adapters
+from workers.model.precision import precision_map, swap
+from workers.runtime import COMPUTE_DTYPE
 
 STORAGE_DTYPE = torch.bfloat16
 """What frozen weights without a quantised format are stored in, and the face dtype of the quantised ones."""
@@ -28,129 +29,92 @@ class BuiltModel:
     layers: list[nn.Module]
     """The decoder layers, in order: the units of sharding."""
     formats: Mapping[str, WeightFormat]
-    """Base module name → format of its weight, for every linear layer of the decoder layers."""
+    """Base module name → format of its weight, for every linear layer and every stack of experts of the decoder layers."""
 
 
 def build(spec: JobSpec, device: torch.device) -> BuiltModel:
     """Config → modules → storage formats → adapters. Raises SpecError naming the option that does not fit the model."""
     base = base_on_meta(spec.model.path)
-    restore_buffers(base, device)
+    restore_buffers(base, device, COMPUTE_DTYPE[spec.precision.compute])
     layers = decoder_layers(base)
     formats = precision_map(base, layers, spec.precision)
-    _swap_linears(base, formats)
+    swap(base, layers, formats)
     peft_model = add_adapters(base, spec.lora)
     return BuiltModel(peft_model, layers, formats)
 
 
 def base_on_meta(path: str) -> PreTrainedModel:
-    """The architecture that `path`/config.json describes, every tensor on meta. Code from the folder is never run."""
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    """The architecture that `path`/config.json describes, every tensor on meta. Code from the folder is never run.
+
+    Raises SpecError for one that is no text-only causal language model of transformers.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except ValueError as error:
+        raise SpecError(
+            f"The base in {path} has a config.json that transformers does not know: {error}", param="model"
+        ) from None
     if getattr(config, "quantization_config", None) is not None:
         raise SpecError(
             f"The base in {path} is stored quantised already; this version reads bf16, fp16 and fp32 bases. "
             "Use the original weights with precision.default.",
             param="model",
         )
+    _require_text_decoder(config)
     config.use_cache = False
+    _without_noise(config)
+    # sdpa ignores soft capping without a word; None lets the architecture choose (sdpa where it can).
+    attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=STORAGE_DTYPE, attn_implementation="sdpa")
+        return AutoModelForCausalLM.from_config(config, dtype=STORAGE_DTYPE, attn_implementation=attention)
 
 
-def restore_buffers(model: PreTrainedModel, device: torch.device) -> None:
+def _require_text_decoder(config: PreTrainedConfig) -> None:
+    parts = [name for name in config.sub_configs if getattr(config, name, None) is not None]
+    if parts:
+        raise SpecError(
+            f"The base is a {config.model_type} model made of several ({', '.join(sorted(parts))}); only text-only "
+            "language models can be tuned. Use a checkpoint of its text model alone.",
+            param="model",
+        )
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
+        raise SpecError(f"The base is a {config.model_type} model, which is no causal language model.", param="model")
+
+
+def _without_noise(config: PreTrainedConfig) -> None:
+    """No dropout and no router noise inside the frozen base: they draw from a rank's own generator, and a resume on another
+    number of ranks would train another model."""
+    for name, value in config.to_dict().items():
+        if isinstance(value, float) and any(word in name for word in ("dropout", "pdrop", "jitter", "layerdrop")):
+            setattr(config, name, 0.0)
+
+
+def restore_buffers(model: PreTrainedModel, device: torch.device, compute_dtype: torch.dtype) -> None:
     """Compute the buffers that no checkpoint holds (rotary frequencies, embedding scales) by the architecture's own rules.
 
-    Parameters are still on meta, where initialising is free, so each module's initialiser can be called as it is.
+    Parameters are still on meta, where initialising is free, so each module's initialiser can be called as it is. A buffer in
+    the storage dtype gets the one that it would have in a model loaded for `compute_dtype`.
     """
-    persistent = set(model.state_dict(keep_vars=True))
-    for module_name, module in model.named_modules():
-        computed = {n: b for n, b in module.named_buffers(recurse=False) if f"{module_name}.{n}".lstrip(".") not in persistent}
+    for module in model.modules():
+        computed = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
         for name, buffer in computed.items():
-            module._buffers[name] = torch.empty_like(buffer, device=device)
+            if buffer is not None:
+                dtype = compute_dtype if buffer.dtype == STORAGE_DTYPE else buffer.dtype
+                module._buffers[name] = torch.empty_like(buffer, dtype=dtype, device=device)
         if computed:
             model._init_weights(module)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks, as the architecture itself names them. Raises SpecError for one that names none."""
+    """The repeated blocks, in order: those that the architecture says not to split, or else the one list that is as long as
+    its config says. Raises SpecError where neither is found."""
     names = set(model._no_split_modules or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
-    if not layers:
-        raise SpecError(f"{type(model).__name__} names no decoder layers, so it cannot be sharded here.", param="model")
-    return layers
-
-
-def precision_map(model: PreTrainedModel, layers: list[nn.Module], precision: PrecisionOptions) -> dict[str, WeightFormat]:
-    """Format of every linear layer inside the decoder layers. Raises SpecError for a pattern that matches none of them."""
-    inside = {id(module) for layer in layers for module in layer.modules() if isinstance(module, nn.Linear)}
-    names = [name for name, module in model.named_modules() if id(module) in inside]
-    formats: dict[str, WeightFormat] = dict.fromkeys(names, precision.default)
-    for pattern, weight_format in precision.overrides.items():
-        matched = match_pattern(pattern, names)
-        if not matched:
-            raise SpecError(
-                f"precision.overrides: the pattern {pattern!r} matches no linear layer inside the decoder layers "
-                f"(their names look like {names[0]!r}).",
-                param="precision.overrides",
-            )
-        formats.update(dict.fromkeys(matched, weight_format))
-    return formats
-
-
-def _swap_linears(model: nn.Module, formats: Mapping[str, WeightFormat]) -> None:
-    for name, weight_format in formats.items():
-        weight_class = QUANTIZED.get(weight_format)
-        if weight_class is None:
-            continue
-        parent_name, _, child = name.rpartition(".")
-        parent = model.get_submodule(parent_name)
-        linear = parent.get_submodule(child)
-        assert isinstance(linear, nn.Linear)
-        setattr(parent, child, FrozenLinear.on_meta(linear, weight_class))
-
-
-def add_adapters(model: PreTrainedModel, lora: LoraOptions) -> PeftModel:
-    """Wrap by PEFT, on meta, with fp32 adapters. Raises SpecError for target_modules that match nothing."""
-    config = LoraConfig(
-        r=lora.r,
-        lora_alpha=lora.lora_alpha,  # pyright: ignore[reportArgumentType]  a float is fine: it is only divided by r
-        target_modules=target_modules(model, lora),
-        use_rslora=lora.use_rslora,
-        init_lora_weights=True,
-        bias="none",
-        task_type="CAUSAL_LM",
-    )
-    config._register_custom_module({nn.Linear: LoraLinear})
-    peft_model = get_peft_model(model, config, low_cpu_mem_usage=True, autocast_adapter_dtype=True)
-    assert isinstance(peft_model, PeftModel)
-    for parameter in peft_model.parameters():
-        if parameter.requires_grad:
-            assert parameter.dtype == torch.float32, "adapters are fp32 masters"
-    return peft_model
-
-
-def target_modules(model: PreTrainedModel, lora: LoraOptions) -> list[str]:
-    """The modules to adapt: last names where these say the same as full names (as tools that load adapters expect)."""
-    head = model.get_output_embeddings()
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
-    chosen = _choose(names, lora.target_modules)
-    lasts = {name.rpartition(".")[2] for name in chosen}
-    by_lasts = [name for name in names if name.rpartition(".")[2] in lasts]
-    return sorted(lasts) if by_lasts == chosen else chosen
-
-
-def _choose(names: list[str], wanted: str | list[str]) -> list[str]:
-    if wanted == "all-linear":
-        return names
-    if isinstance(wanted, str):
-        chosen = match_pattern(wanted, names)
-        missing = [] if chosen else [wanted]
-    else:
-        chosen = [n for n in names if any(n == w or n.endswith(f".{w}") for w in wanted)]
-        missing = [w for w in wanted if not any(n == w or n.endswith(f".{w}") for n in names)]
-    if missing or not chosen:
-        kinds = ", ".join(sorted({re.sub(r".*\.", "", name) for name in names}))
+    count = getattr(model.config, "num_hidden_layers", None)
+    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    named = [stack for stack in stacks if {type(layer).__name__ for layer in stack} <= names]
+    chosen = named or (stacks if len(stacks) == 1 else [])
+    if not chosen:
         raise SpecError(
-            f"lora.target_modules: {missing or wanted!r} matches no linear layer of this model; it has {kinds}.",
-            param="lora.target_modules",
+            f"{type(model).__name__}: its decoder layers were not found, so it cannot be sharded here.", param="model"
         )
-    return chosen
+    return list(chosen[0])

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ft_service.errors import SpecError
+from workers.model.names import NamedTensors, by_parameter, load_buffers
 from workers.quant.rowwise import RowQuantized
 
 
@@ -42,12 +43,15 @@ class Safetensors:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
-    def rows(self, name: str, start: int, end: int) -> Tensor:
-        """Rows [start, end) of a tensor, in its own dtype."""
+    def names(self) -> list[str]:
+        return list(self._files)
+
+    def rows(self, name: str, start: int, end: int, index: int | None = None) -> Tensor:
+        """Rows [start, end) of a tensor, in its own dtype; `index`: of that matrix of a stack [matrices, rows, cols]."""
         source = self._handle(name).get_slice(name)
         if start >= end:
-            return torch.empty(0, *source.get_shape()[1:])
-        return source[start:end]
+            return torch.empty(0, *source.get_shape()[1 if index is None else 2 :])
+        return source[start:end] if index is None else source[index, start:end]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._handle(name).get_slice(name).get_shape())
@@ -83,7 +87,9 @@ def load(model: nn.Module, folder: str | Path, *, seed: int, compute_dtype: torc
     does not hold.
     """
     owners = _owners(model)
-    with Safetensors(folder) as checkpoint:
+    with Safetensors(folder) as files:
+        checkpoint = by_parameter(model, files, checkpoint_name)
+        load_buffers(model, checkpoint, checkpoint_name, device)
         _check_complete(owners, checkpoint)
         for name, parameter, places in owners:
             if parameter.requires_grad:
@@ -130,7 +136,7 @@ def _owners(model: nn.Module) -> list[tuple[str, nn.Parameter, list[Place]]]:
     return list(found.values())
 
 
-def _check_complete(owners: list[tuple[str, nn.Parameter, list[Place]]], checkpoint: Safetensors) -> None:
+def _check_complete(owners: list[tuple[str, nn.Parameter, list[Place]]], checkpoint: NamedTensors) -> None:
     frozen = [(checkpoint_name(name), parameter) for name, parameter, _ in owners if not parameter.requires_grad]
     missing = [name for name, _ in frozen if name not in checkpoint]
     if missing:
@@ -148,7 +154,7 @@ def _check_complete(owners: list[tuple[str, nn.Parameter, list[Place]]], checkpo
 
 
 def _read(
-    parameter: nn.Parameter, checkpoint: Safetensors, name: str, compute_dtype: torch.dtype, device: torch.device
+    parameter: nn.Parameter, checkpoint: NamedTensors, name: str, compute_dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     face = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
     rows = _shard(parameter, lambda part: checkpoint.rows(name, part.start, part.stop), device)

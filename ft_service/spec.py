@@ -206,20 +206,6 @@ class DistributedOptions(Strict):
     compile: bool = False
     """torch.compile for each decoder layer. If that fails the job goes on uncompiled, with a warning that says why."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> DistributedOptions:
-        by_size = isinstance(self.wrap, WrapBySize)
-        if self.reshard_size is not None and (self.keep_unsharded or self.wrap == "none"):
-            other = "keep_unsharded" if self.keep_unsharded else "wrap 'none'"
-            raise ValueError(f"distributed.reshard_after_forward as a number has no effect with {other}: keep one of the two")
-        if self.prefetch is not None and self.wrap == "none":
-            raise ValueError("distributed.prefetch: with wrap 'none' there is only one group; leave one of the two out")
-        if self.compile and by_size:
-            raise ValueError("distributed.compile works on whole decoder layers: leave it out, or use wrap 'layers'")
-        if self.offload and self.ignored:
-            raise ValueError("distributed.offload moves shards only, and distributed.ignored weights have none: keep one")
-        return self
-
     @property
     def reshard_size(self) -> int | None:
         """reshard_after_forward where it is a number."""
@@ -247,13 +233,22 @@ class JobOptions(Strict):
     """Higher starts first; equal ones in the order of their creation."""
 
     @model_validator(mode="after")
-    def _reshard_size_needs_bf16(self) -> JobOptions:
-        formats = {self.precision.default, *self.precision.overrides.values()} - {"bf16"}
-        if self.distributed.reshard_size is not None and formats:
+    def _consistent_distributed(self) -> JobOptions:
+        options, formats = self.distributed, {self.precision.default, *self.precision.overrides.values()} - {"bf16"}
+        if options.reshard_size is not None and (options.keep_unsharded or options.wrap == "none"):
+            other = "keep_unsharded" if options.keep_unsharded else "wrap 'none'"
+            raise ValueError(f"distributed.reshard_after_forward as a number has no effect with {other}: keep one of the two")
+        if options.reshard_size is not None and formats:
             raise ValueError(
-                f"distributed.reshard_after_forward = {self.distributed.reshard_size}: FSDP2 reshards to a number of ranks "
-                f"only plain weights, and precision stores some as {' and '.join(sorted(formats))}. Use true or false"
+                f"distributed.reshard_after_forward = {options.reshard_size}: FSDP2 reshards to a number of ranks only plain "
+                f"weights, and precision stores some as {' and '.join(sorted(formats))}. Use true or false"
             )
+        if options.prefetch is not None and options.wrap == "none":
+            raise ValueError("distributed.prefetch: with wrap 'none' there is only one group; leave one of the two out")
+        if options.compile and isinstance(options.wrap, WrapBySize):
+            raise ValueError("distributed.compile works on whole decoder layers: leave it out, or use wrap 'layers'")
+        if options.offload and options.ignored:
+            raise ValueError("distributed.offload moves shards only, and distributed.ignored weights have none: keep one")
         return self
 
 

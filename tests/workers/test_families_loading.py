@@ -16,13 +16,12 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Transpose, WeightConverter
 
 from ft_service.errors import SpecError
-from ft_service.rundir import RunDir
 from tests.workers.models import FAMILIES, OF_EXPERTS, reference, save_tiny, spec_for
 from tests.workers.parity import samples, set_adapters
 from tests.workers.test_families import MIXED
 from workers import step
 from workers.data.batches import collate
-from workers.export import _write_adapter
+from workers.export import new_folder, write_adapter
 from workers.model import names
 from workers.model.build import build
 from workers.model.load import adapters, checkpoint_name, load, own_rows
@@ -230,13 +229,12 @@ def test_an_adapter_on_fused_layers_loads_in_stock_peft(family: str, lora: dict[
     model = loaded(folder, **options)
     tensors = {name.replace(".default.", "."): p.detach().contiguous() for name, p in adapters(model)}
     assert isinstance(model, PeftModel)
-    _write_adapter(RunDir(tmp_path / "run"), spec_for(folder, **options), model, tensors)
-    with safe_open(tmp_path / "run" / "adapter" / "adapter_model.safetensors", "pt") as written:
+    with new_folder(tmp_path / "adapter") as made:
+        write_adapter(made, tensors, model.peft_config["default"], spec_for(folder, **options))
+    with safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as written:
         ranks = {written.get_slice(name).get_shape()[0] for name in written.keys() if "lora_A" in name}  # noqa: SIM118
     assert len(ranks) == 1 + ("rank_pattern" in lora)
-    stock = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tmp_path / "run" / "adapter"
-    )
+    stock = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tmp_path / "adapter")
     torch.testing.assert_close(logits(stock.eval()), logits(model), rtol=1e-5, atol=1e-5)
     with stock.disable_adapter():
         assert not torch.allclose(logits(stock), logits(model), atol=1e-2)

@@ -17,6 +17,7 @@ import openai
 import pytest
 import uvicorn
 from fastapi import FastAPI
+from sqlalchemy import text
 
 from api.app import create_app
 from api.deps import Services
@@ -43,6 +44,11 @@ class Service:
     def client(self, key: str | None = None) -> openai.OpenAI:
         """The real client. Not to be closed: it would close the shared connections."""
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key or self.key, max_retries=0, http_client=self.connections)
+
+    def sql(self, statement: str, **values: Any) -> None:
+        """A write that no method of the store makes, such as a step in time."""
+        with self.store.writing() as connection:
+            connection.execute(text(statement), values)
 
     def http(self, method: str, path: str, *, key: str | None = None, **options: Any) -> httpx2.Response:
         """A request that the openai client would not send."""

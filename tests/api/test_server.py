@@ -120,7 +120,7 @@ def test_a_server_whose_reconciler_fails_ends_and_says_why(tmp_path: Path) -> No
     with server(tmp_path, FAILING_RECONCILER) as process:
         _, err = process.communicate(timeout=60)
         assert process.returncode != 0
-        assert "The reconciler has failed" in err
+        assert "The thread reconciler has failed" in err
         assert "no launcher here" in err
 
 

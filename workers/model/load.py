@@ -53,8 +53,15 @@ class Safetensors:
             return torch.empty(0, *source.get_shape()[1 if index is None else 2 :])
         return source[start:end] if index is None else source[index, start:end]
 
+    def whole(self, name: str) -> Tensor:
+        return self._handle(name).get_tensor(name)
+
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._handle(name).get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """As safetensors writes it: BF16, F32, …"""
+        return self._handle(name).get_slice(name).get_dtype()
 
     def _handle(self, name: str) -> Any:
         file = self._files[name]

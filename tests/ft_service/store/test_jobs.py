@@ -229,3 +229,20 @@ def test_what_a_worker_says_cannot_make_a_job_unwritable(store):
 def test_a_job_needs_a_project(store):
     with pytest.raises(ConflictError):
         store.create_job(new_job(project_id="proj_nowhere", id=new_id("ftjob-")))
+
+
+def test_jobs_without_metadata(store):
+    requests = [{}, {"metadata": None}, {"metadata": {}}, {"metadata": {"metadata": "null"}}]
+    created = [store.create_job(new_job(request={"training_file": "f", **request})).id for request in requests]
+
+    assert [job.id for job in store.list_jobs(PROJECT, metadata="none").data] == [created[1], created[0]]
+
+
+def test_events_in_both_orders(store):
+    job = store.create_job(new_job())
+    store.request(PROJECT, job.id, Verb.PAUSE)
+    newest, oldest = store.list_events(PROJECT, job.id).data
+
+    assert store.list_events(PROJECT, job.id, order="asc").data == [oldest, newest]
+    assert store.list_events(PROJECT, job.id, order="asc", after=oldest.id).data == [newest]
+    assert store.list_events(PROJECT, job.id, after=newest.id).data == [oldest]

@@ -380,6 +380,7 @@ def parse_request(body: object) -> JobRequest:
     if not isinstance(body, Mapping):
         raise SpecError(f"The body must be an object with model and training_file, not {type(body).__name__}.")
     _refuse_not_yet(body)
+    _refuse_integrations(body.get("integrations"))
     try:
         return JobRequest.model_validate(dict(body))
     except ValidationError as error:
@@ -462,6 +463,18 @@ def _refuse_not_yet(body: Mapping[Any, Any]) -> None:
             )
 
 
+def _refuse_integrations(given: Any) -> None:
+    if not isinstance(given, list) or not given:
+        return
+    kinds = [entry.get("type") if isinstance(entry, Mapping) else entry for entry in given[:5]]
+    raise SpecError(
+        f"integrations = {', '.join(f'{kind!r:.40}' for kind in kinds)}: not available in this version: leave them out; "
+        "the job's metrics are in its events and in its result file.",
+        param="integrations",
+        code="not_available",
+    )
+
+
 def spec_error(error: ValidationError, model: type[BaseModel]) -> SpecError:
     """The first fault of a pydantic error, as one sentence that names field, value and limit; the rest are counted."""
     faults = error.errors(include_url=False, include_context=False)
@@ -496,12 +509,20 @@ def _place(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
         elif current is not None and part in current.model_fields:
             parts.append(part)
             annotation = current.model_fields[part].annotation
-            current = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+            current = _model_of(annotation)
             keyed = _is_mapping(annotation)
         elif current is not None:
             parts.append(part[:80])
             current = None
     return ".".join(parts)
+
+
+def _model_of(annotation: Any) -> type[BaseModel] | None:
+    """The model that a field holds (or none); None if it holds something else."""
+    union = get_origin(annotation) in (Union, UnionType)
+    inner = [part for part in get_args(annotation) if part is not NoneType] if union else [annotation]
+    found = inner[0] if len(inner) == 1 else None
+    return found if isinstance(found, type) and issubclass(found, BaseModel) else None
 
 
 def _is_mapping(annotation: Any) -> bool:

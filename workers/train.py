@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ft_service.rundir import Outcome, RunDir
 from ft_service.spec import JobSpec
-from workers import checkpoint
+from workers import checkpoint, origins
 from workers.activations import checkpoint_activations
 from workers.compiling import compile_layers
 from workers.data.batches import Tokens
@@ -61,6 +61,7 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
 
     built = construct(spec, runtime.mesh, runtime.device, warn=lambda text: reporter.message(text, "warn"))
     check_gathered_weights(built.peft_model, runtime.compute_dtype)
+    origins.record(runtime.run, spec, built, train_set, valid_set)  # a job goes on only on the base that it began with
     job = JobState(dict(adapters(built.peft_model)), spec.training)  # on the final parameters: loading replaced them
     schedule = Schedule.of(spec, len(train_set))
     _resume(runtime, reporter, job, schedule)

@@ -53,24 +53,44 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {**GROUPED, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40, "sliding_window": 6},
     "qwen3_moe": {**GROUPED, **EXPERTS, "head_dim": 12, "num_hidden_layers": 3, "mlp_only_layers": [1]},
     "olmoe": {**EXPERTS, "intermediate_size": 40},
+    "deepseek_v3": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },
 }
 """Model type of transformers → how its tiny random model differs from COMMON."""
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+OF_EXPERTS: dict[str, list[str]] = {
+    "mixtral": ATTENTION,
+    "qwen3_moe": ATTENTION,
+    "olmoe": ATTENTION,
+    "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+}
+"""Mixtures of experts → what to adapt there: PEFT's own "all-linear" would put adapters on experts too."""
 
 
 def save_tiny(family: str, folder: Path, *, original_format: bool = True, **changes: Any) -> Path:
     """A random model in bf16 safetensors, in the layout of published checkpoints or in the one of transformers' modules.
 
-    Norms and biases, which start as ones and zeros, get values that show whether they are used.
+    Norms, biases and buffers, which start as ones and zeros, get values that show whether they are used.
     """
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **changes})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter += 0.2 * torch.randn_like(parameter)
+        for tensor in model.state_dict().values():
+            if tensor.ndim == 1:
+                tensor += 0.2 * torch.randn_like(tensor)
     model.save_pretrained(folder, save_original_format=original_format)
     return folder
 

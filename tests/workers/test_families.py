@@ -11,12 +11,12 @@ import torch
 
 from ft_service.spec import JobSpec
 from tests.ranks import run_on_ranks
-from tests.workers.models import ATTENTION, FAMILIES, save_tiny, spec_for
+from tests.workers.models import FAMILIES, OF_EXPERTS, save_tiny, spec_for
 from tests.workers.parity import Step, reference_steps, relative_error, train_steps
 
 MIXED = {
     "default": "bf16",
-    "overrides": {r".*(q_proj|qkv_proj|query_key_value)": "fp8", r".*(down_proj|fc2|dense_4h_to_h)": "nf4"},
+    "overrides": {r".*(q_proj|q_b_proj|qkv_proj|query_key_value)": "fp8", r".*(down_proj|fc2|dense_4h_to_h)": "nf4"},
 }
 FORMATS: dict[str, dict[str, Any]] = {
     "bf16": {"default": "bf16"},
@@ -24,7 +24,6 @@ FORMATS: dict[str, dict[str, Any]] = {
     "nf4": {"default": "nf4"},
     "mixed": MIXED,
 }
-OF_EXPERTS = {"mixtral", "qwen3_moe", "olmoe"}
 
 SHORT = [
     ("qwen2", 2, "mixed"),
@@ -42,6 +41,7 @@ SHORT = [
     ("qwen3_moe", 3, "nf4"),
     ("olmoe", 3, "bf16"),
     ("olmoe", 2, "fp8"),
+    ("deepseek_v3", 2, "nf4"),
 ]
 PRODUCT = [(family, world, form) for family in FAMILIES for world in (1, 2, 3) for form in FORMATS]
 
@@ -49,8 +49,7 @@ Case = tuple[str, int, str]
 
 
 def options_for(family: str) -> dict[str, Any]:
-    """PEFT's own "all-linear" would put adapters on experts too."""
-    lora = {"r": 3, "target_modules": ATTENTION} if family in OF_EXPERTS else {"r": 3}
+    lora = {"r": 3, "target_modules": OF_EXPERTS.get(family, "all-linear")}
     return {"training": {"per_device_train_batch_size": 2}, "lora": lora}
 
 

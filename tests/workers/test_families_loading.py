@@ -17,9 +17,9 @@ from transformers.core_model_loading import Transpose, WeightConverter
 
 from ft_service.errors import SpecError
 from ft_service.rundir import RunDir
-from tests.workers.models import ATTENTION, FAMILIES, reference, save_tiny, spec_for
-from tests.workers.test_families import MIXED, OF_EXPERTS
-from tests.workers.test_parity import samples, set_adapters
+from tests.workers.models import FAMILIES, OF_EXPERTS, reference, save_tiny, spec_for
+from tests.workers.parity import samples, set_adapters
+from tests.workers.test_families import MIXED
 from workers import step
 from workers.data.batches import collate
 from workers.export import _write_adapter
@@ -159,16 +159,12 @@ def test_backward_through_experts_keeps_no_dequantised_weight(tmp_path: Path) ->
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padding_at_the_end_changes_nothing(family: str, tmp_path: Path) -> None:
     """Without a mask: attention is causal, with and without a sliding window, and experts see one token at a time."""
-    model = loaded(save_tiny(family, tmp_path / "base"), lora={"r": 2, "target_modules": targets(family)})
+    model = loaded(save_tiny(family, tmp_path / "base"), lora={"r": 2, "target_modules": OF_EXPERTS.get(family, "all-linear")})
     data = samples(4, longest=20)
     together = step.evaluate(model, [collate(data, CPU)], 1)
     alone = step.evaluate(model, [collate([sample], CPU) for sample in data], 1)
     assert (together.correct, together.targets) == (alone.correct, alone.targets)
     assert together.loss == pytest.approx(alone.loss, rel=1e-6)
-
-
-def targets(family: str) -> Any:
-    return ATTENTION if family in OF_EXPERTS else "all-linear"
 
 
 def test_a_family_without_logits_to_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,8 @@ def test_a_rank_pattern_that_matches_nothing(tmp_path: Path) -> None:
     ("model_type", "values", "words"),
     [
         ("t5", {}, "t5 model, which is no causal language model"),
-        ("gemma3", {}, "text_config, vision_config"),
+        ("gemma3", {}, "gemma3 model, made of several"),
+        ("phimoe", {}, "draws experts at random"),
         ("gpt2", {"n_layer": 1, "n_embd": 16, "n_head": 2}, "GPT2LMHeadModel has no linear layers"),
         ("gpt_oss", {**COMMON, "num_local_experts": 2, "num_key_value_heads": 2}, "GptOssExperts"),
         ("llama4_text", {**COMMON, "num_local_experts": 2, "num_key_value_heads": 2, "head_dim": 12}, "Llama4TextExperts"),
@@ -97,6 +98,13 @@ def test_an_architecture_that_cannot_be_tuned(model_type: str, values: dict[str,
     error = refusal(config_only(tmp_path / "base", model_type, **values))
     assert error.param == "model"
     assert words in error.message
+
+
+def test_modules_that_peft_does_not_adapt(tmp_path: Path) -> None:
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 32}
+    error = refusal(config_only(tmp_path / "base", "mamba", **small))
+    assert error.param == "lora.target_modules"
+    assert "out_proj" in error.message
 
 
 def test_an_unknown_architecture(tmp_path: Path) -> None:

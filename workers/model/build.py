@@ -20,6 +20,9 @@ from workers.runtime import COMPUTE_DTYPE
 STORAGE_DTYPE = torch.bfloat16
 """What frozen weights without a quantised format are stored in, and the face dtype of the quantised ones."""
 
+RANDOM_IN_TRAINING = frozenset({"phimoe"})
+"""Model types with randomness that no option of their config turns off."""
+
 
 @dataclass(frozen=True)
 class BuiltModel:
@@ -70,15 +73,20 @@ def base_on_meta(path: str) -> PreTrainedModel:
 
 
 def _require_text_decoder(config: PreTrainedConfig) -> None:
-    parts = [name for name in config.sub_configs if getattr(config, name, None) is not None]
-    if parts:
-        raise SpecError(
-            f"The base is a {config.model_type} model made of several ({', '.join(sorted(parts))}); only text-only "
-            "language models can be tuned. Use a checkpoint of its text model alone.",
-            param="model",
-        )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
         raise SpecError(f"The base is a {config.model_type} model, which is no causal language model.", param="model")
+    if config.get_text_config(decoder=True) is not config:
+        raise SpecError(
+            f"The base is a {config.model_type} model, made of several; only text-only language models can be tuned. "
+            "Use a checkpoint of its text model alone.",
+            param="model",
+        )
+    if config.model_type in RANDOM_IN_TRAINING:
+        raise SpecError(
+            f"The base is a {config.model_type} model, whose router draws experts at random in training: no step could be "
+            "repeated, and no resume be exact.",
+            param="model",
+        )
 
 
 def _without_noise(config: PreTrainedConfig) -> None:

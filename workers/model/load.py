@@ -53,8 +53,15 @@ class Safetensors:
             return torch.empty(0, *source.get_shape()[1 if index is None else 2 :])
         return source[start:end] if index is None else source[index, start:end]
 
+    def whole(self, name: str) -> Tensor:
+        return self._handle(name).get_tensor(name)
+
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._handle(name).get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """As safetensors writes it: BF16, F32, …"""
+        return self._handle(name).get_slice(name).get_dtype()
 
     def _handle(self, name: str) -> Any:
         file = self._files[name]
@@ -169,7 +176,7 @@ def _shard(parameter: nn.Parameter, rows: Any, device: torch.device) -> Tensor:
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         start, end = own_rows(end, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
-    return rows(slice(start, end)).to(device)
+    return rows(slice(start, end)).to(device, copy=True)  # a view would keep the whole tensor, or its file, in memory
 
 
 def _replace(parameter: nn.Parameter, local: Tensor, places: list[Place]) -> None:

@@ -56,3 +56,6 @@ class FP8Weight(_Weight):
 
 QUANTIZED: dict[WeightFormat, type[RowQuantized]] = {"nf4": NF4Weight, "fp8": FP8Weight}
 """Format name → the weight class that stores it. "bf16" is not here: it is stored as a plain tensor."""
+
+VERSIONS: dict[str, int] = {"nf4": 1, "fp8": 1}
+"""Storage format → version of its arithmetic. It counts up when an equal weight would be stored as other values."""

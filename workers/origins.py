@@ -16,6 +16,7 @@ from ft_service.rundir import RunDir
 from ft_service.spec import DataFileRef, JobSpec
 from workers.data.batches import Tokens
 from workers.model.build import BuiltModel
+from workers.model.load import plain_name
 from workers.quant.rowwise import RowQuantized
 from workers.quant.weights import VERSIONS
 
@@ -60,8 +61,9 @@ def stored_layers(built: BuiltModel) -> list[Layer]:
     """Every linear layer of the base with the format it is stored in and the bytes that takes over all ranks."""
     found: list[tuple[str, Any, int]] = []
     base: Any = built.peft_model.get_base_model()
+    modules = {plain_name(name): module for name, module in base.named_modules()}
     for name in built.formats:
-        module = base.get_submodule(name)
+        module = modules[name]
         weight = getattr(module, "base_layer", module).weight
         local = weight.to_local() if isinstance(weight, DTensor) else weight
         found.append((name, weight, local.stored_bytes if isinstance(local, RowQuantized) else local.nbytes))

@@ -54,11 +54,12 @@ def zero_stage(value: Any, source: Source) -> Verdict:
     """DeepSpeed's stages by what they keep whole on a rank: 3 nothing, 1 and 2 the weights, 0 everything."""
     stage = as_number(value)
     if stage == 3:
-        return Taken({"distributed.reshard_after_forward": True})
+        inner = source.number("zero_optimization.zero_hpz_partition_size") or 1
+        return Taken({"distributed.reshard_after_forward": inner if inner > 1 else True})
     if stage in (1, 2):
         return Taken({"distributed.reshard_after_forward": False}, "weights stay gathered from forward to backward")
     if stage == 0:
-        return NotSupported("nothing would be sharded: all ranks shard the base here; leave it out, or train on one rank")
+        return Taken({"distributed.replicate": -1}, "every rank keeps the whole base")
     return NotSupported("no such ZeRO stage is known")
 
 
@@ -154,7 +155,7 @@ TABLE: dict[str, Rule] = {
     # megatron_lm_config --------------------------------------------------------------------------------------------------
     "megatron_lm_config.*": _MEGATRON,
     "megatron_lm_config.megatron_lm_gradient_clipping": takes("training.max_grad_norm"),
-    "megatron_lm_config.megatron_lm_recompute_activations": switch(means(distributed__activation_checkpointing=True)),
+    "megatron_lm_config.megatron_lm_recompute_activations": switch(means(distributed__activation_checkpointing="full")),
     # dynamo_config -------------------------------------------------------------------------------------------------------
     "dynamo_config.dynamo_backend": choice(
         {"no": needless("it is off here too"), "inductor": means(distributed__compile=True)},

@@ -115,8 +115,10 @@ _ZERO: dict[str, Rule] = {
     "ignore_unused_parameters": needless("every adapter takes part in every step"),
     "legacy_stage1": unless_off("there is one implementation: leave it out"),
     "parameter_alignment": needless("rows are split, not flat buffers"),
-    "zero_hpz_partition_size": unless(
-        (0, 1), "it is off here too", "there is no second copy of shards inside a host: see distributed.replicate"
+    "zero_hpz_partition_size": lambda value, source: (
+        NotNeeded("it is off here too")
+        if as_number(value) in (0, 1)
+        else Taken({"distributed.reshard_after_forward": value}, "between forward and backward, sharded over so many ranks")
     ),
     "zero_quantized_weights": unless_off("choose precision.default: fp8 or nf4, which the base is then also gathered in"),
     "zero_quantized_nontrainable_weights": unless_off(

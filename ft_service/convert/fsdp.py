@@ -5,24 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from ft_service.convert.rules import (
-    NotNeeded,
     NotSupported,
     Rule,
     Source,
     Taken,
     Verdict,
+    as_number,
     as_plain,
     choice,
     means,
     needless,
     refused,
     switch,
-    takes,
-    unless,
     unless_off,
 )
 
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+DEFAULT_MIN_PARAMS = 100_000_000
+"""Accelerate's, where size-based wrapping is asked for without a size."""
 _XLA = "PyTorch/XLA is not supported: train on CUDA GPUs or CPUs, and leave it out"
 
 
@@ -40,21 +40,29 @@ def strategy(value: Any, source: Source) -> Verdict:
     if name == "SHARD_GRAD_OP":
         return Taken({"distributed.reshard_after_forward": False})
     if name == "NO_SHARD":
-        return _replicated(source.number("num_processes"), "every rank keeps the whole base", {})
-    groups = source.number("num_machines")
-    return _replicated(
-        groups,
-        "sharded inside a machine, replicated between machines",
-        {"distributed.reshard_after_forward": name == "HYBRID_SHARD"},
-    )
+        return Taken({"distributed.replicate": -1}, "every rank keeps the whole base")
+    return _hybrid(source.number("num_machines"), {"distributed.reshard_after_forward": name == "HYBRID_SHARD"})
 
 
-def _replicated(count: int | None, meaning: str, also: dict[str, Any]) -> Verdict:
-    if count is None:
-        return NotSupported(f"{meaning}: this file does not say how many; set distributed.replicate to that number")
-    if count == 1:
-        return Taken(also, "there is one group only") if also else NotNeeded("there is one process only")
-    return Taken({"distributed.replicate": count} | also, meaning)
+def _hybrid(machines: int | None, also: dict[str, Any]) -> Verdict:
+    """Sharded inside a machine, replicated between machines."""
+    if machines is None:
+        return NotSupported("this file does not say on how many machines: set distributed.replicate to that number")
+    if machines == 1:
+        return Taken(also, "there is one machine only")
+    return Taken({"distributed.replicate": machines, **also}, "one copy a machine")
+
+
+def _by_size(value: Any, source: Source) -> Verdict:
+    given = [as_number(size) for name, size in source.items() if name.endswith("min_num_params")]
+    return Taken({"distributed.wrap": {"min_params": int(given[0] if given and given[0] else DEFAULT_MIN_PARAMS)}})
+
+
+def _ignored(value: Any, source: Source) -> Verdict:
+    """Modules by pattern there, weights by pattern here."""
+    if not isinstance(value, str):
+        return NotSupported("modules that Python code chose have no names here: write patterns into distributed.ignored")
+    return Taken({"distributed.ignored": [rf"(?:{value})\..*"]})
 
 
 def dtype_policy(value: Any, source: Source) -> Verdict:
@@ -81,12 +89,12 @@ _WRAP: Rule = choice(
     {
         "transformer_based_wrap": needless("each decoder layer is one group, as the architecture names it"),
         "0": needless("each decoder layer is one group, as the architecture names it"),
-        "size_based_wrap": refused("the groups are the decoder layers: leave it out"),
-        "no_wrap": refused("one group would gather the whole base at once: the groups are the decoder layers; leave it out"),
+        "size_based_wrap": _by_size,
+        "no_wrap": means(distributed__wrap="none"),
     },
     refused("no such wrapping policy is known; the groups are the decoder layers"),
 )
-_CHECKPOINTING: Rule = switch(means(distributed__activation_checkpointing=True))
+_CHECKPOINTING: Rule = switch(means(distributed__activation_checkpointing="full"))
 _OFFLOAD: Rule = switch(means(distributed__offload=True))
 _LAYERS: Rule = needless("the decoder layers are found by the architecture's own list of them")
 _IN_PYTHON = needless("what it sets up in Python code is done by the worker itself")
@@ -100,9 +108,9 @@ FSDP: dict[str, Rule] = {
     "auto_wrap_policy": _WRAP,
     "transformer_layer_cls_to_wrap": _LAYERS,
     "transformer_cls_names_to_wrap": _LAYERS,
-    "min_num_params": unless((None, 0, "0", 100_000_000), "groups do not depend on size", "the groups are the decoder layers"),
+    "min_num_params": needless("it belongs to auto_wrap_policy SIZE_BASED_WRAP, which takes it over"),
     "backward_prefetch": needless("FSDP2 gathers the next layer of the backward ahead by itself"),
-    "forward_prefetch": switch(means(distributed__prefetch=1)),
+    "forward_prefetch": switch(means(distributed__prefetch={"forward": 1, "backward": 1})),
     "state_dict_type": needless("checkpoints are always sharded (DCP), the finished adapter is always one whole PEFT file"),
     "state_dict_config": _IN_PYTHON,
     "optim_state_dict_config": _IN_PYTHON,
@@ -114,7 +122,7 @@ FSDP: dict[str, Rule] = {
     "mixed_precision_policy": dtype_policy,
     "activation_checkpointing": _CHECKPOINTING,
     "activation_checkpointing_offload": unless_off("inputs of layers are recomputed, not moved to the CPU: leave it out"),
-    "ignored_modules": takes("distributed.ignored"),
+    "ignored_modules": _ignored,
     "xla": unless_off(_XLA),
     "xla_fsdp_v2": unless_off(_XLA),
     "xla_fsdp_grad_ckpt": unless_off(_XLA),

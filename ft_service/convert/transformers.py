@@ -41,7 +41,7 @@ _PRECISE = needless("validation computes as training does")
 _FP16 = unless_off("there is no loss scaling here: bf16, with fp32 masters of what is trained, is the default")
 _SCRIPT = needless("there is no training script")
 _ADAM = "only AdamW with betas (0.9, 0.999) and eps 1e-8: leave it out"
-_CHECKPOINTING = switch(means(distributed__activation_checkpointing=True))
+_CHECKPOINTING = switch(means(distributed__activation_checkpointing="full"))
 
 
 def _positive(name: str) -> Rule:

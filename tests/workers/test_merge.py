@@ -127,13 +127,9 @@ def test_fp8_is_stored_by_rows_with_what_is_no_linear_of_a_layer_in_bf16(base: P
 
 def test_fp8_loads_in_transformers_by_compressed_tensors(base: Path, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
-    from transformers import CompressedTensorsConfig
-
     adapter = save_adapter(base, tmp_path / "adapter")
     merge(base, adapter, tmp_path / "out", to="fp8")
-    loaded = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", quantization_config=CompressedTensorsConfig(dequantize=True), dtype=torch.float32
-    )
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert difference(logits(loaded), logits(merged_by_peft(base, adapter))) < 0.1
 
 

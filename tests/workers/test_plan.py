@@ -15,7 +15,7 @@ from ft_service.plan.machines import MACHINES
 from ft_service.spec import JobSpec
 from tests.ranks import run_on_ranks
 from tests.workers.models import FAMILIES, VOCABULARY, save_tiny, save_tiny_llama, spec_for
-from tests.workers.parity import CPU, CountedCollectives, constructed
+from tests.workers.parity import CPU, constructed, counted_collectives
 from workers.data.batches import Tokens, collate, micro_batches
 from workers.model.build import build
 from workers.model.load import adapters
@@ -33,7 +33,7 @@ def measure(rank: int, world: int, spec: JobSpec) -> dict[str, Any]:
     data = full_samples(spec.training.batch_size)
     parts = micro_batches(range(len(data)), rank, world, spec.training.per_device_train_batch_size)
     batches = [collate([data[i] for i in part], CPU) for part in parts]
-    with CountedCollectives() as collectives:
+    with counted_collectives() as collectives:
         forward_backward(built.peft_model, batches, sum(t.target_count for t in data), world)
     frozen = {n: p for n, p in built.peft_model.named_parameters() if not p.requires_grad}
     states = [value for state in job.optimizer.state.values() for value in state.values()]
@@ -43,7 +43,7 @@ def measure(rank: int, world: int, spec: JobSpec) -> dict[str, Any]:
         "adapters": held(job.parameters.values()),
         "gradients": held(p.grad for p in job.parameters.values()),
         "optimizer": held(states),
-        "collectives": collectives.log,
+        "collectives": collectives,
     }
 
 
@@ -108,11 +108,11 @@ def test_a_rank_has_the_bytes_and_the_traffic_that_were_planned(case: str, tmp_p
     for result in results:
         assert (result["quantised"], result["plain"]) == base_bytes(plan)
         assert (result["adapters"], result["gradients"]) == (plan.rank.adapters, plan.rank.gradients)
-        between = sum(sent for kind, dtype, sent in result["collectives"] if (kind, dtype) == ("allreduce", "float32"))
+        between = sum(sent for kind, dtype, sent, _ in result["collectives"] if (kind, dtype) == ("allreduce", "float32"))
         copies = plan.layout.replicate
         assert 2 * between * (copies - 1) // copies == pytest.approx(plan.wire.all_reduce, rel=0.02)
-        gathered = [sent for kind, _, sent in result["collectives"] if kind == "gather"]
-        reduced = [sent for kind, _, sent in result["collectives"] if kind == "reduce"]
+        gathered = [sent for kind, _, sent, _ in result["collectives"] if kind == "gather"]
+        reduced = [sent for kind, _, sent, _ in result["collectives"] if kind == "reduce"]
         assert (len(gathered), len(reduced)) == (plan.wire.gathers, plan.wire.reduces)
         shard = plan.layout.shard
         assert sum(gathered) * (shard - 1) == pytest.approx(plan.wire.gather, rel=0.02)

@@ -190,6 +190,40 @@ def test_deepspeed_inside_of_training_arguments_is_judged_as_its_own_file(tmp_pa
     assert isinstance(found["deepspeed.gradient_accumulation_steps"], NotNeeded), "train_batch_size says it"
 
 
+@pytest.mark.parametrize(
+    ("section", "distributed"),
+    [
+        (
+            {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 2000},
+            {"wrap": {"min_params": 2000}},
+        ),
+        ({"fsdp_auto_wrap_policy": "NO_WRAP", "fsdp_offload_params": "true"}, {"wrap": "none", "offload": True}),
+        ({"fsdp_sharding_strategy": "NO_SHARD"}, {"replicate": -1}),
+        (
+            {"fsdp_activation_checkpointing": True, "fsdp_forward_prefetch": True},
+            {"activation_checkpointing": "full", "prefetch": {"forward": 1, "backward": 1}},
+        ),
+        ({"fsdp_ignored_modules": r"model\.embed_tokens"}, {"ignored": [r"(?:model\.embed_tokens)\..*"]}),
+    ],
+)
+def test_sharding_options_keep_their_meaning(tmp_path: Path, section: dict[str, Any], distributed: dict[str, Any]) -> None:
+    conversion = converted(tmp_path, {"distributed_type": "FSDP", "fsdp_config": section})
+    assert conversion.body["distributed"] == distributed
+
+
+def test_zero_stages_and_their_inner_groups(tmp_path: Path) -> None:
+    for zero, distributed in (
+        ({"stage": 0}, {"replicate": -1}),
+        ({"stage": 2}, {"reshard_after_forward": False}),
+        ({"stage": 3, "zero_hpz_partition_size": 4}, {"reshard_after_forward": 4}),
+        (
+            {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": True}},
+            {"reshard_after_forward": True, "offload": True},
+        ),
+    ):
+        assert converted(tmp_path, {"zero_optimization": zero}, "zero.json").body["distributed"] == distributed
+
+
 VALUES: tuple[Any, ...] = (
     None,
     True,

@@ -108,6 +108,24 @@ def values_by_module(chosen: Sequence[str], patterns: Mapping[str, Value], field
     return values
 
 
+def choose_ignored(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
+    """The base's weights, by their names in the checkpoint, that distributed.ignored keeps whole on every rank.
+
+    Raises SpecError for a pattern that matches none.
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        matched = match_pattern(pattern, names)
+        if not matched:
+            raise SpecError(
+                f"distributed.ignored: the pattern {pattern!r} matches no weight of the base "
+                f"(their names look like {names[0]!r}). Adapters are always sharded.",
+                param="distributed.ignored",
+            )
+        found.update(matched)
+    return found
+
+
 def last_name(name: str) -> str:
     return name.rpartition(".")[2]
 

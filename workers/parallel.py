@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from ft_service.errors import SpecError
 from ft_service.mesh import Replicate, check_reshard_size, mesh_shape
-from ft_service.spec import DistributedOptions, Prefetch, match_pattern
+from ft_service.selection import choose_ignored
+from ft_service.spec import DistributedOptions, Prefetch
 from workers.grouping import Group, grouped
 from workers.model.load import checkpoint_name
 from workers.quant.rowwise import RowQuantized
@@ -89,17 +90,7 @@ def _check(model: nn.Module, mesh: DeviceMesh, options: DistributedOptions) -> N
 def ignored_weights(model: nn.Module, patterns: Sequence[str]) -> set[nn.Parameter]:
     """The frozen weights whose names in the checkpoint match. Raises SpecError for a pattern that matches none."""
     named = {checkpoint_name(name): parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    found: set[nn.Parameter] = set()
-    for pattern in patterns:
-        matched = match_pattern(pattern, named)
-        if not matched:
-            raise SpecError(
-                f"distributed.ignored: the pattern {pattern!r} matches no weight of the base "
-                f"(their names look like {next(iter(named))!r}). Adapters are always sharded.",
-                param="distributed.ignored",
-            )
-        found |= {named[name] for name in matched}
-    return found
+    return {named[name] for name in choose_ignored(list(named), patterns)}
 
 
 def _prefetch(groups: Sequence[Group], depth: Prefetch) -> None:

@@ -33,7 +33,7 @@ def _refuse_what_cannot_fit(plan: Plan) -> None:
     ways = "; ".join(change_text(change) for change in plan.changes)
     raise SpecError(
         f"The job does not fit {plan.machine}: its weights, adapters and optimizer alone take "
-        f"{bytes_text(plan.rank.stored + plan.rank.gather)} per rank, {bytes_text(plan.memory)} are usable. "
+        f"{bytes_text(plan.rank.resident)} per rank, {bytes_text(plan.memory)} are usable. "
         f"In all it is {bytes_text(plan.rank.total)}; {ways}.",
         code="does_not_fit",
     )

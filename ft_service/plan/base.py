@@ -22,7 +22,7 @@ Kind = Literal["linear", "embedding", "head", "experts", "router", "norm", "bias
 _NUMBERED = re.compile(r"^(?P<stack>[^0-9]*?)\.?(?P<layer>\d+)\.(?P<inside>.+)$")
 _EXPERT = re.compile(r"^(?P<before>.*\bexperts)\.(?P<expert>\d+)\.(?P<matrix>[^.]+)(\.weight)?$")
 _OTHER_TOWERS = re.compile(r"^(model\.)?(vision|visual|audio|multi_modal|mm_|mtp)", re.I)
-_BUFFERS = re.compile(r"\.(inv_freq|masked_bias|attention\.bias|attn\.bias)$")
+_BUFFERS = re.compile(r"\.(inv_freq|masked_bias|e_score_correction_bias|attention\.bias|attn\.bias)$")
 _HEADS = ("lm_head", "embed_out", "output")
 _STEMS = {"gpt_neox": "gpt_neox.", "gpt2": "transformer.", "falcon": "transformer.", "bloom": "transformer."}
 """What a causal model calls its trunk, where that is not `model.`."""
@@ -40,6 +40,10 @@ class Weight:
     kind: Kind
     layer: int | None
     """Number of the decoder layer; None: outside of them."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}.{self.parameter}"
 
     @property
     def rows(self) -> int:

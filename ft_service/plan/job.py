@@ -15,8 +15,8 @@ from ft_service.plan.speed import Speed, Wire, flops_per_token, speed_on, wire_b
 from ft_service.plan.storage import Adapter, Layout, Stored, adapters_of, groups_of, layout_of, stored_weights
 from ft_service.spec import JobSpec, WeightFormat
 
-_PASSES = 2
-"""Forward and backward each dequantise every weight once."""
+_PASSES = {"none": 2, "full": 3, "selective": 2}
+"""How often a micro-batch dequantises every weight, by activation checkpointing: forward, backward, forward again."""
 _SHORT = 256
 """Tokens below which cutting samples is not worth proposing."""
 
@@ -58,7 +58,6 @@ class Plan:
     rank: RankBytes
     wire: Wire
     flops_per_token: int
-    flops_per_token_checkpointed: int
     speed: Speed | None
     fits: bool | None
     changes: tuple[Change, ...]
@@ -70,14 +69,14 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         document = asdict(self)
-        document["rank"] |= {"stored": self.rank.stored, "total": self.rank.total}
+        document["rank"] |= {"stored": self.rank.stored, "resident": self.rank.resident, "total": self.rank.total}
         document["wire"] |= {"total": self.wire.total}
         return document
 
     @property
     def stored_fits(self) -> bool | None:
         """Whether what the job stores whatever its data, and gathers, fits: where not, no sample however short helps."""
-        return None if self.memory is None else self.rank.stored + self.rank.gather <= self.memory
+        return None if self.memory is None else self.rank.resident <= self.memory
 
 
 def plan_job(spec: JobSpec, machine: Machine) -> Plan:
@@ -97,7 +96,8 @@ def _plan(base: Base, spec: JobSpec, machine: Machine, memory: int | None) -> Pl
     rank = rank_bytes(base, spec, layout, stored, adapters, groups)
     batches = micro_batches(spec, layout)
     wire = wire_bytes(groups, spec, layout, batches.rounds)
-    flops = flops_per_token(base, adapters, batches.length, checkpointed=False)
+    mode = spec.distributed.activation_checkpointing
+    flops = flops_per_token(base, adapters, batches.length, checkpointed=mode == "full")
     known = spec.precision.compute == "bf16" or machine.shared_memory  # data sheets speak of bf16
     return Plan(
         machine=machine.name,
@@ -110,8 +110,7 @@ def _plan(base: Base, spec: JobSpec, machine: Machine, memory: int | None) -> Pl
         rank=rank,
         wire=wire,
         flops_per_token=flops,
-        flops_per_token_checkpointed=flops_per_token(base, adapters, batches.length, checkpointed=True),
-        speed=speed_on(machine, flops, stored, wire, batches, layout, passes=_PASSES) if known else None,
+        speed=speed_on(machine, flops, stored, wire, batches, layout, passes=_PASSES[mode]) if known else None,
         fits=None if memory is None else rank.total <= memory,
         changes=(),
         hints=(),
@@ -158,8 +157,8 @@ def _hints(base: Base, spec: JobSpec, machine: Machine, draft: Plan) -> Iterator
     """A base that fits whole on every rank needs no gathers at all."""
     if draft.layout.shard == 1:
         return
-    whole = _tried(base, _apply(spec, {"distributed.replicate": -1}), machine, {"distributed.replicate": -1})
-    if whole.fits:
+    options = {"distributed.replicate": -1, "distributed.offload": False}
+    if _tried(base, _apply(spec, options), machine, options).fits:
         yield "The base fits whole on every rank: distributed.replicate: -1 needs no gathers and is the fastest."
 
 
@@ -170,6 +169,10 @@ def _tried(base: Base, spec: JobSpec, machine: Machine, options: dict[str, Any])
 
 def _candidates(base: Base, spec: JobSpec) -> Iterator[dict[str, Any]]:
     training = spec.training
+    if spec.distributed.activation_checkpointing != "full":
+        yield {"distributed.activation_checkpointing": "full"}
+    if spec.distributed.keep_unsharded:
+        yield {"distributed.keep_unsharded": False}
     if training.per_device_train_batch_size > 1:
         yield {"training.per_device_train_batch_size": 1}
     if training.max_length > _SHORT:

@@ -49,9 +49,11 @@ class RankBytes:
     """The largest weight dequantised, and gradients inside one layer."""
     activations: int
     """Kept for the backward, as the spec asks for it."""
-    activations_checkpointed: int
-    """The same with full activation checkpointing."""
+    activations_by_mode: dict[str, int]
+    """The same for every value of distributed.activation_checkpointing."""
     logits: int
+    offloaded: bool
+    """What is stored lies in the host's memory, and only what is gathered and computed in the GPU's."""
 
     @property
     def stored(self) -> int:
@@ -59,8 +61,13 @@ class RankBytes:
         return sum(self.base.values()) + self.adapters + self.gradients + self.optimizer
 
     @property
+    def resident(self) -> int:
+        """What of it is where the job computes, with what it gathers: it is needed whatever the data."""
+        return (0 if self.offloaded else self.stored) + self.gather
+
+    @property
     def total(self) -> int:
-        return self.stored + self.gather + self.accumulation + self.workspace + self.activations + self.logits
+        return self.resident + self.accumulation + self.workspace + self.activations + self.logits
 
 
 def micro_batches(spec: JobSpec, layout: Layout) -> MicroBatches:
@@ -85,22 +92,56 @@ def rank_bytes(
         by_format[weight.format] += weight.bytes_on_rank(layout)
     numel = sum(a.numel_on_rank(layout) for a in adapters)
     whole = sum(a.numel for a in adapters)
-    layers = layer_activation_bytes(base.shape, spec, adapters) * batches.tokens
-    kept = compute * base.shape.hidden * batches.tokens
-    casts = compute * whole if layout.shard == 1 and compute != FP32_BYTES else 0
-    outside = (FP32_BYTES + compute) * base.shape.hidden * batches.tokens
+    by_mode = _activations_by_mode(base.shape, spec, adapters, layout, batches.tokens)
     return RankBytes(
         base=by_format,
         adapters=numel * FP32_BYTES,
         gradients=numel * FP32_BYTES,
         optimizer=2 * numel * FP32_BYTES + 2 * len(adapters) * FP32_BYTES,
-        gather=_gather(groups, layout, compute) if layout.shard > 1 else 0,
+        gather=_gather(groups, layout, compute, spec) if layout.shard > 1 else 0,
         accumulation=_accumulation(layout, batches, whole),
         workspace=_workspace(base.shape, stored, compute, batches.tokens),
-        activations=layers * base.shape.layers + casts + outside,
-        activations_checkpointed=kept * base.shape.layers + layers + casts + outside,
+        activations=by_mode[spec.distributed.activation_checkpointing],
+        activations_by_mode=by_mode,
         logits=LOGIT_BYTES * base.shape.vocabulary * batches.samples * max(1, batches.length - 1),
+        offloaded=spec.distributed.offload,
     )
+
+
+def _activations_by_mode(
+    shape: Shape, spec: JobSpec, adapters: Sequence[Adapter], layout: Layout, tokens: int
+) -> dict[str, int]:
+    """Checkpointed, a layer keeps less, and all that it needs while its backward runs."""
+    compute = COMPUTE_BYTES[spec.precision.compute]
+    whole = layer_activation_bytes(shape, spec, adapters)
+    inputs = compute * shape.hidden
+    casts = compute * sum(a.numel for a in adapters) if layout.shard == 1 and compute != FP32_BYTES else 0
+    outside = (FP32_BYTES + compute) * shape.hidden * tokens + casts
+    per_token = {
+        "none": whole * shape.layers,
+        "full": inputs * shape.layers + whole,
+        "selective": (inputs + _product_bytes(shape, spec, adapters)) * shape.layers + whole,
+    }
+    return {mode: count * tokens + outside for mode, count in per_token.items()}
+
+
+def _product_bytes(shape: Shape, spec: JobSpec, adapters: Sequence[Adapter]) -> int:
+    """Results of matrix products and attention in one layer, per token: what "selective" keeps."""
+    compute = COMPUTE_BYTES[spec.precision.compute]
+    width = (2 if shape.gated else 1) * _inner_width(shape)
+    return (
+        compute * int(2 * shape.q + 2 * shape.kv + 2 * shape.hidden + width + _ranks(shape, adapters))
+        + FP32_BYTES * shape.heads
+    )
+
+
+def _inner_width(shape: Shape) -> int:
+    return shape.expert_intermediate * shape.experts_per_token if shape.experts else shape.intermediate
+
+
+def _ranks(shape: Shape, adapters: Sequence[Adapter]) -> float:
+    """Sum of r over the adapters of one layer."""
+    return sum(a.r for a in adapters if a.layer is not None) / max(1, shape.layers)
 
 
 def layer_activation_bytes(shape: Shape, spec: JobSpec, adapters: Sequence[Adapter]) -> int:
@@ -114,10 +155,8 @@ def layer_activation_bytes(shape: Shape, spec: JobSpec, adapters: Sequence[Adapt
     norms = FP32_BYTES * (shape.norms * (shape.hidden + 1) + (shape.q + shape.kv if shape.head_norms else 0))
     inputs = 2 * compute * shape.hidden
     attention = compute * (2 * shape.q + 2 * shape.kv) + FP32_BYTES * shape.heads
-    width = shape.expert_intermediate * shape.experts_per_token if shape.experts else shape.intermediate
-    inner = compute * (4 if shape.gated else 2) * width
-    ranks = sum(a.r for a in adapters if a.layer is not None) / max(1, shape.layers)
-    return int(norms + inputs + attention + inner + compute * ranks)
+    inner = compute * (4 if shape.gated else 2) * _inner_width(shape)
+    return int(norms + inputs + attention + inner + compute * _ranks(shape, adapters))
 
 
 def _accumulation(layout: Layout, batches: MicroBatches, adapter_numel: int) -> int:
@@ -126,11 +165,17 @@ def _accumulation(layout: Layout, batches: MicroBatches, adapter_numel: int) -> 
     return adapter_numel * FP32_BYTES if needed else 0
 
 
-def _gather(groups: Sequence[Group], layout: Layout, compute: int) -> int:
-    """The peak over the groups: while one is copied out of the gather's flat buffer, both are there, beside what is held."""
-    whole = [group.gathered_bytes_on_rank(layout, compute) * layout.shard for group in groups]
-    held = sum(size for group, size in zip(groups, whole, strict=True) if group.held)
-    return max(held + size * (1 if group.held else 2) for group, size in zip(groups, whole, strict=True))
+def _gather(groups: Sequence[Group], layout: Layout, compute: int, spec: JobSpec) -> int:
+    """The peak over the groups: while one is copied out of the gather's flat buffer, both are there, beside what is held, what
+    stays sharded over fewer ranks, and what is gathered further ahead."""
+    whole = {group.name: group.gathered_bytes_on_rank(layout, compute) * layout.shard for group in groups}
+    held = sum(whole[group.name] for group in groups if group.held)
+    kept = sum(whole[group.name] // group.kept_over for group in groups if group.kept_over)
+    prefetch = spec.distributed.prefetch
+    ahead = 0 if prefetch is None else max(prefetch.forward, prefetch.backward) - 1
+    largest = max((size for group, size in zip(groups, whole.values(), strict=True) if not group.held), default=0)
+    copied = max(((1 if group.held else 2) * whole[group.name] for group in groups), default=0)
+    return held + kept + copied + ahead * largest
 
 
 def _workspace(shape: Shape, stored: Sequence[Stored], compute: int, tokens: int) -> int:

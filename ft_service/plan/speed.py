@@ -43,18 +43,32 @@ class Speed:
 
 
 def wire_bytes(groups: Sequence[Group], spec: JobSpec, layout: Layout, rounds: int) -> Wire:
-    """A layer is gathered for its forward and, when it was freed, again for its backward, in every micro-batch. Gradients of
-    adapters are reduced once a step, inside a copy of the model and then between copies (in a ring: twice the bytes but for a
-    rank's own part)."""
+    """A layer is gathered for its forward and, when it was freed, again for its backward, in every micro-batch; with
+    keep_unsharded once a step. Gradients of adapters are reduced once a step, inside a copy of the model and then between
+    copies (in a ring: twice the bytes but for a rank's own part)."""
     compute = COMPUTE_BYTES[spec.precision.compute]
-    others = layout.shard - 1
     reduced = [group.reduced_bytes_on_rank(layout) for group in groups if group.adapters]
     between = 2 * (layout.replicate - 1) * sum(reduced) // layout.replicate
-    if not others:
+    if layout.shard == 1:
         return Wire(0, 0, between, 0, 0)
-    gathers = rounds * sum(group.gathers for group in groups)
-    gather = rounds * others * sum(group.gathers * group.gathered_bytes_on_rank(layout, compute) for group in groups)
-    return Wire(gather, others * sum(reduced), between, gathers, len(reduced))
+    times = 1 if spec.distributed.keep_unsharded else rounds
+    received = [_received(group, group.gathered_bytes_on_rank(layout, compute), layout.shard) for group in groups]
+    return Wire(
+        gather=times * sum(map(sum, received)),
+        reduce=(layout.shard - 1) * sum(reduced),
+        all_reduce=between,
+        gathers=times * sum(map(len, received)),
+        reduces=len(reduced),
+    )
+
+
+def _received(group: Group, own: int, shard: int) -> list[int]:
+    """Bytes that each gather of a micro-batch brings to a rank which puts `own` into one over all."""
+    forward = (shard - 1) * own
+    if group.held or not group.in_backward:
+        return [forward]
+    ranks = group.kept_over or shard
+    return [forward, (ranks - 1) * (own * shard // ranks)]
 
 
 def flops_per_token(base: Base, adapters: Sequence[Adapter], length: int, *, checkpointed: bool) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ft_service.errors import SpecError
 from ft_service.mesh import mesh_shape
 from ft_service.plan.base import Base, Weight
-from ft_service.selection import assign_formats, choose_targets, values_by_module
+from ft_service.selection import assign_formats, choose_ignored, choose_targets, values_by_module
 from ft_service.spec import JobSpec, WeightFormat
 
 BLOCK = 64
@@ -46,9 +46,10 @@ class Stored:
     format: WeightFormat
     row_bytes: int
     gathered_row_bytes: int
+    sharded: bool
 
     def bytes_on_rank(self, layout: Layout) -> int:
-        return layout.rows(self.weight.rows) * self.row_bytes
+        return (layout.rows(self.weight.rows) if self.sharded else self.weight.rows) * self.row_bytes
 
     @property
     def bytes_whole(self) -> int:
@@ -85,15 +86,12 @@ class Group:
     """Stays gathered from its forward to the end of its backward."""
     in_backward: bool = True
     """Whether the backward needs its weights."""
-
-    @property
-    def gathers(self) -> int:
-        """In one micro-batch."""
-        return 2 if self.in_backward and not self.held else 1
+    kept_over: int | None = None
+    """Ranks over which it stays sharded after its forward, instead of all that share a copy."""
 
     def gathered_bytes_on_rank(self, layout: Layout, compute_bytes: int) -> int:
         """What a rank puts into a gather, padding rows included."""
-        frozen = sum(layout.rows(s.weight.rows) * s.gathered_row_bytes for s in self.frozen)
+        frozen = sum(layout.rows(s.weight.rows) * s.gathered_row_bytes for s in self.frozen if s.sharded)
         return frozen + sum(a.numel_on_rank(layout) for a in self.adapters) * compute_bytes
 
     def reduced_bytes_on_rank(self, layout: Layout) -> int:
@@ -117,18 +115,24 @@ def row_bytes(weight_format: WeightFormat, cols: int, plain_bytes: int) -> int:
 
 def stored_weights(base: Base, spec: JobSpec, layout: Layout) -> list[Stored]:
     """Every frozen weight in the format that the spec gives it. Raises SpecError for a pattern that matches nothing."""
-    compute = COMPUTE_BYTES[spec.precision.compute]
-    at_rest = STORAGE_BYTES if layout.shard > 1 else compute  # what is not sharded is never converted again
     _refuse_empty_rows(base)
     formats = assign_formats(base.names(), spec.precision)
+    ignored = choose_ignored([weight.name for weight in base.weights], spec.distributed.ignored)
     found = []
     for weight in base.weights:
         weight_format = formats.get(weight.module, "bf16") if weight.kind in ("linear", "experts") else "bf16"
-        cols = weight.numel_of_row
-        found.append(
-            Stored(weight, weight_format, row_bytes(weight_format, cols, at_rest), row_bytes(weight_format, cols, compute))
-        )
+        sharded = layout.shard > 1 and weight.name not in ignored
+        found.append(_stored(weight, weight_format, sharded, COMPUTE_BYTES[spec.precision.compute]))
     return found
+
+
+def _stored(weight: Weight, weight_format: WeightFormat, sharded: bool, compute_bytes: int) -> Stored:
+    """What is not sharded is never converted again, so that it is stored as it is computed with."""
+    at_rest = STORAGE_BYTES if sharded else compute_bytes
+    cols = weight.numel_of_row
+    return Stored(
+        weight, weight_format, row_bytes(weight_format, cols, at_rest), row_bytes(weight_format, cols, compute_bytes), sharded
+    )
 
 
 def adapters_of(base: Base, spec: JobSpec) -> list[Adapter]:
@@ -143,25 +147,34 @@ def adapters_of(base: Base, spec: JobSpec) -> list[Adapter]:
 
 
 def groups_of(stored: Sequence[Stored], adapters: Sequence[Adapter], spec: JobSpec) -> list[Group]:
-    """What `workers.parallel` gathers together: the embedding, freed once it was read; every decoder layer; norm and head, kept
-    until the backward that begins with them. A head that is the embedding is in one group with it and the norm."""
-    embedding = [s for s in stored if s.weight.kind == "embedding"]
-    rest = [s for s in stored if s.weight.layer is None and s.weight.kind != "embedding"]
-    tied = not any(s.weight.kind == "head" for s in rest)
-    outer = [a for a in adapters if a.layer is None]
-    first = Group("embedding", tuple(embedding), (), held=False, in_backward=False)
-    last = Group("norm and head", tuple(rest), tuple(outer), held=True)
-    if tied:
-        first, last = Group("embedding and head", tuple(embedding + rest), tuple(outer), held=True), None
+    """What `workers.grouping` gathers together: the embedding, freed once it was read; every decoder layer; norm and head, kept
+    until the backward that begins with them. A head that is the embedding is in one group with it and the norm.
+
+    Groups by size carry the same bytes in other pieces, and are planned as decoder layers.
+    """
+    options = spec.distributed
+    if options.wrap == "none":
+        return [Group("all", tuple(stored), tuple(adapters), held=True)]
+    embedding = tuple(s for s in stored if s.weight.kind == "embedding")
+    rest = tuple(s for s in stored if s.weight.layer is None and s.weight.kind != "embedding")
+    outer = tuple(a for a in adapters if a.layer is None)
+    held = options.keep_unsharded or options.reshard_after_forward is False
     layers = sorted({s.weight.layer for s in stored if s.weight.layer is not None})
-    held = not spec.distributed.reshard_after_forward
-    middle = [_layer_group(stored, adapters, layer, held) for layer in layers]
-    return [first, *middle, *([last] if last else [])]
+    middle = [_layer_group(stored, adapters, layer, held, None if held else options.reshard_size) for layer in layers]
+    if not any(s.weight.kind == "head" for s in rest):
+        return _filled([Group("embedding and head", embedding + rest, outer, held=True), *middle])
+    first = Group("embedding", embedding, (), held=options.keep_unsharded, in_backward=False)
+    return _filled([first, *middle, Group("norm and head", rest, outer, held=True)])
 
 
-def _layer_group(stored: Sequence[Stored], adapters: Sequence[Adapter], layer: int, held: bool) -> Group:
+def _layer_group(stored: Sequence[Stored], adapters: Sequence[Adapter], layer: int, held: bool, kept_over: int | None) -> Group:
     frozen = tuple(s for s in stored if s.weight.layer == layer)
-    return Group(f"layer {layer}", frozen, tuple(a for a in adapters if a.layer == layer), held)
+    return Group(f"layer {layer}", frozen, tuple(a for a in adapters if a.layer == layer), held, kept_over=kept_over)
+
+
+def _filled(groups: Sequence[Group]) -> list[Group]:
+    """Those in which anything is left to gather."""
+    return [group for group in groups if group.adapters or any(s.sharded for s in group.frozen)]
 
 
 def _refuse_empty_rows(base: Base) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ft_service.plan.job import Change, Module, Plan
 from ft_service.plan.machines import CPU
+from ft_service.plan.memory import RankBytes
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _NUMBER = re.compile(r"\.\d+\.")
@@ -45,19 +46,25 @@ def modules_table(modules: Sequence[Module]) -> list[tuple[str, ...]]:
 
 def memory_table(plan: Plan) -> list[tuple[str, str]]:
     rank = plan.rank
-    rows = [(f"base in {name}", count) for name, count in rank.base.items()]
+    where = " (host memory)" if rank.offloaded else ""
+    rows = [(f"base in {name}{where}", count) for name, count in rank.base.items()]
     rows += [
-        ("adapters (fp32)", rank.adapters),
-        ("gradients", rank.gradients),
-        ("optimizer (AdamW)", rank.optimizer),
+        (f"adapters (fp32){where}", rank.adapters),
+        (f"gradients{where}", rank.gradients),
+        (f"optimizer (AdamW){where}", rank.optimizer),
         ("gathered weights", rank.gather),
         ("gradients between micro-batches", rank.accumulation),
         ("workspace", rank.workspace),
         ("activations", rank.activations),
+        *((f"  with activation_checkpointing: {mode}", count) for mode, count in _other_modes(rank)),
         ("logits", rank.logits),
         ("total", rank.total),
     ]
     return [(name, bytes_text(count)) for name, count in rows if count]
+
+
+def _other_modes(rank: RankBytes) -> list[tuple[str, int]]:
+    return [(mode, count) for mode, count in rank.activations_by_mode.items() if count != rank.activations]
 
 
 def verdict_lines(plan: Plan) -> Iterator[str]:
@@ -85,8 +92,7 @@ def work_lines(plan: Plan) -> Iterator[str]:
             f"On the wire: {bytes_text(wire.total)} received per rank and step "
             f"({wire.gathers} gathers {bytes_text(wire.gather)}, reductions {bytes_text(wire.reduce + wire.all_reduce)})."
         )
-    checkpointed = f"{plan.flops_per_token_checkpointed / 1e9:.3g}"
-    yield f"Arithmetic: {plan.flops_per_token / 1e9:.3g} GFLOP a token, {checkpointed} with activation checkpointing."
+    yield f"Arithmetic: {plan.flops_per_token / 1e9:.3g} GFLOP a token."
     if plan.speed is not None:
         yield f"Estimate on {plan.machine}: {plan.speed.tokens_per_second:,.0f} tokens/s over all ranks."
 

@@ -33,8 +33,9 @@ def measure(rank: int, world: int, spec: JobSpec) -> dict[str, Any]:
     data = full_samples(spec.training.batch_size)
     parts = micro_batches(range(len(data)), rank, world, spec.training.per_device_train_batch_size)
     batches = [collate([data[i] for i in part], CPU) for part in parts]
+    kept = spec.distributed.keep_unsharded
     with counted_collectives() as collectives:
-        forward_backward(built.peft_model, batches, sum(t.target_count for t in data), world)
+        forward_backward(built.peft_model, batches, sum(t.target_count for t in data), world, keep_unsharded=kept)
     frozen = {n: p for n, p in built.peft_model.named_parameters() if not p.requires_grad}
     states = [value for state in job.optimizer.state.values() for value in state.values()]
     return {
@@ -83,6 +84,10 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "tied embeddings": (2, MIXED, {"tie_word_embeddings": True}, {}),
     "two copies of two": (4, MIXED, {"intermediate_size": 200}, {"replicate": 2}),
     "two copies unsharded": (2, {"default": "nf4"}, {}, {"replicate": -1}),
+    "kept unsharded over the step": (2, {"default": "nf4"}, {}, {"keep_unsharded": True}),
+    "kept over two of four": (4, {"default": "bf16"}, {}, {"reshard_after_forward": 2}),
+    "in one group": (2, {"default": "fp8"}, {}, {"wrap": "none"}),
+    "some weights whole": (3, {**MIXED, "compute": "fp32"}, {}, {"ignored": [r".*norm\.weight", r".*up_proj.*"]}),
     "kept gathered until the backward": (2, {"default": "nf4"}, {}, {"reshard_after_forward": False}),
 }
 
@@ -108,14 +113,13 @@ def test_a_rank_has_the_bytes_and_the_traffic_that_were_planned(case: str, tmp_p
     for result in results:
         assert (result["quantised"], result["plain"]) == base_bytes(plan)
         assert (result["adapters"], result["gradients"]) == (plan.rank.adapters, plan.rank.gradients)
+        copies, shard = plan.layout.replicate, plan.layout.shard
         between = sum(sent for kind, dtype, sent, _ in result["collectives"] if (kind, dtype) == ("allreduce", "float32"))
-        copies = plan.layout.replicate
         assert 2 * between * (copies - 1) // copies == pytest.approx(plan.wire.all_reduce, rel=0.02)
-        gathered = [sent for kind, _, sent, _ in result["collectives"] if kind == "gather"]
+        received = [sent * (ranks - 1) for kind, _, sent, ranks in result["collectives"] if kind == "gather"]
         reduced = [sent for kind, _, sent, _ in result["collectives"] if kind == "reduce"]
-        assert (len(gathered), len(reduced)) == (plan.wire.gathers, plan.wire.reduces)
-        shard = plan.layout.shard
-        assert sum(gathered) * (shard - 1) == pytest.approx(plan.wire.gather, rel=0.02)
+        assert (len(received), len(reduced)) == (plan.wire.gathers, plan.wire.reduces)
+        assert sum(received) == pytest.approx(plan.wire.gather, rel=0.02)
         assert sum(reduced) * (shard - 1) / shard == pytest.approx(plan.wire.reduce, rel=0.02)
     assert max(result["optimizer"] for result in results) == plan.rank.optimizer
     assert sum(module.bytes_per_rank for module in plan.modules) == sum(plan.rank.base.values())

@@ -19,7 +19,8 @@ H100 = MACHINES["H100"]
 
 
 def spec_on(folder: Path, ranks: int = 1, **options: Any) -> JobSpec:
-    body = {"model": "m", "training_file": "f", **options, "distributed": {"nproc_per_node": ranks}}
+    distributed = {"nproc_per_node": ranks, **options.pop("distributed", {})}
+    body = {"model": "m", "training_file": "f", **options, "distributed": distributed}
     return resolve(
         parse_request(body),
         job_id="ftjob-1",
@@ -28,7 +29,7 @@ def spec_on(folder: Path, ranks: int = 1, **options: Any) -> JobSpec:
         training_data=DataFileRef(name="f", path="f", sha256="0" * 64),
         validation_data=None,
         seed=0,
-        gpus=0,
+        gpus=ranks,
     )
 
 
@@ -50,7 +51,8 @@ def test_adapters_and_arithmetic_of_an_8b_model(tmp_path: Path) -> None:
     plan = plan_8b(tmp_path, lora={"r": 16}, training={"max_length": 2048})
     assert plan.adapter_parameters == 41_943_040
     assert plan.flops_per_token / 1e9 == pytest.approx(31.88, rel=1e-3)
-    assert plan.flops_per_token_checkpointed / 1e9 == pytest.approx(46.46, rel=1e-3)
+    again = plan_8b(tmp_path, lora={"r": 16}, distributed={"activation_checkpointing": "full"})
+    assert again.flops_per_token / 1e9 == pytest.approx(46.46, rel=1e-3)
     assert plan.rank.adapters + plan.rank.gradients + plan.rank.optimizer == pytest.approx(16 * 41_943_040, rel=1e-5)
 
 
@@ -75,14 +77,15 @@ def test_one_h100_trains_8b_at_about_the_published_rate(tmp_path: Path) -> None:
 def test_changes_are_proposed_in_order_and_marked_when_enough(tmp_path: Path) -> None:
     plan = plan_8b(tmp_path, machine=Machine("small", 24 * GIB))
     assert plan.fits is False
-    assert [next(iter(change.options)) for change in plan.changes][:4] == [
+    assert [next(iter(change.options)) for change in plan.changes][:5] == [
+        "distributed.activation_checkpointing",
         "training.per_device_train_batch_size",
         "training.max_length",
         "precision.default",
         "distributed.nproc_per_node",
     ]
     combined = plan.changes[-1]
-    assert len(combined.options) == 5
+    assert len(combined.options) == 6
     assert combined.fits
     assert combined.total < min(change.total for change in plan.changes[:-1])
 
@@ -106,6 +109,43 @@ def test_copies_exchange_gradients_and_no_weights(tmp_path: Path) -> None:
     assert whole.wire.all_reduce == pytest.approx(2 * 3 / 4 * 4 * whole.adapter_parameters, rel=1e-6)
     assert (halves.layout.replicate, halves.layout.shard) == (2, 2)
     assert halves.wire.all_reduce == pytest.approx(2 * 1 / 2 * 4 * whole.adapter_parameters / 2, rel=1e-6)
+
+
+def test_checkpointing_keeps_the_layers_inputs(tmp_path: Path) -> None:
+    """3.3 against 24.7 to 37 GB for 8,192 tokens, and in between what products and attention give."""
+    training = {"batch_size": 4, "per_device_train_batch_size": 4, "max_length": 2048}
+    none, full, selective = (
+        plan_8b(tmp_path, training=training, distributed={"activation_checkpointing": mode}).rank
+        for mode in ("none", "full", "selective")
+    )
+    assert none.activations_by_mode == full.activations_by_mode
+    assert full.activations < selective.activations < none.activations
+    assert full.activations == pytest.approx(3.3e9 / 1.5, rel=1)
+    assert none.total - full.total == none.activations - full.activations
+
+
+def test_offloaded_weights_take_no_room_on_the_gpu(tmp_path: Path) -> None:
+    here, away = (plan_8b(tmp_path, 2, distributed={"offload": offload}).rank for offload in (False, True))
+    assert away.stored == here.stored
+    assert here.total - away.total == here.stored
+
+
+def test_what_is_ignored_is_whole_on_every_rank(tmp_path: Path) -> None:
+    folder = save_base(tmp_path / "base")
+    module = {m.name: m for m in plan_job(spec_on(folder, 2, distributed={"ignored": [r".*\.0\..*q_proj.*"]}), H100).modules}
+    assert (
+        module["model.layers.0.self_attn.q_proj"].bytes_per_rank == 2 * module["model.layers.1.self_attn.q_proj"].bytes_per_rank
+    )
+    with pytest.raises(SpecError, match="'nothing' matches no weight of the base") as caught:
+        plan_job(spec_on(folder, 2, distributed={"ignored": ["nothing"]}), H100)
+    assert caught.value.param == "distributed.ignored"
+
+
+def test_gathering_further_ahead_takes_a_layer_each(tmp_path: Path) -> None:
+    usual, ahead = (plan_8b(tmp_path, 2, distributed={"prefetch": {"forward": n}}) for n in (1, 3))
+    layer = sum(m.bytes for m in usual.modules if m.name.startswith("model.layers.0."))
+    assert ahead.rank.gather - usual.rank.gather == pytest.approx(2 * 1050e6, rel=0.01)  # the embedding is the largest
+    assert layer < 1050e6
 
 
 def test_a_gpu_that_is_not_in_the_table_is_not_judged(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LOG := $(VENV)/install.log
+CLIENTS := $(VENV)/clients/1 $(VENV)/clients/2
 GPU := $(wildcard /dev/nvidia0)
 
 .PHONY: help quickstart serve test test-all check
@@ -38,7 +39,7 @@ serve: $(READY)
 test: $(READY)
 	@$(BIN)/python -m pytest -m "not slow$(if $(GPU),, and not gpu)"
 
-test-all: $(READY)
+test-all: $(READY) $(CLIENTS)
 	@$(BIN)/python -m pytest $(if $(GPU),,-m "not gpu")
 
 check: $(READY)
@@ -64,6 +65,13 @@ $(READY): pyproject.toml constraints.txt
 	@$(PIP_INSTALL) -c constraints.txt -e '.[api,workers,examples,dev]' $(SHOW)
 	@touch $@
 	@echo "Set-up is done."
+
+# Older clients of OpenAI's, which must work too.
+$(CLIENTS): $(VENV)/clients/%: $(READY)
+	@echo "Installing openai $*.x into $@"
+	@rm -rf $@
+	@$(PIP_INSTALL) --target $@ "openai>=$*,<$$(($* + 1))" $(SHOW)
+	@touch $@
 
 define CHECK_PYTHON
 command -v $(PYTHON) > /dev/null || { \

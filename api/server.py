@@ -18,6 +18,7 @@ from typing import Any
 
 import uvicorn
 
+from api import housekeeping, webhooks
 from api.app import create_app
 from api.bootstrap import PROJECT, prepare, write_private
 from api.uploads import TEMPORARY_PREFIX
@@ -30,12 +31,12 @@ from ft_service.settings import Settings
 from ft_service.store.base import Store
 from ft_service.store.sql import migrate, open_store
 
-Reconcile = Callable[[Settings, Store, threading.Event], None]
-"""Moves jobs on until the event is set. Runs in a thread of its own."""
+Work = Callable[[Settings, Store, threading.Event], None]
+"""Goes on until the event is set, in a thread of its own."""
 
 _STREAM_GRACE_SECONDS = 3
 """How long running answers (downloads) may go on after the server was told to stop."""
-_RECONCILER_GRACE_SECONDS = 10.0
+_THREAD_GRACE_SECONDS = 10.0
 _STALE_UPLOAD_SECONDS = 24 * 3600.0
 
 
@@ -45,7 +46,7 @@ def reconcile_here(settings: Settings, store: Store, stop: threading.Event) -> N
     Reconciler(store, launcher, settings.runs_dir, settings.files_dir).run(stop)
 
 
-def serve(settings: Settings, reconcile: Reconcile = reconcile_here) -> None:
+def serve(settings: Settings, reconcile: Work = reconcile_here) -> None:
     """Serve until SIGINT or SIGTERM. Only for a process's main thread.
 
     Raises SpecError if a setting is wrong or the port is taken, UnavailableError if the database does not answer.
@@ -64,7 +65,8 @@ def serve(settings: Settings, reconcile: Reconcile = reconcile_here) -> None:
         web = _web_server(app)
         stack.enter_context(_announced(settings.home / "server.json", url))
         stack.enter_context(_ended_by_signals(web))
-        stack.enter_context(_reconciling(reconcile, settings, store, web))
+        for name, work in (("housekeeping", housekeeping.run), ("webhooks", webhooks.run), ("reconciler", reconcile)):
+            stack.enter_context(_in_thread(name, work, settings, store, web))
         _greet(url, key)
         web.run(sockets=[listener])
         _say_what_goes_on(store)
@@ -130,8 +132,8 @@ def _ended_by_signals(web: uvicorn.Server) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _reconciling(reconcile: Reconcile, settings: Settings, store: Store, web: uvicorn.Server) -> Iterator[None]:
-    """Run the reconciler beside the server. If it fails, the process ends: a server whose jobs stand still must not look well.
+def _in_thread(name: str, work: Work, settings: Settings, store: Store, web: uvicorn.Server) -> Iterator[None]:
+    """Work beside the server. If it fails, the process ends: a server whose jobs stand still must not look well.
 
     Raises UnavailableError at the end if it has failed.
     """
@@ -140,20 +142,20 @@ def _reconciling(reconcile: Reconcile, settings: Settings, store: Store, web: uv
 
     def run() -> None:
         try:
-            reconcile(settings, store, stop)
+            work(settings, store, stop)
         except Exception as error:
             failures.append(error)
             web.should_exit = True
 
-    thread = threading.Thread(target=run, name="reconciler", daemon=True)
+    thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     try:
         yield
     finally:
         stop.set()
-        thread.join(_RECONCILER_GRACE_SECONDS)
+        thread.join(_THREAD_GRACE_SECONDS)
     if failures:
-        raise UnavailableError(f"The reconciler has failed, so the server has ended: {failures[0]!r}") from failures[0]
+        raise UnavailableError(f"The thread {name} has failed, so the server has ended: {failures[0]!r}") from failures[0]
 
 
 def _greet(url: str, key: str | None) -> None:

@@ -206,20 +206,6 @@ class DistributedOptions(Strict):
     compile: bool = False
     """torch.compile for each decoder layer. If that fails the job goes on uncompiled, with a warning that says why."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> DistributedOptions:
-        by_size = isinstance(self.wrap, WrapBySize)
-        if self.reshard_size is not None and (self.keep_unsharded or self.wrap == "none"):
-            other = "keep_unsharded" if self.keep_unsharded else "wrap 'none'"
-            raise ValueError(f"distributed.reshard_after_forward as a number has no effect with {other}: keep one of the two")
-        if self.prefetch is not None and self.wrap == "none":
-            raise ValueError("distributed.prefetch: with wrap 'none' there is only one group; leave one of the two out")
-        if self.compile and by_size:
-            raise ValueError("distributed.compile works on whole decoder layers: leave it out, or use wrap 'layers'")
-        if self.offload and self.ignored:
-            raise ValueError("distributed.offload moves shards only, and distributed.ignored weights have none: keep one")
-        return self
-
     @property
     def reshard_size(self) -> int | None:
         """reshard_after_forward where it is a number."""
@@ -247,13 +233,22 @@ class JobOptions(Strict):
     """Higher starts first; equal ones in the order of their creation."""
 
     @model_validator(mode="after")
-    def _reshard_size_needs_bf16(self) -> JobOptions:
-        formats = {self.precision.default, *self.precision.overrides.values()} - {"bf16"}
-        if self.distributed.reshard_size is not None and formats:
+    def _consistent_distributed(self) -> JobOptions:
+        options, formats = self.distributed, {self.precision.default, *self.precision.overrides.values()} - {"bf16"}
+        if options.reshard_size is not None and (options.keep_unsharded or options.wrap == "none"):
+            other = "keep_unsharded" if options.keep_unsharded else "wrap 'none'"
+            raise ValueError(f"distributed.reshard_after_forward as a number has no effect with {other}: keep one of the two")
+        if options.reshard_size is not None and formats:
             raise ValueError(
-                f"distributed.reshard_after_forward = {self.distributed.reshard_size}: FSDP2 reshards to a number of ranks "
-                f"only plain weights, and precision stores some as {' and '.join(sorted(formats))}. Use true or false"
+                f"distributed.reshard_after_forward = {options.reshard_size}: FSDP2 reshards to a number of ranks only plain "
+                f"weights, and precision stores some as {' and '.join(sorted(formats))}. Use true or false"
             )
+        if options.prefetch is not None and options.wrap == "none":
+            raise ValueError("distributed.prefetch: with wrap 'none' there is only one group; leave one of the two out")
+        if options.compile and isinstance(options.wrap, WrapBySize):
+            raise ValueError("distributed.compile works on whole decoder layers: leave it out, or use wrap 'layers'")
+        if options.offload and options.ignored:
+            raise ValueError("distributed.offload moves shards only, and distributed.ignored weights have none: keep one")
         return self
 
 
@@ -385,6 +380,7 @@ def parse_request(body: object) -> JobRequest:
     if not isinstance(body, Mapping):
         raise SpecError(f"The body must be an object with model and training_file, not {type(body).__name__}.")
     _refuse_not_yet(body)
+    _refuse_integrations(body.get("integrations"))
     try:
         return JobRequest.model_validate(dict(body))
     except ValidationError as error:
@@ -467,6 +463,18 @@ def _refuse_not_yet(body: Mapping[Any, Any]) -> None:
             )
 
 
+def _refuse_integrations(given: Any) -> None:
+    if not isinstance(given, list) or not given:
+        return
+    kinds = [entry.get("type") if isinstance(entry, Mapping) else entry for entry in given[:5]]
+    raise SpecError(
+        f"integrations = {', '.join(f'{kind!r:.40}' for kind in kinds)}: not available in this version: leave them out; "
+        "the job's metrics are in its events and in its result file.",
+        param="integrations",
+        code="not_available",
+    )
+
+
 def spec_error(error: ValidationError, model: type[BaseModel]) -> SpecError:
     """The first fault of a pydantic error, as one sentence that names field, value and limit; the rest are counted."""
     faults = error.errors(include_url=False, include_context=False)
@@ -501,12 +509,20 @@ def _place(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
         elif current is not None and part in current.model_fields:
             parts.append(part)
             annotation = current.model_fields[part].annotation
-            current = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+            current = _model_of(annotation)
             keyed = _is_mapping(annotation)
         elif current is not None:
             parts.append(part[:80])
             current = None
     return ".".join(parts)
+
+
+def _model_of(annotation: Any) -> type[BaseModel] | None:
+    """The model that a field holds (or none); None if it holds something else."""
+    union = get_origin(annotation) in (Union, UnionType)
+    inner = [part for part in get_args(annotation) if part is not NoneType] if union else [annotation]
+    found = inner[0] if len(inner) == 1 else None
+    return found if isinstance(found, type) and issubclass(found, BaseModel) else None
 
 
 def _is_mapping(annotation: Any) -> bool:

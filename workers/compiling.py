@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 def compile_layers(layers: Sequence[nn.Module], warn: Callable[[str], None]) -> None:
     """Compile the layers' forward at their first call. If that fails, `warn` is told why, and all layers go on uncompiled."""
-    import torch._dynamo  # here: it takes a second to import, and most jobs do without
+    import torch._dynamo.exc  # here: it takes a second to import, and most jobs do without
     import torch._functorch.config
 
     limit = VARIANTS_PER_LAYER * len(layers)

@@ -51,7 +51,7 @@ def grouped(model: PeftModel, layers: Sequence[nn.Module], options: DistributedO
 def _by_layers(model: nn.Module, layers: Sequence[nn.Module], reshard_after_forward: bool | int) -> list[Group]:
     """Embeddings, every decoder layer, the rest (norm and head), which are kept for backward since it begins with them."""
     outer = list(_outer_modules(model, {id(layer) for layer in layers}))
-    embeddings = [module for module in outer if isinstance(module, nn.Embedding)]
+    embeddings: list[nn.Module] = [module for module in outer if isinstance(module, nn.Embedding)]
     first = Group(embeddings, reshard_after_forward=True, in_backward=not _frozen(embeddings))
     last = Group([module for module in outer if not isinstance(module, nn.Embedding)], reshard_after_forward=False)
     if first.shares_with(last):

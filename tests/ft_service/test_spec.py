@@ -63,6 +63,66 @@ def test_a_wrong_value_is_refused_with_its_place(change: dict[str, Any], param: 
     assert refused.value.param == param
 
 
+@pytest.mark.parametrize(
+    ("distributed", "param", "says"),
+    [
+        ({"replicate": 0}, "distributed.replicate", "greater than or equal to 1"),
+        ({"reshard_after_forward": 1}, "distributed.reshard_after_forward", "distributed.reshard_after_forward = 1: "),
+        ({"prefetch": {"forward": 0}}, "distributed.prefetch", "greater than or equal to 1"),
+        ({"wrap": {"min_params": 0}}, "distributed.wrap", "distributed.wrap"),
+        ({"ignored": ["("]}, "distributed.ignored.0", "RE2"),
+        ({"keep_unsharded": True, "reshard_after_forward": 2}, "distributed.reshard_after_forward", "no effect with keep_unsh"),
+        ({"wrap": "none", "reshard_after_forward": 2}, "distributed.reshard_after_forward", "no effect with wrap 'none'"),
+        ({"wrap": "none", "prefetch": {}}, "distributed.prefetch", "only one group"),
+        ({"wrap": {"min_params": 9}, "compile": True}, "distributed.compile", "whole decoder layers"),
+        ({"offload": True, "ignored": [".*"]}, "distributed.offload", "keep one"),
+    ],
+)
+def test_options_of_sharding_that_exclude_each_other_are_refused(distributed: dict[str, Any], param: str, says: str) -> None:
+    with pytest.raises(SpecError, match=says) as refused:
+        parse_request(BODY | {"distributed": distributed})
+    assert (refused.value.param or "").startswith(param)
+
+
+@pytest.mark.parametrize("precision", [{"default": "nf4"}, {"overrides": {".*": "fp8"}}])
+def test_resharding_to_a_number_of_ranks_is_refused_on_a_quantised_base(precision: dict[str, Any]) -> None:
+    with pytest.raises(
+        SpecError, match=r"reshard_after_forward = 2: .* stores some as (nf4|fp8)\. Use true or false"
+    ) as refused:
+        parse_request(BODY | {"precision": precision, "distributed": {"reshard_after_forward": 2}})
+    assert refused.value.param == "distributed.reshard_after_forward"
+
+
+def test_a_compute_type_by_module_is_refused_with_the_reason() -> None:
+    with pytest.raises(SpecError, match="one type for the whole job, not one by module") as refused:
+        parse_request(BODY | {"precision": {"compute": {".*norm": "fp32"}}})
+    assert refused.value.param == "precision.compute"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "distributed", "param", "says"),
+    [
+        (4, {"replicate": 3}, "distributed.replicate", "4 ranks cannot be divided into 3"),
+        (4, {"reshard_after_forward": 3}, "distributed.reshard_after_forward", "Use 2, true or false"),
+        (4, {"reshard_after_forward": 2, "replicate": 2}, "distributed.reshard_after_forward", "Use true or false"),
+        (0, {"offload": True}, "distributed.offload", "has no GPU"),
+        (1, {"offload": True}, "distributed.offload", "nothing is sharded"),
+        (4, {"offload": True, "replicate": -1}, "distributed.offload", "nothing is sharded"),
+    ],
+)
+def test_options_of_sharding_must_fit_the_ranks(gpus: int, distributed: dict[str, Any], param: str, says: str) -> None:
+    with pytest.raises(SpecError, match=says) as refused:
+        resolved(gpus, distributed=distributed)
+    assert refused.value.param == param
+
+
+def test_options_of_sharding_that_fit_are_kept() -> None:
+    distributed = {"replicate": 2, "reshard_after_forward": 2, "prefetch": {"forward": 2}, "wrap": {"min_params": 9}}
+    assert resolved(8, distributed=distributed).distributed.reshard_size == 2
+    assert resolved(1, distributed={"reshard_after_forward": 2}).distributed.reshard_size == 2, "ignored: nothing is sharded"
+    assert resolved(2, distributed={"offload": True}).distributed.offload
+
+
 @pytest.mark.parametrize("body", [None, [], "text", 3])
 def test_a_body_that_is_no_object_is_refused(body: object) -> None:
     with pytest.raises(SpecError, match="must be an object"):

@@ -16,13 +16,12 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Transpose, WeightConverter
 
 from ft_service.errors import SpecError
-from ft_service.rundir import RunDir
 from tests.workers.models import FAMILIES, OF_EXPERTS, reference, save_tiny, spec_for
 from tests.workers.parity import samples, set_adapters
 from tests.workers.test_families import MIXED
 from workers import step
 from workers.data.batches import collate
-from workers.export import _write_adapter
+from workers.export import new_folder, write_adapter
 from workers.model import names
 from workers.model.build import build
 from workers.model.load import adapters, checkpoint_name, load, own_rows
@@ -153,6 +152,22 @@ def test_backward_through_experts_keeps_no_dequantised_weight(tmp_path: Path) ->
     assert 5 * 80 * 32 in {tensor.numel() for tensor in kept if tensor.dtype == torch.uint8}, "the codes of all experts"
 
 
+def test_experts_compile_into_one_graph_that_keeps_no_dequantised_weight_either(tmp_path: Path) -> None:
+    """Which experts are met is only known when the graph runs: the loop over them is inside an opaque operator."""
+    model = loaded(save_tiny("mixtral", tmp_path / "base"), precision={"default": "nf4", "compute": "fp32"})
+    experts = model.get_submodule("base_model.model.model.layers.0.mlp.experts")
+    x = torch.randn(9, 48, requires_grad=True)
+    chosen, shares = torch.tensor([[0, 3], [4, 3], [1, 0]] * 3), torch.rand(9, 2)
+    truth = experts(x, chosen, shares)
+    (expected,) = torch.autograd.grad(truth.square().sum(), x)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)(x, chosen, shares)
+    torch.testing.assert_close(compiled, truth)
+    torch.testing.assert_close(torch.autograd.grad(compiled.square().sum(), x), (expected,))
+    assert max(tensor.numel() for tensor in kept if tensor.is_floating_point()) < 40 * 48, "activations and row maxima only"
+
+
 # What the model computes --------------------------------------------------------------------------------------------------
 
 
@@ -214,13 +229,12 @@ def test_an_adapter_on_fused_layers_loads_in_stock_peft(family: str, lora: dict[
     model = loaded(folder, **options)
     tensors = {name.replace(".default.", "."): p.detach().contiguous() for name, p in adapters(model)}
     assert isinstance(model, PeftModel)
-    _write_adapter(RunDir(tmp_path / "run"), spec_for(folder, **options), model, tensors)
-    with safe_open(tmp_path / "run" / "adapter" / "adapter_model.safetensors", "pt") as written:
+    with new_folder(tmp_path / "adapter") as made:
+        write_adapter(made, tensors, model.peft_config["default"], spec_for(folder, **options))
+    with safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as written:
         ranks = {written.get_slice(name).get_shape()[0] for name in written.keys() if "lora_A" in name}  # noqa: SIM118
     assert len(ranks) == 1 + ("rank_pattern" in lora)
-    stock = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tmp_path / "run" / "adapter"
-    )
+    stock = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tmp_path / "adapter")
     torch.testing.assert_close(logits(stock.eval()), logits(model), rtol=1e-5, atol=1e-5)
     with stock.disable_adapter():
         assert not torch.allclose(logits(stock), logits(model), atol=1e-2)

@@ -169,8 +169,9 @@ def gathers_before_each_layer(rank: int, world: int, spec: JobSpec) -> tuple[lis
             forward.append(gathers())
 
         for layer in built.layers:
-            layer.mlp.register_forward_hook(on_output)
-            layer.mlp.register_full_backward_pre_hook(lambda module, grad: backward.append(gathers()))
+            mlp = layer.get_submodule("mlp")
+            mlp.register_forward_hook(on_output)
+            mlp.register_full_backward_pre_hook(lambda module, grad: backward.append(gathers()))
         one_step(rank, world, spec, built, dict(adapters(built.peft_model)))
     return forward, [count - 5 for count in backward]
 

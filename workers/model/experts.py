@@ -65,7 +65,7 @@ class FrozenExperts(nn.Module):
         k = top_k_index.shape[-1]
         chosen = top_k_index.reshape(-1)
         order = torch.argsort(chosen, stable=True)
-        counts = torch.bincount(chosen, minlength=gate_up.num_experts)
+        counts = chosen.new_zeros(gate_up.num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
         y = down(self._apply_gate(gate_up(hidden_states[order // k], counts)), counts)
         y = y * top_k_weights.reshape(-1)[order].unsqueeze(1)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))

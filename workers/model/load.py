@@ -176,7 +176,7 @@ def _shard(parameter: nn.Parameter, rows: Any, device: torch.device) -> Tensor:
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         start, end = own_rows(end, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
-    return rows(slice(start, end)).to(device)
+    return rows(slice(start, end)).to(device, copy=True)  # a view would keep the whole tensor, or its file, in memory
 
 
 def _replace(parameter: nn.Parameter, local: Tensor, places: list[Place]) -> None:

@@ -12,12 +12,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ft_service.errors import SpecError
-from ft_service.spec import LoraOptions, match_pattern
+from ft_service.selection import choose_targets, last_name, values_by_module
+from ft_service.spec import LoraOptions
 from workers.model.experts import ExpertsLinear
 from workers.model.linear import LoraLinear
-
-EXPERT_WORDS = frozenset({"gate", "gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3", "experts"})
-"""Last names that PEFT, in a mixture of experts, takes for the experts or their router wherever they stand."""
 
 T = TypeVar("T", int, float)
 
@@ -53,61 +51,19 @@ def adapted_modules(model: PreTrainedModel, lora: LoraOptions) -> list[str]:
     head = model.get_output_embeddings()
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     experts = [name for name, module in model.named_modules() if isinstance(module, ExpertsLinear)]
-    barred = [name for name in names if experts and _last(name) in EXPERT_WORDS]
-    allowed = [name for name in names if name not in barred]
-    wanted = lora.target_modules
-    if wanted == "all-linear":
-        return _matches("all-linear", allowed, allowed)
-    if isinstance(wanted, str):
-        _refuse_experts(wanted, match_pattern(wanted, experts + barred))
-        return _matches(wanted, match_pattern(wanted, allowed), allowed)
-    chosen: set[str] = set()
-    for word in wanted:
-        _refuse_experts(word, [word] if experts and _last(word) in EXPERT_WORDS else [])
-        chosen.update(_matches(word, [name for name in allowed if f".{name}".endswith(f".{word}")], allowed))
-    return [name for name in allowed if name in chosen]
+    return choose_targets(names, experts, lora.target_modules)
 
 
 def shortest_names(model: nn.Module, chosen: list[str]) -> list[str]:
     """Last names where these say the same as full names (as tools that load adapters expect), else the full names."""
-    lasts = {_last(name) for name in chosen}
-    by_lasts = [name for name, _ in model.named_modules() if _last(name) in lasts]
+    lasts = {last_name(name) for name in chosen}
+    by_lasts = [name for name, _ in model.named_modules() if last_name(name) in lasts]
     return sorted(lasts) if by_lasts == chosen else chosen
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
-def _matches(wanted: str, found: list[str], allowed: list[str]) -> list[str]:
-    if found:
-        return found
-    kinds = ", ".join(sorted({_last(name) for name in allowed})) or "none that an adapter can be put on"
-    raise SpecError(
-        f"lora.target_modules: {wanted!r} matches no linear layer of this model; it has {kinds}.", param="lora.target_modules"
-    )
-
-
-def _refuse_experts(wanted: str, matched: list[str]) -> None:
-    if not matched:
-        return
-    raise SpecError(
-        f"lora.target_modules: {wanted!r} names {matched[0]!r}. In a mixture of experts, adapters on experts, on routers and "
-        "on dense layers with an expert's name are not supported: name attention layers, or say all-linear, which leaves "
-        "these out.",
-        param="lora.target_modules",
-    )
 
 
 def _by_module(model: nn.Module, chosen: list[str], patterns: Mapping[str, T], default: T, field: str) -> dict[str, T]:
     """Patterns → values by module names that no tool can read differently; the first pattern that matches wins, as in PEFT."""
-    values: dict[str, T] = {}
-    for pattern, value in patterns.items():
-        matched = match_pattern(rf"(.*\.)?({pattern})", chosen)
-        if not matched:
-            raise SpecError(f"{field}: the pattern {pattern!r} matches none of the adapted modules.", param=field)
-        for name in matched:
-            values.setdefault(name, value)
+    values = values_by_module(chosen, patterns, field)
     found: dict[str, T] = {}
     for value in sorted({value for value in values.values() if value != default}):
         names = [name for name in chosen if values.get(name) == value]

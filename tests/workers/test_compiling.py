@@ -63,7 +63,7 @@ def kept_for_backward(rank: int, world: int, spec: JobSpec) -> tuple[list[Saved]
 def test_no_dense_copy_of_a_quantised_weight_is_kept_for_backward(model: Path, world: int, compiled: bool) -> None:
     """Loss and gradients are right with such a copy, so parity cannot see it; only memory can."""
     spec = job(model, world, "bf16", compile=compiled)
-    for saved, shapes, warnings in run_on_ranks(kept_for_backward, world, spec, timeout=280):
+    for saved, shapes, warnings in run_on_ranks(kept_for_backward, world, spec, timeout=800):
         assert not warnings
         assert shapes == {(64, 64), (32, 64), (200, 64), (64, 200)}
         dense = {shape for shape, dtype, _ in saved if dtype in (torch.bfloat16, torch.float32)}

@@ -23,7 +23,7 @@ PRELOAD = [
 ]
 
 
-def run_on_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_on_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 600.0) -> list[Any]:
     """`function(rank, world, *args)` on every rank of a gloo group; what each returned, in rank order.
 
     The function must be importable. Raises AssertionError with the tracebacks of the ranks that failed, or TimeoutError.

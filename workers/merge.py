@@ -38,7 +38,7 @@ from workers.model.precision import precision_map
 from workers.quant.fp8 import LARGEST
 from workers.shards import DTYPES, TensorPlan, in_files, write_file, write_index
 
-CHUNK_BYTES = 64 * 1024**2
+CHUNK_BYTES = 16 * 1024**2
 """fp32 rows that are worked on at once."""
 GIB = 1024**3
 COPIED = (
@@ -124,9 +124,9 @@ class Rounding:
     lost: float = 0.0
 
     def add(self, base: Tensor, exact: Tensor, stored: Tensor) -> None:
-        self.exact += float(exact.double().square().sum())
-        self.update += float((exact - base).double().square().sum())
-        self.lost += float((stored - exact).double().square().sum())
+        self.exact += _squared_norm(exact)
+        self.update += _squared_norm(exact - base)
+        self.lost += _squared_norm(stored - exact)
 
     def report(self) -> dict[str, float]:
         """2-norm of what is lost, as a share of the merged weights, and of the adapter's update to them."""
@@ -134,6 +134,10 @@ class Rounding:
             "relative_to_weights": math.sqrt(self.lost / self.exact) if self.exact else 0.0,
             "relative_to_update": math.sqrt(self.lost / self.update) if self.update else 0.0,
         }
+
+
+def _squared_norm(rows: Tensor) -> float:
+    return float(torch.linalg.vector_norm(rows, dtype=torch.float64)) ** 2
 
 
 def merge(base: Path, adapter_folder: Path, out: Path, *, to: str, max_file_bytes: int = 5 * GIB) -> Rounding:

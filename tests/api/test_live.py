@@ -50,6 +50,7 @@ def job_id(client: openai.OpenAI, training_file: str) -> str:
 def test_events_arrive_as_they_happen_and_the_stream_ends_with_the_job(service: Service, job_id: str) -> None:
     with listening(service, job_id) as lines:
         assert next_event(lines)["message"] == f"Created fine-tuning job: {job_id}"
+        assert next_event(lines)["message"].startswith("Plan: ")
         put(service, job_id, NewEvent(level="info", message="Step", metrics=METRICS), **TRAINING)
         event = next_event(lines)
         assert (event["object"], event["type"], event["data"]["step"]) == ("fine_tuning.job.event", "metrics", 5)
@@ -68,15 +69,17 @@ def test_openais_client_reads_the_stream(service: Service, client: openai.OpenAI
         stream=True,
         stream_cls=openai.Stream[openai.types.fine_tuning.FineTuningJobEvent],
     )
-    assert [event.message for event in stream] == [f"Created fine-tuning job: {job_id}", "Cancel requested."]
+    created, plan, cancelled = [event.message for event in stream]
+    assert (created, cancelled) == (f"Created fine-tuning job: {job_id}", "Cancel requested.")
+    assert plan.startswith("Plan: ")
 
 
 def test_a_stream_goes_on_where_another_has_ended(service: Service, client: openai.OpenAI, job_id: str) -> None:
     put(service, job_id, *(NewEvent(level="info", message=str(n)) for n in range(250)))
     client.fine_tuning.jobs.cancel(job_id)
     with listening(service, job_id) as lines:
-        seen = [next_event(lines) for _ in range(120)]
-    wanted = [*map(str, range(119, 250)), "Cancel requested."]
+        seen = [next_event(lines) for _ in range(120)]  # the first two are of the creation
+    wanted = [*map(str, range(118, 250)), "Cancel requested."]
     for query, headers in (("", {"last-event-id": seen[-1]["id"]}), (f"&after={seen[-1]['id']}", {})):
         with listening(service, job_id, query, **headers) as lines:
             assert [next_event(lines)["message"] for _ in wanted] == wanted
@@ -86,7 +89,7 @@ def test_a_stream_goes_on_where_another_has_ended(service: Service, client: open
 def test_a_silent_stream_says_that_it_lives(service: Service, job_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("api.live.KEEP_ALIVE_SECONDS", 0.01)
     with listening(service, job_id) as lines:
-        next_event(lines)
+        _ = next_event(lines), next_event(lines)
         assert [next(lines) for _ in range(2)] == [": the job goes on"] * 2
 
 
@@ -103,6 +106,6 @@ def test_a_database_that_goes_away_ends_the_stream_without_done(
         raise UnavailableError("The database is away.")
 
     with listening(service, job_id) as lines:
-        next_event(lines)
+        _ = next_event(lines), next_event(lines)
         monkeypatch.setattr(service.store, "get_job", away)
         assert list(lines) == []

@@ -19,7 +19,7 @@ from ft_service.rundir import RunDir
 from tests.attempts import wait_for
 
 Value = TypeVar("Value")
-SECONDS = 120.0
+SECONDS = 300.0
 """Long enough for several starts of two ranks on a busy machine."""
 
 

@@ -33,7 +33,7 @@ def job(model: Path, ranks: int, compute: str, **distributed: Any) -> JobSpec:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_llama(tmp_path_factory.mktemp("base"), intermediate_size=200)
+    return save_tiny_llama(tmp_path_factory.mktemp("base"), intermediate_size=200, num_hidden_layers=1)
 
 
 def kept_for_backward(rank: int, world: int, spec: JobSpec) -> tuple[list[Saved], set[tuple[int, ...]], list[str]]:
@@ -62,7 +62,8 @@ def kept_for_backward(rank: int, world: int, spec: JobSpec) -> tuple[list[Saved]
 @pytest.mark.parametrize(("world", "compiled"), [(1, False), (2, False), (2, True)])
 def test_no_dense_copy_of_a_quantised_weight_is_kept_for_backward(model: Path, world: int, compiled: bool) -> None:
     """Loss and gradients are right with such a copy, so parity cannot see it; only memory can."""
-    for saved, shapes, warnings in run_on_ranks(kept_for_backward, world, job(model, world, "bf16", compile=compiled)):
+    spec = job(model, world, "bf16", compile=compiled)
+    for saved, shapes, warnings in run_on_ranks(kept_for_backward, world, spec, timeout=800):
         assert not warnings
         assert shapes == {(64, 64), (32, 64), (200, 64), (64, 200)}
         dense = {shape for shape, dtype, _ in saved if dtype in (torch.bfloat16, torch.float32)}

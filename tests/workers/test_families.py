@@ -78,7 +78,7 @@ class Runs:
         world = case[1]
         if world not in self._done:
             specs = {other: spec for other, spec in self.specs.items() if other[1] == world}
-            self._done[world] = run_on_ranks(train_all, world, specs, timeout=1700 if len(specs) > 20 else 280)
+            self._done[world] = run_on_ranks(train_all, world, specs, timeout=1700 if len(specs) > 20 else 800)
         return [found[case] for found in self._done[world]]
 
 

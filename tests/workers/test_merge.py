@@ -126,7 +126,6 @@ def test_fp8_is_stored_by_rows_with_what_is_no_linear_of_a_layer_in_bf16(base: P
 
 
 def test_fp8_loads_in_transformers_by_compressed_tensors(base: Path, tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors")
     adapter = save_adapter(base, tmp_path / "adapter")
     merge(base, adapter, tmp_path / "out", to="fp8")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)

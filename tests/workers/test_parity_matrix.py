@@ -120,7 +120,7 @@ class Runs:
     def _run(self, cases: list[Case], first: Case) -> None:
         batch = cases[cases.index(first) :][:40]
         specs = {case: case.spec(self._bases) for case in batch}
-        by_rank = run_on_ranks(train_all, first.world, specs, timeout=280)
+        by_rank = run_on_ranks(train_all, first.world, specs, timeout=800)
         self._done.update({case: [found[case] for found in by_rank] for case in batch})
 
     def _reference(self, case: Case) -> list[Step]:

@@ -26,7 +26,10 @@ _BODIES: tuple[type[Strict], ...] = (
     WebhookTest,
 )
 _JOBS = "/v1/fine_tuning/jobs"
-_OPERATIONS = ("/livez", "/readyz", f"{_JOBS}/{{job_id}}/adapter", f"{_JOBS}/{{job_id}}/logs")
+_OPERATIONS = (
+    *("/livez", "/readyz", f"{_JOBS}/{{job_id}}/adapter", f"{_JOBS}/{{job_id}}/logs"),
+    f"{_JOBS}/{{job_id}}/checkpoints/{{checkpoint_id}}/adapter",
+)
 _PARAMETERS = ("stream", "last-event-id", "idempotency-key")
 _PROPERTIES = {
     "JobRequest": tuple(JobOptions.model_fields),

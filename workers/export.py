@@ -22,16 +22,17 @@ from ft_service.events import Metrics
 from ft_service.rundir import Result, RunDir, sha256_of
 from ft_service.spec import JobSpec
 from workers.model.build import BuiltModel
+from workers.model.frozen import Loaded
 from workers.optim import JobState
 from workers.quant.kernels import VERSION as BITSANDBYTES_VERSION
 from workers.quant.rowwise import RowQuantized
 from workers.report import metrics_csv, metrics_of_all_attempts
 
 
-def publish(run: RunDir, attempt: int, spec: JobSpec, built: BuiltModel, job: JobState) -> None:
+def publish(run: RunDir, attempt: int, spec: JobSpec, built: BuiltModel, job: JobState, loaded: Loaded) -> None:
     """Write the outcome of a finished job. Called by all ranks together; rank 0 writes."""
     tensors = dict(gathered_adapter(job))
-    formats = stored_formats(built)
+    formats = stored_formats(built, loaded)
     if dist.get_rank() == 0:
         _write_adapter(run, spec, built.peft_model, tensors)
         rows = metrics_of_all_attempts(run, attempt)
@@ -50,8 +51,11 @@ def gathered_adapter(job: JobState) -> Iterator[tuple[str, Tensor]]:
         yield name.replace(".default.", "."), whole.cpu().contiguous()
 
 
-def stored_formats(built: BuiltModel) -> list[dict[str, Any]]:
-    """Every linear layer of the base with the format it is stored in and the bytes that takes over all ranks."""
+def stored_formats(built: BuiltModel, loaded: Loaded) -> list[dict[str, Any]]:
+    """Every linear layer of the base: the format it is stored in, its bytes over all ranks, and its relative error.
+
+    The error is ‖stored - read‖ / ‖read‖; 0.0: stored exactly as the base's files hold it.
+    """
     found = []
     base: Any = built.peft_model.get_base_model()
     for name, weight_format in built.formats.items():
@@ -59,7 +63,15 @@ def stored_formats(built: BuiltModel) -> list[dict[str, Any]]:
         weight = getattr(module, "base_layer", module).weight
         local = weight.to_local() if isinstance(weight, DTensor) else weight
         own = local.stored_bytes if isinstance(local, RowQuantized) else local.nbytes
-        found.append({"module": name, "format": weight_format, "shape": list(weight.shape), "bytes": own})
+        found.append(
+            {
+                "module": name,
+                "format": weight_format,
+                "shape": list(weight.shape),
+                "bytes": own,
+                "relative_error": loaded.changed.get(f"{name}.weight", 0.0),
+            }
+        )
     total = torch.tensor([entry["bytes"] for entry in found], dtype=torch.int64)
     dist.all_reduce(total)
     return [entry | {"bytes": whole} for entry, whole in zip(found, total.tolist(), strict=True)]

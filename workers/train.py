@@ -6,6 +6,7 @@ Everything it needs is in the run directory, and everything it leaves is there t
 
 from __future__ import annotations
 
+import os
 import sys
 
 from ft_service.lifetime import die_with_parent, hold_rank_lock
@@ -24,6 +25,7 @@ from workers.export import publish
 from workers.guards import AdapterWatch, check_gathered_weights
 from workers.loop import Schedule, Trainer
 from workers.model.build import build
+from workers.model.cache import Cache
 from workers.model.load import adapters, load
 from workers.optim import JobState
 from workers.parallel import shard
@@ -61,9 +63,16 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
         compute_dtype=runtime.compute_dtype,
         reshard_after_forward=spec.distributed.reshard_after_forward,
     )
-    load(  # each rank reads and quantises its own rows, which needs the shards' shapes
-        built.peft_model, spec.model.path, seed=spec.seed, compute_dtype=runtime.compute_dtype, device=runtime.device
+    loaded = load(  # each rank reads and quantises its own rows, which needs the shards' shapes
+        built.peft_model,
+        spec.model.path,
+        seed=spec.seed,
+        compute_dtype=runtime.compute_dtype,
+        device=runtime.device,
+        cache=Cache.from_environment(os.environ),
     )
+    for level, text in loaded.messages():
+        reporter.message(text, level)
     check_gathered_weights(built.peft_model, runtime.compute_dtype)
     job = JobState(dict(adapters(built.peft_model)), spec.training)  # on the final parameters: loading replaced them
     schedule = Schedule.of(spec, len(train_set))
@@ -78,7 +87,7 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
         reporter.message(f"Stopped at step {job.step}; checkpoint {stopped_at} is complete.")
         return Outcome(kind="stopped", checkpoint=stopped_at)
     reporter.flush()  # the metrics table is made from the events
-    publish(runtime.run, runtime.start.attempt, spec, built, job)
+    publish(runtime.run, runtime.start.attempt, spec, built, job, loaded)
     reporter.message(f"Training is complete after {job.step} steps; the adapter is written.")
     return Outcome(kind="succeeded")
 

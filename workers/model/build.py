@@ -12,9 +12,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ft_service.errors import SpecError
-from ft_service.spec import JobSpec, LoraOptions, PrecisionOptions, WeightFormat, match_pattern
+from ft_service.spec import JobSpec, LoraOptions, PrecisionOptions, match_pattern
 from workers.model.linear import FrozenLinear, LoraLinear
-from workers.quant.weights import QUANTIZED
+from workers.model.source import Safetensors
+from workers.model.stored import Base
+from workers.quant.weights import QUANTIZED, StorageFormat
 
 STORAGE_DTYPE = torch.bfloat16
 """What frozen weights without a quantised format are stored in, and the face dtype of the quantised ones."""
@@ -27,8 +29,8 @@ class BuiltModel:
     peft_model: PeftModel
     layers: list[nn.Module]
     """The decoder layers, in order: the units of sharding."""
-    formats: Mapping[str, WeightFormat]
-    """Base module name → format of its weight, for every linear layer of the decoder layers."""
+    formats: Mapping[str, StorageFormat]
+    """Base module name → format of its weight, for every linear layer of the decoder layers and every quantised one."""
 
 
 def build(spec: JobSpec, device: torch.device) -> BuiltModel:
@@ -36,7 +38,7 @@ def build(spec: JobSpec, device: torch.device) -> BuiltModel:
     base = base_on_meta(spec.model.path)
     restore_buffers(base, device)
     layers = decoder_layers(base)
-    formats = precision_map(base, layers, spec.precision)
+    formats = precision_map(base, layers, spec.precision, formats_of_base(base, spec.model.path))
     _swap_linears(base, formats)
     peft_model = add_adapters(base, spec.lora)
     return BuiltModel(peft_model, layers, formats)
@@ -45,12 +47,9 @@ def build(spec: JobSpec, device: torch.device) -> BuiltModel:
 def base_on_meta(path: str) -> PreTrainedModel:
     """The architecture that `path`/config.json describes, every tensor on meta. Code from the folder is never run."""
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    if getattr(config, "quantization_config", None) is not None:
-        raise SpecError(
-            f"The base in {path} is stored quantised already; this version reads bf16, fp16 and fp32 bases. "
-            "Use the original weights with precision.default.",
-            param="model",
-        )
+    for part in (config, config.get_text_config()):
+        if getattr(part, "quantization_config", None) is not None:
+            delattr(part, "quantization_config")  # a quantised base has the modules of a plain one; see `formats_of_base`
     config.use_cache = False
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=STORAGE_DTYPE, attn_implementation="sdpa")
@@ -79,11 +78,34 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
-def precision_map(model: PreTrainedModel, layers: list[nn.Module], precision: PrecisionOptions) -> dict[str, WeightFormat]:
-    """Format of every linear layer inside the decoder layers. Raises SpecError for a pattern that matches none of them."""
+def formats_of_base(model: PreTrainedModel, path: str) -> dict[str, StorageFormat]:
+    """Format of every linear layer that the checkpoint holds quantised; none for a plain one. Only headers are read."""
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    found: dict[str, StorageFormat] = {}
+    with Safetensors(path) as checkpoint:
+        base = Base.open(checkpoint, path)
+        for name in linears if base.declared else []:
+            stored = base.stored(f"{name}.weight") if f"{name}.weight" in base else None
+            if stored is not None:
+                found[name] = stored.format
+    return found
+
+
+def precision_map(
+    model: PreTrainedModel,
+    layers: list[nn.Module],
+    precision: PrecisionOptions,
+    of_base: Mapping[str, StorageFormat] | None = None,
+) -> dict[str, StorageFormat]:
+    """Format of every linear layer inside the decoder layers, and of those elsewhere that the base holds quantised.
+
+    `of_base`: formats that the base comes in, which stay. Raises SpecError for a pattern that matches no layer, or that asks
+    for another format than the base has.
+    """
     inside = {id(module) for layer in layers for module in layer.modules() if isinstance(module, nn.Linear)}
     names = [name for name, module in model.named_modules() if id(module) in inside]
-    formats: dict[str, WeightFormat] = dict.fromkeys(names, precision.default)
+    formats: dict[str, StorageFormat] = dict.fromkeys(names, precision.default)
+    chosen: dict[str, str] = {}
     for pattern, weight_format in precision.overrides.items():
         matched = match_pattern(pattern, names)
         if not matched:
@@ -93,10 +115,26 @@ def precision_map(model: PreTrainedModel, layers: list[nn.Module], precision: Pr
                 param="precision.overrides",
             )
         formats.update(dict.fromkeys(matched, weight_format))
-    return formats
+        chosen.update(dict.fromkeys(matched, pattern))
+    _refuse_conflicts(chosen, formats, of_base or {})
+    return {**formats, **(of_base or {})}
 
 
-def _swap_linears(model: nn.Module, formats: Mapping[str, WeightFormat]) -> None:
+def _refuse_conflicts(
+    chosen: Mapping[str, str], formats: Mapping[str, StorageFormat], of_base: Mapping[str, StorageFormat]
+) -> None:
+    """`chosen`: module → the pattern that decided its format."""
+    for name, pattern in chosen.items():
+        held = of_base.get(name)
+        if held is not None and not held.startswith(formats[name]):  # nf4_fp32 is an nf4
+            raise SpecError(
+                f"precision.overrides: the pattern {pattern!r} asks for {formats[name]} in {name}, which the base "
+                f"holds in {held} already. Leave these modules out of the pattern, or start from a base that is not quantised.",
+                param="precision.overrides",
+            )
+
+
+def _swap_linears(model: nn.Module, formats: Mapping[str, StorageFormat]) -> None:
     for name, weight_format in formats.items():
         weight_class = QUANTIZED.get(weight_format)
         if weight_class is None:

@@ -106,6 +106,7 @@ def test_a_finished_attempt_leaves_everything(finished: RunDir) -> None:
     manifest = json.loads(finished.path("manifest.json").read_text())
     assert {entry["format"] for entry in manifest["frozen_linear_layers"]} == {"nf4"}
     assert len(manifest["frozen_linear_layers"]) == 14
+    assert all(0.05 < entry["relative_error"] < 0.12 for entry in manifest["frozen_linear_layers"])
 
 
 def test_training_lowers_the_loss(finished: RunDir) -> None:

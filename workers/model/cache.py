@@ -22,6 +22,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ft_service.errors import FtError
+
 FOLDER = "FT_CACHE"
 LIMIT = "FT_CACHE_BYTES"
 INDEX = "index.json"
@@ -47,10 +49,11 @@ class Cache:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Cache | None:
-        """As FT_CACHE and FT_CACHE_BYTES say. Raises ValueError for a limit that is no number of bytes."""
+        """As FT_CACHE and FT_CACHE_BYTES say. Raises FtError for a limit that is no number of bytes."""
         folder, limit = environment.get(FOLDER, ""), environment.get(LIMIT, "")
         if limit and not limit.isdecimal():
-            raise ValueError(f"{LIMIT} = {limit!r}: a number of bytes is needed; 0 turns the cache off.")
+            message = f"{LIMIT} = {limit!r}: a number of bytes is needed; 0 turns the cache off."
+            raise FtError(message, param=LIMIT, code="invalid_setting")
         if not folder or limit == "0":
             return None
         return cls(Path(folder).expanduser().absolute(), int(limit) if limit else None)

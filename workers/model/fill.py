@@ -13,8 +13,8 @@ from workers.model.stored import StoredWeight
 from workers.quant.rowwise import RowQuantized
 from workers.quant.weights import QUANTIZED
 
-CHUNK_ELEMENTS = 2**21
-"""Elements quantised at a time: the kernels take about 20 bytes each meanwhile, whatever the size of the tensor."""
+CHUNK_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
+"""Elements quantised at a time: the kernels take about 40 bytes each meanwhile, whatever the size of the tensor."""
 
 
 class Values(Protocol):
@@ -75,7 +75,7 @@ def _fill_plain(storage: Tensor, base: Values, name: str, start: int, end: int, 
 
 
 def _chunks(start: int, end: int, storage: Tensor) -> Iterator[tuple[int, int]]:
-    height = max(1, CHUNK_ELEMENTS // max(1, storage.shape[1:].numel()))
+    height = max(1, CHUNK_ELEMENTS[storage.device.type] // max(1, storage.shape[1:].numel()))
     return ((low, min(low + height, end)) for low in range(start, end, height))
 
 

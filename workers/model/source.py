@@ -88,14 +88,23 @@ def single_file(path: Path) -> Safetensors:
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that make up a checkpoint, sorted. Raises SpecError for a folder without any."""
-    return [folder / name for name in sorted(set(_file_of_each_tensor(folder).values()))]
+    of_tensors = _index(folder)
+    return [folder / SINGLE] if of_tensors is None else [folder / name for name in sorted(set(of_tensors.values()))]
 
 
 def _file_of_each_tensor(folder: Path) -> dict[str, str]:
+    of_tensors = _index(folder)
+    if of_tensors is not None:
+        return of_tensors
+    with safe_open(folder / SINGLE, framework="pt") as file:
+        return dict.fromkeys(file.keys(), SINGLE)
+
+
+def _index(folder: Path) -> dict[str, str] | None:
+    """Tensor → file, None: all are in one file. Raises SpecError for a folder without either."""
     index = folder / INDEX
     if index.is_file():
         return json.loads(index.read_text())["weight_map"]
     if not (folder / SINGLE).is_file():
         raise SpecError(f"{folder} has neither {SINGLE} nor {INDEX}.", param="model")
-    with safe_open(folder / SINGLE, framework="pt") as file:
-        return dict.fromkeys(file.keys(), SINGLE)
+    return None

@@ -163,7 +163,7 @@ class Bitsandbytes4Bit:
         values = torch.ops.bitsandbytes.dequantize_4bit(
             codes.reshape(-1, 1), scales, self._block, self._kind, (stop - begin,), torch.float32
         )
-        return values[start * cols - begin : end * cols - begin].view(end - start, cols)
+        return values.reshape(-1)[start * cols - begin : end * cols - begin].view(end - start, cols)
 
     def _bytes(self, start: int, end: int) -> Tensor:
         """Bytes [start, end) of the codes, which may be packed into wider elements; `start` lies between two of these."""

@@ -13,7 +13,7 @@ from workers.model.stored import StoredWeight
 from workers.quant.rowwise import RowQuantized
 from workers.quant.weights import QUANTIZED
 
-CHUNK_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
+CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}
 """Elements quantised at a time: the kernels take about 40 bytes each meanwhile, whatever the size of the tensor."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,6 +16,10 @@ from workers.quant.weights import QUANTIZED
 
 CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}
 """Elements quantised at a time: the kernels take about 40 bytes each meanwhile, whatever the size of the tensor."""
+
+
+_MALLOC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
+"""Of glibc; other C libraries have none."""
 
 
 class Values(Protocol):
@@ -59,6 +64,8 @@ def fill(storage: Tensor, base: Values, name: str, start: int, end: int, dtype: 
         quantized = type(storage).quantize(values)
         _put(storage.parts, low - start, quantized.parts)
         deviation.add(quantized.dequantize(torch.float32), values)
+        if storage.device.type == "cpu":
+            _give_back()
     return deviation
 
 
@@ -72,6 +79,12 @@ def _fill_plain(storage: Tensor, base: Values, name: str, start: int, end: int, 
             deviation = deviation or Deviation()
             deviation.add(rounded, values)
     return deviation
+
+
+def _give_back() -> None:
+    """Freed host memory to the system: glibc keeps aligned blocks that it does not reuse, many times what is in use."""
+    if _MALLOC_TRIM is not None:
+        _MALLOC_TRIM(0)
 
 
 def _chunks(start: int, end: int, storage: Tensor) -> Iterator[tuple[int, int]]:

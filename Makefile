@@ -1,6 +1,7 @@
 # make quickstart   one fine-tuning job on this machine, from upload to adapter
 # make serve        the server in the foreground, with the sample base model
 # make test         every test that needs no GPU        make test-all   the long ones too
+# make bench        every benchmark; results go to benchmarks/results
 # make check        format, lint, types and the direction of imports
 #
 # Everything is installed into .venv, state is kept in .ft. Variables:
@@ -21,9 +22,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LOG := $(VENV)/install.log
+CLIENTS := $(VENV)/clients/1 $(VENV)/clients/2
 GPU := $(wildcard /dev/nvidia0)
 
-.PHONY: help quickstart serve test test-all check
+.PHONY: help quickstart serve test test-all bench check
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '1,/^$$/p'
@@ -38,8 +40,12 @@ serve: $(READY)
 test: $(READY)
 	@$(BIN)/python -m pytest -m "not slow$(if $(GPU),, and not gpu)"
 
-test-all: $(READY)
+test-all: $(READY) $(CLIENTS)
 	@$(BIN)/python -m pytest $(if $(GPU),,-m "not gpu")
+
+bench: $(READY)
+	@$(PIP_INSTALL) -q -c constraints.txt -e '.[bench]'
+	@for benchmark in $$(grep -l '^def main' benchmarks/*.py); do echo "$$benchmark"; $(BIN)/python "$$benchmark"; done
 
 check: $(READY)
 	@$(BIN)/ruff format --check .
@@ -64,6 +70,13 @@ $(READY): pyproject.toml constraints.txt
 	@$(PIP_INSTALL) -c constraints.txt -e '.[api,workers,examples,dev]' $(SHOW)
 	@touch $@
 	@echo "Set-up is done."
+
+# Older clients of OpenAI's, which must work too.
+$(CLIENTS): $(VENV)/clients/%: $(READY)
+	@echo "Installing openai $*.x into $@"
+	@rm -rf $@
+	@$(PIP_INSTALL) --target $@ "openai>=$*,<$$(($* + 1))" $(SHOW)
+	@touch $@
 
 define CHECK_PYTHON
 command -v $(PYTHON) > /dev/null || { \

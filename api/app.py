@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import Depends, FastAPI
 from fastapi_offline import FastAPIOffline
 
-from api import errors
+from api import describe, errors
 from api.auth import authenticated
 from api.deps import Services
 from api.middleware import RequestContext
-from api.routes import files, fine_tuning, health, inference, models
+from api.routes import files, fine_tuning, graders, health, inference, models, permissions, uploads, webhooks
 from api.views import ErrorView
 from ft_service import __version__
 from ft_service.catalogue import Catalogue
 from ft_service.settings import Settings
-from ft_service.spec import JobRequest
 from ft_service.store.base import Store
 
 _DESCRIPTION = """
 Fine-tuning in OpenAI's wire format: `openai.OpenAI(base_url="…/v1", api_key="…")` works unchanged. Options that OpenAI has no
 field for ride at the top level of the create body (`extra_body` of the client); answers carry extra fields beside OpenAI's.
+What OpenAI's API does not have says so, and carries the mark `x-beyond-openai`.
 """
-_SCHEMAS = "#/components/schemas/{model}"
 
 
 def create_app(settings: Settings, store: Store) -> FastAPI:
@@ -38,23 +35,10 @@ def create_app(settings: Settings, store: Store) -> FastAPI:
     )
     app.state.services = Services(settings, store, Catalogue.from_settings(settings))
     app.include_router(health.router)
-    for router in (files.router, fine_tuning.router, models.router, inference.router):
+    for routes in (files, uploads, fine_tuning, permissions, graders, models, webhooks, inference):
         # Here and not only in the routes, so that nobody without a key gets as far as sending a body.
-        app.include_router(router, dependencies=[Depends(authenticated)])
+        app.include_router(routes.router, dependencies=[Depends(authenticated)])
     errors.install(app)
     app.add_middleware(RequestContext)
-    _describe_create_body(app)
+    describe.install(app)
     return app
-
-
-def _describe_create_body(app: FastAPI) -> None:
-    """Add the schema of the create body to the OpenAPI document, which knows only what FastAPI itself checks."""
-    generate = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        document = generate()
-        schema = JobRequest.model_json_schema(ref_template=_SCHEMAS)
-        document["components"]["schemas"] |= {**schema.pop("$defs"), "JobRequest": schema}
-        return document
-
-    app.openapi = openapi

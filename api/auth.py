@@ -8,7 +8,7 @@ from fastapi import Depends
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from api.deps import Svc
-from ft_service.errors import AuthError
+from ft_service.errors import AuthError, ForbiddenError
 from ft_service.store.base import Principal
 
 _bearer = HTTPBearer(auto_error=False, description="An API key of this service: `ft keys create`.")
@@ -24,4 +24,12 @@ def authenticated(credentials: Annotated[HTTPAuthorizationCredentials | None, De
     return principal
 
 
+def _admin(caller: Annotated[Principal, Depends(authenticated)]) -> Principal:
+    if caller.scope != "admin":
+        raise ForbiddenError("This needs an API key of scope admin: `ft keys create --scope admin` makes one.")
+    return caller
+
+
 Caller = Annotated[Principal, Depends(authenticated)]
+Admin = Annotated[Principal, Depends(_admin)]
+"""A caller whose key has the scope admin; everybody else gets a ForbiddenError."""

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
+from pydantic import ValidationError
 
 from ft_service.catalogue import Catalogue
 from ft_service.errors import SpecError
 from ft_service.settings import Settings
+from ft_service.spec import Strict, spec_error
 from ft_service.store.base import Store
 
+Body = TypeVar("Body", bound=Strict)
+SCHEMAS = "#/components/schemas/{model}"
 MAX_JSON_BYTES = 1024**2
 """Largest JSON body."""
 _DRAINED_BYTES = 64 * 1024**2
@@ -63,6 +67,33 @@ def parse_json(body: bytes) -> Any:
         raise SpecError("The body is not usable JSON: nested too deeply.", code="invalid_json") from None
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors too
         raise SpecError(f"The body is not JSON: {error}.", code="invalid_json") from None
+
+
+def parse_body(body: Any, model: type[Body]) -> Body:
+    """A JSON body as a strict model. Raises SpecError naming the field, its value and the limit."""
+    if not isinstance(body, dict):
+        raise SpecError(f"The body must be an object, not {type(body).__name__}.")
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        raise spec_error(error, model) from None
+
+
+def described(model: type[Strict]) -> dict[str, Any]:
+    """A route's `openapi_extra`: its JSON body is not checked by FastAPI, so `app.py` adds the schema that this refers to."""
+    schema = {"$ref": SCHEMAS.format(model=model.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def binary(*media_types: str) -> dict[int | str, dict[str, Any]]:
+    """A route's `responses`: its answer is not JSON, or not always."""
+    return {200: {"content": {media_type: {"schema": {"type": "string"}} for media_type in media_types}}}
+
+
+def event_stream() -> dict[int | str, dict[str, Any]]:
+    """A route's `responses`: its answer may be server-sent events, whose schema is that of one event."""
+    schema = {"type": "object", "properties": {"id": {"type": "string"}, "data": {"type": "string"}}}
+    return {200: {"content": {"text/event-stream": {"schema": schema}}}}
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.job import Job
 from ft_service.store.base import File, Principal, Store
+from ft_service.store.records import UploadPart
 
 WINDOW_SECONDS = 40 * 60
 """The client gives up after three tries of ten minutes each and the waits between them."""
@@ -23,9 +24,8 @@ _LOOKED_AT = 100
 _MAX_KEY = 255
 
 
-def keyed_job_id(headers: Mapping[str, str], principal: Principal) -> str | None:
+def keyed_job_id(key: str | None, principal: Principal) -> str | None:
     """The job id that an `Idempotency-Key` stands for; None without one. Raises SpecError if the key is too long."""
-    key = headers.get("idempotency-key")
     if not key:
         return None
     if len(key) > _MAX_KEY:
@@ -62,6 +62,14 @@ def repeated_file(headers: Mapping[str, str], store: Store, principal: Principal
     files = store.list_files(principal.project_id, limit=_LOOKED_AT, purpose=new.purpose).data
     same = (file for file in files if (file.sha256, file.filename) == (new.sha256, new.filename))
     return next((file for file in same if file.created_at >= since), None)
+
+
+def repeated_part(headers: Mapping[str, str], store: Store, new: UploadPart) -> UploadPart | None:
+    """The same for a part of an upload: of the same contents."""
+    if not _is_retry(headers):
+        return None
+    parts = store.list_parts(new.project_id, new.upload_id)
+    return next((part for part in reversed(parts) if (part.bytes, part.sha256) == (new.bytes, new.sha256)), None)
 
 
 def _is_retry(headers: Mapping[str, str]) -> bool:

@@ -13,14 +13,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import uvicorn
 
+from api import housekeeping, webhooks
 from api.app import create_app
 from api.bootstrap import PROJECT, prepare, write_private
 from api.uploads import TEMPORARY_PREFIX
-from ft_service.errors import SpecError
+from ft_service.errors import SpecError, UnavailableError
 from ft_service.hardware import default_slots
 from ft_service.job import Phase, State
 from ft_service.launcher.local import LocalLauncher
@@ -29,12 +31,12 @@ from ft_service.settings import Settings
 from ft_service.store.base import Store
 from ft_service.store.sql import migrate, open_store
 
-Reconcile = Callable[[Settings, Store, threading.Event], None]
-"""Moves jobs on until the event is set. Runs in a thread of its own."""
+Work = Callable[[Settings, Store, threading.Event], None]
+"""Goes on until the event is set, in a thread of its own."""
 
 _STREAM_GRACE_SECONDS = 3
 """How long running answers (downloads) may go on after the server was told to stop."""
-_RECONCILER_GRACE_SECONDS = 10.0
+_THREAD_GRACE_SECONDS = 10.0
 _STALE_UPLOAD_SECONDS = 24 * 3600.0
 
 
@@ -44,7 +46,7 @@ def reconcile_here(settings: Settings, store: Store, stop: threading.Event) -> N
     Reconciler(store, launcher, settings.runs_dir, settings.files_dir).run(stop)
 
 
-def serve(settings: Settings, reconcile: Reconcile = reconcile_here) -> None:
+def serve(settings: Settings, reconcile: Work = reconcile_here) -> None:
     """Serve until SIGINT or SIGTERM. Only for a process's main thread.
 
     Raises SpecError if a setting is wrong or the port is taken, UnavailableError if the database does not answer.
@@ -60,19 +62,21 @@ def serve(settings: Settings, reconcile: Reconcile = reconcile_here) -> None:
         app = create_app(settings, store)
         key = prepare(settings, store, base_url=f"{url}/v1")
         _remove_stale_uploads(settings.files_dir)
+        web = _web_server(app)
         stack.enter_context(_announced(settings.home / "server.json", url))
-        stack.enter_context(_stop_signals_end_quietly())
-        stack.enter_context(_reconciling(reconcile, settings, store))
+        stack.enter_context(_ended_by_signals(web))
+        for name, work in (("housekeeping", housekeeping.run), ("webhooks", webhooks.run), ("reconciler", reconcile)):
+            stack.enter_context(_in_thread(name, work, settings, store, web))
         _greet(url, key)
-        _run(app, listener)
+        web.run(sockets=[listener])
         _say_what_goes_on(store)
 
 
-def _run(app: Any, listener: socket.socket) -> None:
+def _web_server(app: Any) -> uvicorn.Server:
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=_STREAM_GRACE_SECONDS
     )
-    uvicorn.Server(config).run(sockets=[listener])
+    return uvicorn.Server(config)
 
 
 @contextlib.contextmanager
@@ -110,9 +114,16 @@ def _announced(path: Path, url: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _stop_signals_end_quietly() -> Iterator[None]:
-    """uvicorn ends on these signals and then raises them again, which would kill the process before it has cleaned up."""
-    previous = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+def _ended_by_signals(web: uvicorn.Server) -> Iterator[None]:
+    """SIGINT and SIGTERM end the web server, also before it has started, and then leave this process time to clean up.
+
+    uvicorn handles them while it runs, and raises them again afterwards, which would kill the process in the middle of that.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        web.should_exit = True
+
+    previous = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
@@ -121,15 +132,30 @@ def _stop_signals_end_quietly() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _reconciling(reconcile: Reconcile, settings: Settings, store: Store) -> Iterator[None]:
+def _in_thread(name: str, work: Work, settings: Settings, store: Store, web: uvicorn.Server) -> Iterator[None]:
+    """Work beside the server. If it fails, the process ends: a server whose jobs stand still must not look well.
+
+    Raises UnavailableError at the end if it has failed.
+    """
     stop = threading.Event()
-    thread = threading.Thread(target=reconcile, args=(settings, store, stop), name="reconciler", daemon=True)
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            work(settings, store, stop)
+        except Exception as error:
+            failures.append(error)
+            web.should_exit = True
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     try:
         yield
     finally:
         stop.set()
-        thread.join(_RECONCILER_GRACE_SECONDS)
+        thread.join(_THREAD_GRACE_SECONDS)
+    if failures:
+        raise UnavailableError(f"The thread {name} has failed, so the server has ended: {failures[0]!r}") from failures[0]
 
 
 def _greet(url: str, key: str | None) -> None:

@@ -52,8 +52,8 @@ class Upload:
 
 
 @asynccontextmanager
-async def received(request: Request, folder: Path, limit: int) -> AsyncIterator[Upload]:
-    """Read a multipart body with one file, in the part `file`, of at most `limit` bytes, into a temporary file in `folder`.
+async def received(request: Request, folder: Path, limit: int, *, part: str = "file") -> AsyncIterator[Upload]:
+    """Read a multipart body with one file, in the part `part`, of at most `limit` bytes, into a temporary file in `folder`.
 
     Raises SpecError naming the part, and FtError when the disk is full. The temporary file goes when the context ends.
     """
@@ -62,18 +62,17 @@ async def received(request: Request, folder: Path, limit: int) -> AsyncIterator[
     descriptor, name = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=folder)
     path = Path(name)
     try:
-        form = _Form(descriptor, limit)
+        form = _Form(descriptor, limit, part)
         try:
-            await _feed(stream, form, _boundary(request))
+            await _feed(stream, form, _boundary(request, part))
         except SpecError:
             await drain(stream, limit)
             raise
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            raise FtError(
-                "The file could not be stored: the service's disk is full.", param="file", code="disk_full"
-            ) from error
+            message = "The file could not be stored: the service's disk is full."
+            raise FtError(message, param=part, code="disk_full") from error
         finally:
             os.close(descriptor)
         yield Upload(form.fields, form.filename, path, form.bytes, form.sha256.hexdigest())
@@ -84,7 +83,12 @@ async def received(request: Request, folder: Path, limit: int) -> AsyncIterator[
 def keep(upload: Upload, path: Path) -> None:
     """Move the file to its name, durably: a record that survives a power failure must not refer to a file that did not."""
     upload.path.rename(path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -96,10 +100,10 @@ def clean_filename(name: str) -> str:
     return _NOT_IN_NAMES.sub("", name.replace("\\", "/").rsplit("/", 1)[-1]).strip()[-_MAX_NAME:]
 
 
-def _boundary(request: Request) -> bytes:
+def _boundary(request: Request, part: str) -> bytes:
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
-        raise SpecError("The body must be multipart/form-data with the parts file and purpose.", param="file")
+        raise SpecError(f"The body must be multipart/form-data with a part {part}.", param=part)
     return options[b"boundary"]
 
 
@@ -112,20 +116,20 @@ async def _feed(stream: AsyncIterator[bytes], form: _Form, boundary: bytes) -> N
                 await run_in_threadpool(form.flush)
         parser.finalize()
     except FormParserError as error:
-        raise SpecError(f"The multipart body cannot be read: {error}.", param="file") from None
+        raise SpecError(f"The multipart body cannot be read: {error}.", param=form.part) from None
     if not form.complete:
-        raise SpecError("The multipart body ends early.", param="file")
+        raise SpecError("The multipart body ends early.", param=form.part)
     if not form.has_file:
-        raise SpecError(
-            "file is required: a part of that name with a filename.", param="file", code="missing_required_parameter"
-        )
+        message = f"{form.part} is required: a part of that name with a filename."
+        raise SpecError(message, param=form.part, code="missing_required_parameter")
     await run_in_threadpool(form.finish)
 
 
 class _Form:
     """Takes the parser's callbacks: collects small parts, and passes the file's bytes on to a descriptor."""
 
-    def __init__(self, descriptor: int, limit: int) -> None:
+    def __init__(self, descriptor: int, limit: int, part: str) -> None:
+        self.part = part
         self.fields: dict[str, str] = {}
         self.filename = ""
         self.bytes = 0
@@ -191,8 +195,9 @@ class _Form:
         self._in_file = b"filename" in options
         if not self._in_file:
             return
-        if self._part != "file" or self.has_file:
-            raise SpecError(f"{self._part}: one file is taken, in the part named file.", param=self._part or "file")
+        if self._part != self.part or self.has_file:
+            message = f"{self._part}: one file is taken, in the part named {self.part}."
+            raise SpecError(message, param=self._part or self.part)
         self.has_file = True
         self.filename = clean_filename(options[b"filename"].decode(errors="replace"))
 
@@ -203,9 +208,8 @@ class _Form:
             return
         self.bytes += end - start
         if self.bytes > self._limit:
-            raise SpecError(
-                f"file: larger than {self._limit} bytes (FT_MAX_FILE_BYTES). Split it.", param="file", code="file_too_large"
-            )
+            message = f"{self.part}: larger than {self._limit} bytes. Split it, or use /v1/uploads."
+            raise SpecError(message, param=self.part, code="file_too_large")
         self.buffer += data[start:end]
 
     def _part_end(self) -> None:
@@ -221,4 +225,5 @@ class _Form:
     def _count(self, size: int) -> None:
         self._small_bytes += size
         if self._small_bytes > _MAX_FIELD_BYTES:
-            raise SpecError(f"The parts beside file hold more than {_MAX_FIELD_BYTES} bytes.", param=self._part or "file")
+            message = f"The parts beside {self.part} hold more than {_MAX_FIELD_BYTES} bytes."
+            raise SpecError(message, param=self._part or self.part)

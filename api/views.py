@@ -14,6 +14,7 @@ from ft_service.events import Metrics
 from ft_service.job import Job, State
 from ft_service.spec import LEARNING_RATE, JobSpec, TrainingOptions
 from ft_service.store.base import Checkpoint, File, StoredEvent
+from ft_service.store.records import Permission, Upload, UploadPart
 
 View = TypeVar("View", bound=BaseModel)
 
@@ -51,7 +52,27 @@ class FileView(BaseModel):
     status: Literal["processed"] = "processed"
     """A file is usable as soon as it is there: clients wait for this word."""
     status_details: None = None
-    expires_at: None = None
+    expires_at: int | None = None
+
+
+class UploadView(BaseModel):
+    id: str
+    object: Literal["upload"] = "upload"
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: str
+    status: Literal["pending", "completed", "cancelled", "expired"]
+    file: FileView | None
+    """Once completed."""
+
+
+class UploadPartView(BaseModel):
+    id: str
+    object: Literal["upload.part"] = "upload.part"
+    created_at: int
+    upload_id: str
 
 
 class DeletedView(BaseModel):
@@ -65,6 +86,16 @@ class ModelView(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str
+    shutdown_date: None = None
+
+    root: str
+    """The base that an alias stands for, or that a tuned model was trained on; of a base itself its name."""
+
+
+class DeletedModelView(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    deleted: Literal[True] = True
 
 
 class ModelsView(BaseModel):
@@ -158,6 +189,19 @@ class EventView(BaseModel):
     data: dict[str, Any] | None
 
 
+class PermissionView(BaseModel):
+    id: str
+    object: Literal["checkpoint.permission"] = "checkpoint.permission"
+    created_at: int
+    project_id: str
+
+
+class DeletedPermissionView(BaseModel):
+    id: str
+    object: Literal["checkpoint.permission"] = "checkpoint.permission"
+    deleted: Literal[True] = True
+
+
 class CheckpointMetricsView(BaseModel):
     step: int
     train_loss: float | None
@@ -186,7 +230,31 @@ def list_view(items: Sequence[Any], has_more: bool) -> dict[str, Any]:
 
 
 def file_view(file: File) -> FileView:
-    return FileView(id=file.id, bytes=file.bytes, created_at=int(file.created_at), filename=file.filename, purpose=file.purpose)
+    return FileView(
+        id=file.id,
+        bytes=file.bytes,
+        created_at=int(file.created_at),
+        expires_at=_whole(file.expires_at),
+        filename=file.filename,
+        purpose=file.purpose,
+    )
+
+
+def upload_view(upload: Upload, file: File | None) -> UploadView:
+    return UploadView(
+        id=upload.id,
+        bytes=upload.bytes,
+        created_at=int(upload.created_at),
+        expires_at=int(upload.expires_at),
+        filename=upload.filename,
+        purpose=upload.purpose,
+        status=upload.status,
+        file=file_view(file) if file else None,
+    )
+
+
+def upload_part_view(part: UploadPart) -> UploadPartView:
+    return UploadPartView(id=part.id, created_at=int(part.created_at), upload_id=part.upload_id)
 
 
 def job_view(job: Job, *, organization: str, metrics: Metrics | None, now: float) -> JobView:
@@ -254,6 +322,10 @@ def checkpoint_view(checkpoint: Checkpoint, tuned_name: str) -> CheckpointView:
             full_valid_mean_token_accuracy=known.valid_mean_token_accuracy,
         ),
     )
+
+
+def permission_view(permission: Permission) -> PermissionView:
+    return PermissionView(id=permission.id, created_at=int(permission.created_at), project_id=permission.grantee)
 
 
 def checkpoint_model(tuned_name: str, step: int) -> str:

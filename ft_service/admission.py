@@ -10,9 +10,10 @@ from ft_service.catalogue import Base, Catalogue
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.job import Job, State
+from ft_service.plan.admit import admit
 from ft_service.settings import Settings
 from ft_service.spec import DataFileRef, JobRequest, JobSpec, parse_request, resolve
-from ft_service.store.base import Principal, Store
+from ft_service.store.base import NewEvent, Principal, Store
 
 
 def submit(
@@ -26,13 +27,15 @@ def submit(
 ) -> Job:
     """Check a create body and store the job. `job_id`: None draws one.
 
-    Raises SpecError naming the field, its value and the limit; the contents of data files are looked at later, by the
-    reconciler. Raises ConflictError if `job_id` is taken.
+    Raises SpecError naming the field, its value and the limit, for patterns that match nothing in the base and for jobs that
+    cannot fit this host too; the contents of data files are looked at later, by the reconciler. Raises ConflictError if
+    `job_id` is taken.
     """
     _refuse_unstorable_text(body, "")
     request = parse_request(body)
     assert isinstance(body, dict)
     spec = _resolve(request, job_id or new_id("ftjob-"), principal, store, settings, catalogue)
+    told = [NewEvent(level=level, message=message) for level, message in admit(spec)]
     job = Job(
         id=spec.job_id,
         project_id=principal.project_id,
@@ -43,7 +46,7 @@ def submit(
         priority=request.priority,
         slots=spec.world_size,
     )
-    return store.create_job(job)
+    return store.create_job(job, told)
 
 
 def _resolve(

@@ -60,6 +60,11 @@ class Catalogue:
                     found[name] = _base(name, path)
         return [found[name] for name in sorted(found)]
 
+    def list_aliases(self) -> list[tuple[str, Base]]:
+        """Every alias of a usable base, by name."""
+        bases = {model.name: model for model in self.list_models()}
+        return [(alias, bases[name]) for alias, name in sorted(self._aliases.items()) if name in bases]
+
     def find(self, name: str) -> Base:
         """A base by its name or an alias. Raises SpecError that says what is wrong with it, or lists what exists."""
         target = self._aliases.get(name, name)

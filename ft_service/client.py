@@ -246,12 +246,24 @@ class Client:
 
         Raises SpecError if it is not empty, NotFoundError if there is no adapter. `out` appears whole or not at all.
         """
+        return self._download_folder(f"{_job(job_id)}/adapter", out)
+
+    def download_checkpoint(self, job_id: str, step: int, out: Path) -> Path:
+        """As `download_adapter`, of the job's complete checkpoint at a step. Raises NotFoundError if there is none."""
+        found = self.checkpoints(job_id)
+        chosen = next((point for point in found if point.step_number == step), None)
+        if chosen is None:
+            steps = ", ".join(str(point.step_number) for point in reversed(found)) or "none yet"
+            raise NotFoundError(f"Job {job_id} has no checkpoint at step {step}; it has: {steps}.", param="checkpoint")
+        return self._download_folder(f"{_job(job_id)}/checkpoints/{_part(chosen.id)}/adapter", out)
+
+    def _download_folder(self, path: str, out: Path) -> Path:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise SpecError(f"--out = {out}: exists already. Name another folder.", param="out")
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".ft-", dir=out.parent) as scratch:
             archive, unpacked = Path(scratch) / "adapter.tar", Path(scratch) / "adapter"
-            self._download(f"{_job(job_id)}/adapter", archive)
+            self._download(path, archive)
             unpack(archive, unpacked)
             entries = list(unpacked.iterdir())
             top = entries[0] if len(entries) == 1 and entries[0].is_dir() else unpacked  # the archive's own folder

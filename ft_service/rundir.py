@@ -1,6 +1,7 @@
 """The run directory: the only contract between the service and the workers.
 
     spec.json                             JobSpec, resolved, immutable
+    origins.json                          Origins, by rank 0 of the first attempt (see provenance.py)
     attempts/<n>/start.json               Start, by the launcher, before anything runs
     attempts/<n>/control.json             Control, by the reconciler, rewritten as the user changes their mind
     attempts/<n>/supervisor.lock          held by the supervisor as long as it lives
@@ -12,6 +13,7 @@
     attempts/<n>/exit.json                Exit, by the supervisor, last
     checkpoints/step-<s>-a<n>/            DCP shards, then COMPLETE (CheckpointMarker) last
     adapter/  metrics.csv  manifest.json  the outcome
+    adapters/step-<s>-a<n>/               adapters of checkpoints, made when they are asked for
     result.json                           Result, last of all; names the attempt
     ranks.lock                            held (shared) by every living rank of any attempt
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 
@@ -39,9 +39,18 @@ class Settings(BaseSettings):
     slots: int | None = Field(default=None, ge=1, le=1024)
     """Ranks this host runs at once; None: its GPUs, or without a GPU its processors (at least 2)."""
     max_file_bytes: int = Field(default=512 * 1024**2, ge=1)
-    """Largest uploaded file."""
+    """Largest file uploaded in one request."""
+    max_upload_bytes: int = Field(default=8 * 1024**3, ge=1)
+    """Largest file uploaded in parts."""
     result_files_plain: bool = False
     """Serve metrics files as plain CSV instead of base64, which existing OpenAI scripts decode."""
+    webhook_allow_private: bool = False
+    """Deliver webhooks to private addresses and by plain HTTP too. Users can then make the server send requests inside."""
+    inference_url: str = Field(default="", pattern=r"^(https?://.+)?$")
+    """Base URL (with /v1) of an OpenAI-compatible server that serves the tuned models by their names: chat completions are
+    passed on to it. Empty: they are refused with what to do."""
+    inference_api_key: SecretStr | None = None
+    """What that server wants as its key; None: nothing."""
     stop_grace_seconds: float = Field(default=60.0, gt=0)
     """How long an attempt may take to checkpoint and leave when asked to, before it is killed."""
 
@@ -75,6 +84,11 @@ class Settings(BaseSettings):
     @property
     def files_dir(self) -> Path:
         return self.home / "files"
+
+    @property
+    def uploads_dir(self) -> Path:
+        """Parts of uploads that are not complete yet."""
+        return self.home / "uploads"
 
     @property
     def runs_dir(self) -> Path:

@@ -17,6 +17,7 @@ import re2
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ft_service.errors import SpecError
+from ft_service.mesh import check_reshard_size, mesh_shape
 
 WeightFormat = Literal["bf16", "fp8", "nf4"]
 
@@ -26,16 +27,9 @@ LEARNING_RATE = 2e-4
 NOT_YET: Mapping[str, str] = {
     "lora.use_dora": "leave it out; plain LoRA and rsLoRA (lora.use_rslora) work",
     "lora.modules_to_save": "leave it out; only LoRA matrices train",
-    "lora.rank_pattern": "leave it out; every adapted module gets lora.r",
-    "lora.alpha_pattern": "leave it out; every adapted module gets lora.lora_alpha",
     "training.packing": "leave it out; samples are padded to the longest of their micro-batch",
     "training.early_stopping_patience": "leave it out and cancel the job when validation loss stops falling",
     "distributed.nnodes": "leave it out; a job runs on one host",
-    "distributed.replicate": "leave it out; all ranks shard",
-    "distributed.prefetch": "leave it out; FSDP2's implicit prefetch is on",
-    "distributed.offload": "leave it out",
-    "distributed.activation_checkpointing": "leave it out and lower training.per_device_train_batch_size",
-    "distributed.compile": "leave it out",
     "checkpoint.keep_best": "leave it out; the newest checkpoint.save_total_limit are kept",
     "checkpoint.async_save": "leave it out; a checkpoint holds only adapters and optimizer and takes a moment",
 }
@@ -102,23 +96,41 @@ class LoraOptions(Strict):
     lora_dropout: Annotated[Number, Field(ge=0, le=0)] = 0.0
     """Only 0: masks that survive a resume on another world size are not implemented yet."""
     target_modules: Literal["all-linear"] | Pattern | list[str] = "all-linear"
-    """Modules that get an adapter: every linear layer but the output head, or names (suffixes), or one RE2 pattern."""
+    """Modules that get an adapter: every linear layer but the output head, or names (suffixes), or one RE2 pattern.
+
+    In a mixture of experts neither experts, nor routers, nor dense layers with an expert's name (gate_proj, down_proj, ..) can
+    have one: "all-linear" leaves them out, naming them is an error."""
+    rank_pattern: dict[Pattern, Annotated[int, Field(ge=1, le=512)]] = {}
+    """RE2 pattern on the end of the module's full name, from a dot on → rank in place of r. The first one that matches wins."""
+    alpha_pattern: dict[Pattern, Annotated[Number, Field(gt=0, le=4096)]] = {}
+    """As rank_pattern, in place of lora_alpha."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) instead of alpha / r."""
     init_lora_weights: Literal[True] = True
     """A from Kaiming uniform, B zero: the tuned model starts as the base."""
 
 
+def _one_compute_type(value: object) -> object:
+    if isinstance(value, Mapping):
+        raise ValueError(
+            "one type for the whole job, not one by module: a decoder layer is gathered as one group, and FSDP2 converts a "
+            "group to one type. Norms compute in fp32 inside whatever it is"
+        )
+    return value
+
+
 class PrecisionOptions(Strict):
     """In which format the frozen weights are stored, sharded and gathered, and in which the arithmetic runs."""
 
     default: WeightFormat = "bf16"
-    """Format of every linear layer inside the decoder layers that no override names; the rest stays bf16."""
+    """Format of every linear layer and every stack of experts inside the decoder layers that no override names; the rest,
+    routers included, stays bf16."""
     overrides: dict[Pattern, WeightFormat] = {}
     """RE2 pattern on the module's full name → format; the last pattern that matches wins. A pattern without a match is an
-    error."""
-    compute: Literal["bf16", "fp32"] = "bf16"
-    """Element type of activations and matrix products. Adapters are fp32 masters either way."""
+    error, and so is one that asks for another format than bf16 outside the decoder layers (embeddings, output head)."""
+    compute: Annotated[Literal["bf16", "fp32"], BeforeValidator(_one_compute_type)] = "bf16"
+    """Element type of activations and matrix products in all modules: FSDP2 has one for all that is gathered together.
+    Adapters are fp32 masters either way."""
 
 
 class TrainingOptions(Strict):
@@ -149,13 +161,55 @@ class TrainingOptions(Strict):
     """Optimizer steps between validations; None: at the end of every epoch. Ignored without a validation file."""
 
 
+class Prefetch(Strict):
+    """How many groups ahead weights are gathered while a group computes; each holds its gathered weights meanwhile."""
+
+    forward: Annotated[int, Field(ge=1, le=8)] = 1
+    backward: Annotated[int, Field(ge=1, le=8)] = 1
+
+
+class WrapBySize(Strict):
+    """Group by size."""
+
+    min_params: Annotated[int, Field(ge=1)]
+    """Parameters: the smallest modules that hold at least so many, beside what is a group inside them, become groups."""
+
+
 class DistributedOptions(Strict):
-    """How many processes train, and how they keep the base."""
+    """How many processes train, and how they keep the base. Where nothing is sharded (one rank, or replicate -1), what says
+    how to shard or gather is ignored."""
 
     nproc_per_node: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = "auto"
     """Ranks on the host. "auto": one per GPU of the host; 1 without a GPU."""
-    reshard_after_forward: bool = True
-    """Free a layer's gathered weights after its forward and gather again for its backward: less memory, twice the traffic."""
+    replicate: Annotated[int, Field(ge=1, le=4096)] | Literal[-1, "auto"] = "auto"
+    """Copies of the model (HSDP), each sharded over ranks / replicate ranks; gradients are averaged over all. Must divide the
+    number of ranks. -1: one copy a rank, so nothing is sharded; "auto": one copy in all."""
+    wrap: Literal["layers", "none"] | WrapBySize = "layers"
+    """What is gathered together. "layers": every decoder layer, the embedding, norm with head; "none": everything at once, held
+    for the whole step; or by size."""
+    ignored: list[Pattern] = []
+    """RE2 patterns on names of base weights, as in the checkpoint: these are not sharded, every rank holds them whole. A
+    pattern without a match is an error."""
+    reshard_after_forward: bool | Annotated[int, Field(ge=2, le=4096)] = True
+    """Free a layer's gathered weights after its forward and gather again for its backward: less memory, twice the traffic. A
+    number: after forward keep them sharded over groups of so many ranks; must divide the ranks that share a copy, and needs a
+    base that is all bf16. Ignored with keep_unsharded, and with wrap "none"."""
+    keep_unsharded: bool = False
+    """Gather once an optimizer step and keep all weights until the last micro-batch's backward: least traffic, most memory."""
+    prefetch: Prefetch | None = None
+    """Gather explicitly ahead, and the first group before the batch is put together. None: FSDP2's own, one group ahead."""
+    offload: bool = False
+    """Keep shards, gradients and optimizer state in the host's memory. Needs GPUs and at least two ranks that share a copy."""
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """Compute activations again in backward: "full" keeps only the input of each decoder layer, "selective" also the results of
+    matrix products and attention."""
+    compile: bool = False
+    """torch.compile for each decoder layer. If that fails the job goes on uncompiled, with a warning that says why."""
+
+    @property
+    def reshard_size(self) -> int | None:
+        """reshard_after_forward where it is a number."""
+        return None if isinstance(self.reshard_after_forward, bool) else self.reshard_after_forward
 
 
 class CheckpointOptions(Strict):
@@ -177,6 +231,25 @@ class JobOptions(Strict):
     checkpoint: CheckpointOptions = CheckpointOptions()
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     """Higher starts first; equal ones in the order of their creation."""
+
+    @model_validator(mode="after")
+    def _consistent_distributed(self) -> JobOptions:
+        options, formats = self.distributed, {self.precision.default, *self.precision.overrides.values()} - {"bf16"}
+        if options.reshard_size is not None and (options.keep_unsharded or options.wrap == "none"):
+            other = "keep_unsharded" if options.keep_unsharded else "wrap 'none'"
+            raise ValueError(f"distributed.reshard_after_forward as a number has no effect with {other}: keep one of the two")
+        if options.reshard_size is not None and formats:
+            raise ValueError(
+                f"distributed.reshard_after_forward = {options.reshard_size}: FSDP2 reshards to a number of ranks only plain "
+                f"weights, and precision stores some as {' and '.join(sorted(formats))}. Use true or false"
+            )
+        if options.prefetch is not None and options.wrap == "none":
+            raise ValueError("distributed.prefetch: with wrap 'none' there is only one group; leave one of the two out")
+        if options.compile and isinstance(options.wrap, WrapBySize):
+            raise ValueError("distributed.compile works on whole decoder layers: leave it out, or use wrap 'layers'")
+        if options.offload and options.ignored:
+            raise ValueError("distributed.offload moves shards only, and distributed.ignored weights have none: keep one")
+        return self
 
 
 AUTO = "auto"
@@ -307,6 +380,7 @@ def parse_request(body: object) -> JobRequest:
     if not isinstance(body, Mapping):
         raise SpecError(f"The body must be an object with model and training_file, not {type(body).__name__}.")
     _refuse_not_yet(body)
+    _refuse_integrations(body.get("integrations"))
     try:
         return JobRequest.model_validate(dict(body))
     except ValidationError as error:
@@ -324,9 +398,13 @@ def resolve(
     seed: int,
     gpus: int,
 ) -> JobSpec:
-    """Fill in every default. `gpus`: GPUs of the host that will train, for `nproc_per_node: auto`."""
+    """Fill in every default. `gpus`: GPUs of the host that will train, for `nproc_per_node: auto`.
+
+    Raises SpecError for options that do not fit the number of ranks.
+    """
     ranks = request.distributed.nproc_per_node
     ranks = max(1, gpus) if ranks == AUTO else ranks
+    check_distributed(request.distributed, ranks, gpus)
     base = model.name.rsplit("/", 1)[-1]
     return JobSpec(
         job_id=job_id,
@@ -341,6 +419,25 @@ def resolve(
         distributed=request.distributed.model_copy(update={"nproc_per_node": ranks}),
         checkpoint=request.checkpoint,
     )
+
+
+def check_distributed(options: DistributedOptions, ranks: int, gpus: int) -> None:
+    """Raises SpecError for options that do not fit the ranks, or the host."""
+    _, shards = mesh_shape(options.replicate, ranks)
+    if options.reshard_size is not None:
+        check_reshard_size(options.reshard_size, shards)
+    if options.offload and gpus == 0:
+        raise SpecError(
+            "distributed.offload = True: this host has no GPU, and what is in its memory already cannot be moved there. "
+            "Leave it out.",
+            param="distributed.offload",
+        )
+    if options.offload and shards == 1:
+        raise SpecError(
+            "distributed.offload = True: with one rank to a copy nothing is sharded, and only shards are moved. Leave it out, "
+            "or use more ranks (distributed.nproc_per_node) or fewer copies (distributed.replicate).",
+            param="distributed.offload",
+        )
 
 
 def match_pattern(pattern: str, names: Iterable[str]) -> list[str]:
@@ -364,6 +461,18 @@ def _refuse_not_yet(body: Mapping[Any, Any]) -> None:
             raise SpecError(
                 f"{dotted} = {value!r} is not available in this version: {instead}.", param=dotted, code="not_available"
             )
+
+
+def _refuse_integrations(given: Any) -> None:
+    if not isinstance(given, list) or not given:
+        return
+    kinds = [entry.get("type") if isinstance(entry, Mapping) else entry for entry in given[:5]]
+    raise SpecError(
+        f"integrations = {', '.join(f'{kind!r:.40}' for kind in kinds)}: not available in this version: leave them out; "
+        "the job's metrics are in its events and in its result file.",
+        param="integrations",
+        code="not_available",
+    )
 
 
 def spec_error(error: ValidationError, model: type[BaseModel]) -> SpecError:
@@ -400,12 +509,20 @@ def _place(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
         elif current is not None and part in current.model_fields:
             parts.append(part)
             annotation = current.model_fields[part].annotation
-            current = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+            current = _model_of(annotation)
             keyed = _is_mapping(annotation)
         elif current is not None:
             parts.append(part[:80])
             current = None
     return ".".join(parts)
+
+
+def _model_of(annotation: Any) -> type[BaseModel] | None:
+    """The model that a field holds (or none); None if it holds something else."""
+    union = get_origin(annotation) in (Union, UnionType)
+    inner = [part for part in get_args(annotation) if part is not NoneType] if union else [annotation]
+    found = inner[0] if len(inner) == 1 else None
+    return found if isinstance(found, type) and issubclass(found, BaseModel) else None
 
 
 def _is_mapping(annotation: Any) -> bool:

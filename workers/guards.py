@@ -70,8 +70,12 @@ def check_gathered_weights(model: nn.Module, compute_dtype: torch.dtype) -> None
 
 def _own_parameters(group: Any) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of a group that belong to no group inside it."""
-    inner = {id(p) for m in group.modules() if m is not group and isinstance(m, FSDPModule) for p in m.parameters()}
-    return ((name, p) for name, p in group.named_parameters() if id(p) not in inner)
+    inner = {id(p) for m in group.modules() if m is not group and isinstance(m, FSDPModule) for _, p in _parameters(m)}
+    return ((name, p) for name, p in _parameters(group) if id(p) not in inner)
+
+
+def _parameters(group: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    return group.named_parameters()
 
 
 def _parts(weight: Tensor) -> tuple[Tensor, ...]:

@@ -15,6 +15,7 @@ from workers import checkpoint
 from workers.data.batches import Batch, Tokens, batch_of_step, collate, micro_batches, steps_per_epoch, total_steps
 from workers.guards import AdapterWatch, check_step
 from workers.optim import JobState, learning_rate_at
+from workers.parallel import gather_first
 from workers.report import Reporter
 from workers.runtime import Runtime
 from workers.step import Sums, evaluate, forward_backward
@@ -81,7 +82,11 @@ class Trainer:
         batch = batch_of_step(self.job.step, len(self.train), options.batch_size, self.runtime.spec.seed)
         rate = learning_rate_at(self.job.step, self.schedule.total_steps, options)
         targets = sum(self.train[i].target_count for i in batch)
-        sums = forward_backward(self.model, self._mine(self.train, batch), targets, self.runtime.world)
+        distributed = self.runtime.spec.distributed
+        if distributed.prefetch is not None:
+            gather_first(self.model)  # while the batch is put together
+        mine = self._mine(self.train, batch)
+        sums = forward_backward(self.model, mine, targets, self.runtime.world, keep_unsharded=distributed.keep_unsharded)
         norm = self.job.update(rate, options.max_grad_norm)
         check_step(step, sums, norm)
         self.watch.after_step(rate)

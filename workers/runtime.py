@@ -14,11 +14,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import transformers
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from ft_service.errors import FtError
 from ft_service.rundir import ErrorInfo, Outcome, RunDir, Start
 from ft_service.spec import JobSpec
+from workers.parallel import make_mesh
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """A rank that waits longer than this for the others gives up with an error."""
@@ -49,7 +50,7 @@ class Runtime:
     world: int
     device: torch.device
     mesh: DeviceMesh
-    """One dimension: the ranks that shard."""
+    """The last dimension: the ranks that share one copy of the model; a first one, if there are several copies: the copies."""
     stop_group: dist.ProcessGroup | None
     """Gloo, on the CPU: the agreement to stop must not mix with the collectives of training. None with one rank."""
 
@@ -81,7 +82,7 @@ def surroundings(run: RunDir, attempt: int, device: torch.device) -> Runtime:
     assert spec is not None, f"{run.root} holds no spec.json"
     assert start is not None, f"attempt {attempt} has no start.json"
     rank, world = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+    mesh = make_mesh(device.type, world, spec.distributed.replicate)
     stop_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world > 1 else None
     assert not isinstance(stop_group, int), "this rank is in the group that it makes"
     return Runtime(run, spec, start, rank, world, device, mesh, stop_group)

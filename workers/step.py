@@ -1,22 +1,24 @@
 """One optimizer step's forward and backward, and one validation pass, over a rank's micro-batches.
 
 The loss of a global batch is the mean over all its target tokens. Each rank knows that number from the batch itself, so a
-rank's loss is its sum divided by it, times the number of ranks, which FSDP2's averaging of gradients takes back.
+rank's loss is its sum divided by it, times the number of ranks, which averaging the gradients takes back.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from workers.data.batches import IGNORED, Batch
-from workers.parallel import set_last_micro_batch
+from workers.parallel import average_unsharded_gradients, reshard, set_last_micro_batch
 
 
 @dataclass(frozen=True)
@@ -38,14 +40,20 @@ class Sums:
         return self.correct / max(1, self.targets)
 
 
-def forward_backward(model: nn.Module, batches: Sequence[Batch], global_targets: int, world: int) -> Sums:
-    """Add a global batch's gradients to the adapters; the sums of all ranks. `global_targets`: of all ranks' micro-batches."""
+def forward_backward(
+    model: nn.Module, batches: Sequence[Batch], global_targets: int, world: int, *, keep_unsharded: bool = False
+) -> Sums:
+    """Add a global batch's gradients to the adapters; the sums of all ranks. `global_targets`: of all ranks' micro-batches.
+
+    `keep_unsharded`: what was gathered for one micro-batch stays for the next.
+    """
     sums = torch.zeros(3, dtype=torch.float64, device=batches[0].ids.device)
     for i, batch in enumerate(batches):
-        set_last_micro_batch(model, last=i == len(batches) - 1)
+        set_last_micro_batch(model, i == len(batches) - 1, keep_unsharded)
         loss, counts = _losses(model, batch)
         (loss * (world / global_targets)).backward()
         sums += torch.stack([loss.detach().double(), *counts])
+    average_unsharded_gradients(model, world)
     return _over_ranks(sums, world)
 
 
@@ -56,6 +64,7 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], world: int) -> Sums:
     for batch in batches:
         loss, counts = _losses(model, batch)
         sums += torch.stack([loss.double(), *counts])
+    reshard(model)  # what a forward leaves gathered, only a backward would free
     return _over_ranks(sums, world)
 
 
@@ -66,13 +75,26 @@ def _losses(model: nn.Module, batch: Batch) -> tuple[Tensor, list[Tensor]]:
     kept = (next_labels != IGNORED).any(dim=0).nonzero().squeeze(1)
     if not len(kept):
         kept = torch.zeros(1, dtype=torch.int64, device=batch.ids.device)
-    output: Any = model(input_ids=batch.ids, logits_to_keep=kept)
-    logits = output.logits.flatten(0, 1).float()
+    if _can_choose_logits(type(_causal_model(model))):
+        logits = model(input_ids=batch.ids, logits_to_keep=kept).logits
+    else:
+        logits = model(input_ids=batch.ids).logits[:, kept]
+    logits = logits.flatten(0, 1).float()
     labels = next_labels[:, kept].flatten()
     loss = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
     is_target = labels != IGNORED
     correct = (logits.detach().argmax(dim=-1) == labels) & is_target
     return loss, [correct.sum().double(), is_target.sum().double()]
+
+
+def _causal_model(model: nn.Module) -> nn.Module:
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+@lru_cache
+def _can_choose_logits(architecture: type[nn.Module]) -> bool:
+    """Whether it takes `logits_to_keep`; one that does not would swallow it and return all logits."""
+    return "logits_to_keep" in inspect.signature(architecture.forward).parameters
 
 
 def _over_ranks(sums: Tensor, world: int) -> Sums:

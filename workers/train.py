@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 
 from ft_service.lifetime import die_with_parent, hold_rank_lock
 
@@ -15,22 +17,27 @@ if __name__ == "__main__":  # before torch is imported: a rank must not outlive 
     die_with_parent()
     hold_rank_lock(sys.argv[1])
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ft_service.rundir import Outcome, RunDir
-from workers import checkpoint
+from ft_service.spec import JobSpec
+from workers import checkpoint, origins
+from workers.activations import checkpoint_activations
+from workers.compiling import compile_layers
 from workers.data.batches import Tokens
 from workers.data.tokenize import Dataset, load_dataset, load_tokenizer
 from workers.export import publish
 from workers.guards import AdapterWatch, check_gathered_weights
 from workers.loop import Schedule, Trainer
-from workers.model.build import build
+from workers.model.build import BuiltModel, build
 from workers.model.cache import Cache
 from workers.model.load import adapters, load
 from workers.optim import JobState
 from workers.parallel import shard
 from workers.report import Reporter
-from workers.runtime import Runtime, enter, leave, report_failure
+from workers.runtime import COMPUTE_DTYPE, Runtime, enter, leave, report_failure
 from workers.stop import StopRequest
 
 
@@ -55,25 +62,12 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
     stop = StopRequest(runtime)
     train_set, valid_set = _data(runtime, reporter)  # first: the cheapest way to find out that a job cannot run
 
-    built = build(spec, runtime.device)  # on meta: formats and adapters are in place before any memory is taken
-    shard(  # still on meta: the largest allocation that a rank ever makes is one of its own shards
-        built.peft_model,
-        built.layers,
-        runtime.mesh,
-        compute_dtype=runtime.compute_dtype,
-        reshard_after_forward=spec.distributed.reshard_after_forward,
-    )
-    loaded = load(  # each rank reads and quantises its own rows, which needs the shards' shapes
-        built.peft_model,
-        spec.model.path,
-        seed=spec.seed,
-        compute_dtype=runtime.compute_dtype,
-        device=runtime.device,
-        cache=Cache.from_environment(os.environ),
-    )
-    for level, text in loaded.messages():
+    cache = Cache.from_environment(os.environ)
+    built = construct(spec, runtime.mesh, runtime.device, warn=lambda text: reporter.message(text, "warn"), cache=cache)
+    for level, text in built.loaded.messages() if built.loaded else ():
         reporter.message(text, level)
     check_gathered_weights(built.peft_model, runtime.compute_dtype)
+    origins.record(runtime.run, spec, built, train_set, valid_set)  # a job goes on only on the base that it began with
     job = JobState(dict(adapters(built.peft_model)), spec.training)  # on the final parameters: loading replaced them
     schedule = Schedule.of(spec, len(train_set))
     _resume(runtime, reporter, job, schedule)
@@ -87,9 +81,30 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
         reporter.message(f"Stopped at step {job.step}; checkpoint {stopped_at} is complete.")
         return Outcome(kind="stopped", checkpoint=stopped_at)
     reporter.flush()  # the metrics table is made from the events
-    publish(runtime.run, runtime.start.attempt, spec, built, job, loaded)
+    publish(runtime.run, runtime.start.attempt, spec, built, job)
     reporter.message(f"Training is complete after {job.step} steps; the adapter is written.")
     return Outcome(kind="succeeded")
+
+
+def construct(
+    spec: JobSpec, mesh: DeviceMesh, device: torch.device, warn: Callable[[str], None], cache: Cache | None = None
+) -> BuiltModel:
+    """The model of a job, sharded over the mesh and loaded. Called by all ranks together.
+
+    `warn`: is told of fallbacks. `cache`: of quantised bases.
+    """
+    options = spec.distributed
+    compute_dtype = COMPUTE_DTYPE[spec.precision.compute]
+    built = build(spec, device)  # on meta: formats and adapters are in place before any memory is taken
+    checkpoint_activations(built.layers, options.activation_checkpointing, spec.lora.r)  # compiled too: it decides what is kept
+    if options.compile:
+        compile_layers(built.layers, warn)  # before sharding: FSDP2's hooks, and so the collectives, stay outside
+    # Still on meta: the largest allocation that a rank ever makes is one of its own shards.
+    shard(built.peft_model, built.layers, mesh, options, compute_dtype)
+    # Each rank reads and quantises its own rows, which needs the shards' shapes.
+    place = torch.device("cpu") if options.offload else device
+    loaded = load(built.peft_model, spec.model.path, seed=spec.seed, compute_dtype=compute_dtype, device=place, cache=cache)
+    return replace(built, loaded=loaded)
 
 
 def _data(runtime: Runtime, reporter: Reporter) -> tuple[list[Tokens], list[Tokens]]:

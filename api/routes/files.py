@@ -11,9 +11,10 @@ from urllib.parse import quote
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import FileResponse, StreamingResponse
 
-from api import repeats
+from api import expiry, repeats
 from api.auth import Caller
-from api.deps import Svc
+from api.deps import Svc, binary
+from api.housekeeping import free
 from api.uploads import Upload, keep, received
 from api.views import DeletedView, FileView, ListView, file_view, list_view
 from ft_service.errors import NotFoundError, SpecError
@@ -24,6 +25,7 @@ router = APIRouter(prefix="/v1/files", tags=["files"])
 
 PURPOSE = "fine-tune"
 RESULTS = "fine-tune-results"
+_PARTS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
 _ENCODED_CHUNK = 3 * 256 * 1024
 """A multiple of 3: base64 of the pieces is the base64 of the whole."""
 
@@ -35,8 +37,13 @@ _FORM = {
                 "schema": {
                     "type": "object",
                     "required": ["file", "purpose"],
-                    "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"const": PURPOSE}},
-                }
+                    "properties": {
+                        "file": {"type": "string", "format": "binary"},
+                        "purpose": {"const": PURPOSE},
+                        "expires_after": expiry.ExpiresAfter.model_json_schema(),
+                    },
+                },
+                "encoding": {"expires_after": {"style": "deepObject", "explode": True}},
             }
         },
     }
@@ -52,6 +59,7 @@ async def _upload(request: Request, caller: Caller, services: Svc) -> AsyncItera
 def create(request: Request, caller: Caller, services: Svc, upload: Annotated[Upload, Depends(_upload)]) -> FileView:
     """Upload a `.jsonl` file of chat lines (purpose `fine-tune`). Its contents are checked when a job uses it."""
     _check_form(upload)
+    seconds = expiry.from_form(upload.fields)
     new = File(
         id=new_id("file-"),
         project_id=caller.project_id,
@@ -66,7 +74,7 @@ def create(request: Request, caller: Caller, services: Svc, upload: Annotated[Up
     path = services.settings.files_dir / new.id
     keep(upload, path)
     try:
-        return file_view(services.store.add_file(new))
+        return file_view(services.store.add_file(new, seconds=seconds))
     except BaseException:
         path.unlink()
         raise
@@ -94,11 +102,11 @@ def retrieve(file_id: str, caller: Caller, services: Svc) -> FileView:
 def delete(file_id: str, caller: Caller, services: Svc) -> DeletedView:
     """Hide a file. Jobs that use it go on; its bytes go when no unfinished job refers to it."""
     if services.store.delete_file(caller.project_id, file_id):
-        (services.settings.files_dir / file_id).unlink(missing_ok=True)
+        free(services.settings, services.store, [file_id])
     return DeletedView(id=file_id)
 
 
-@router.get("/{file_id}/content", response_class=Response)
+@router.get("/{file_id}/content", response_class=Response, responses=binary("application/octet-stream"))
 def content(file_id: str, caller: Caller, services: Svc) -> Response:
     """The bytes. Metrics of a job (purpose `fine-tune-results`) come base64-encoded, as OpenAI's scripts expect, unless the
     operator has set FT_RESULT_FILES_PLAIN."""
@@ -115,20 +123,23 @@ def content(file_id: str, caller: Caller, services: Svc) -> Response:
 def _check_form(upload: Upload) -> None:
     """Raises SpecError naming the part."""
     for name in upload.fields:
-        if name.startswith("expires_after"):
-            message = f"{name}: files do not expire in this version; leave it out and delete the file yourself."
-            raise SpecError(message, param="expires_after", code="not_available")
-        if name != "purpose":
-            raise SpecError(f"{name}: there is no such part; known are file and purpose.", param=name, code="unknown_parameter")
+        if name not in _PARTS:
+            message = f"{name[:80]}: there is no such part; known are {', '.join(_PARTS)}."
+            raise SpecError(message, param=name[:80], code="unknown_parameter")
     purpose = upload.fields.get("purpose")
     if purpose is None:
         raise SpecError("purpose is required.", param="purpose", code="missing_required_parameter")
+    check_file(upload.filename, "file", purpose)
+
+
+def check_file(filename: str, param: str, purpose: str) -> None:
+    """Whether a file of this name and purpose is taken. Raises SpecError; `param`: what the name was sent as."""
     if purpose != PURPOSE:
         message = f"purpose = {purpose[:80]!r}: only {PURPOSE!r} is available in this version."
         raise SpecError(message, param="purpose", code="not_available")
-    if not upload.filename.lower().endswith(".jsonl"):
-        message = f"file: the name must end in .jsonl, and {upload.filename!r} does not."
-        raise SpecError(message, param="file", code="invalid_filename")
+    if not filename.lower().endswith(".jsonl"):
+        message = f"{param}: the name must end in .jsonl, and {filename!r} does not."
+        raise SpecError(message, param=param, code="invalid_filename")
 
 
 def _encoded(path: Path) -> Iterator[bytes]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import PlainTextResponse, StreamingResponse
 
-from api import archive, repeats
+from api import archive, live, repeats, tuned
 from api.auth import Caller
-from api.deps import JsonBody, Services, Svc
+from api.deps import JsonBody, Services, Svc, binary, described, event_stream
 from api.tails import tail
 from api.views import (
     CheckpointView,
@@ -24,27 +24,26 @@ from api.views import (
     job_view,
     list_view,
 )
+from ft_service import offline
 from ft_service.admission import submit
 from ft_service.errors import ConflictError, NotFoundError, SpecError
 from ft_service.job import Job, State, Verb
 from ft_service.rundir import RunDir
-from ft_service.store.base import Principal
+from ft_service.spec import JobRequest
+from ft_service.store.base import Checkpoint, Principal
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"])
-
-JOB_REQUEST = {
-    "requestBody": {"required": True, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/JobRequest"}}}}
-}
-"""The body is checked by the core, so the schema is named here instead of derived from the signature (see app.py)."""
 
 _METADATA = re.compile(r"metadata\[(.*)\]", re.DOTALL)
 
 
-@router.post("", openapi_extra=JOB_REQUEST)
-def create(request: Request, body: JsonBody, caller: Caller, services: Svc) -> JobView:
+@router.post("", openapi_extra=described(JobRequest))
+def create(
+    request: Request, body: JsonBody, caller: Caller, services: Svc, idempotency_key: Annotated[str | None, Header()] = None
+) -> JobView:
     """Create a job. Every option is checked first, and nothing is stored unless all are fine; the contents of the files are
     checked by the job itself (`validating_files`)."""
-    job_id = repeats.keyed_job_id(request.headers, caller)
+    job_id = repeats.keyed_job_id(idempotency_key, caller)
     if job_id:
         job = repeats.keyed_job(services.store, caller, job_id, body) or _create_keyed(job_id, body, caller, services)
     else:
@@ -56,7 +55,8 @@ def create(request: Request, body: JsonBody, caller: Caller, services: Svc) -> J
 def list_jobs(
     request: Request, caller: Caller, services: Svc, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
 ) -> Any:
-    """Newest first. `metadata[k]=v`, any number of times: only jobs whose metadata hold all these pairs."""
+    """Newest first. `metadata[k]=v`, any number of times: only jobs whose metadata hold all these pairs. `metadata=null`: only
+    jobs without metadata."""
     page = services.store.list_jobs(caller.project_id, after=after, limit=limit, metadata=_metadata(request))
     return list_view([_view(job, caller, services) for job in page.data], page.has_more)
 
@@ -84,11 +84,20 @@ def resume(job_id: str, caller: Caller, services: Svc) -> JobView:
     return _view(services.store.request(caller.project_id, job_id, Verb.RESUME), caller, services)
 
 
-@router.get("/{job_id}/events", response_model=ListView[EventView])
+@router.get("/{job_id}/events", response_model=ListView[EventView], responses=event_stream())
 def events(
-    job_id: str, caller: Caller, services: Svc, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
+    job_id: str,
+    caller: Caller,
+    services: Svc,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    stream: bool = False,
+    last_event_id: Annotated[str | None, Header()] = None,
 ) -> Any:
-    """Newest first."""
+    """Newest first. `stream=true` (not in OpenAI's API): server-sent events instead, the oldest first, from the one after
+    `Last-Event-ID` (or `after`) until the job has ended, then `[DONE]`; `limit` has no effect then."""
+    if stream:
+        return live.response(services.store, caller.project_id, job_id, last_event_id or after)
     page = services.store.list_events(caller.project_id, job_id, after=after, limit=limit)
     return list_view([event_view(event) for event in page.data], page.has_more)
 
@@ -103,21 +112,24 @@ def checkpoints(
     return list_view([checkpoint_view(point, job.spec["tuned_name"]) for point in page.data], page.has_more)
 
 
-@router.get("/{job_id}/adapter", response_class=StreamingResponse)
+@router.get("/{job_id}/adapter", response_class=StreamingResponse, responses=binary("application/x-tar"))
 def adapter(job_id: str, caller: Caller, services: Svc) -> StreamingResponse:
     """Not in OpenAI's API. The outcome as a tar archive: a folder `adapter/` that PEFT loads."""
     job = services.store.get_job(caller.project_id, job_id)
     if job.state is not State.SUCCEEDED:
         message = f"Job {job.id} is {job.state.value} and has no adapter; a job that has succeeded has one."
         raise NotFoundError(message, param="job_id", code="no_adapter")
-    files = archive.members(_run_dir(job, services).path("adapter"), "adapter")
-    if not files:
-        raise NotFoundError(f"The adapter of job {job.id} is gone from the service's disk.", param="job_id", code="no_adapter")
-    headers = {
-        "content-length": str(archive.length(files)),
-        "content-disposition": f'attachment; filename="{job.id}-adapter.tar"',
-    }
-    return StreamingResponse(archive.stream(files), media_type="application/x-tar", headers=headers)
+    tuned.find_own(job.spec["tuned_name"], caller.project_id, services)
+    return _archived(_run_dir(job, services).path("adapter"), job.id)
+
+
+@router.get("/{job_id}/checkpoints/{checkpoint_id}/adapter", response_class=StreamingResponse)
+def checkpoint_adapter(job_id: str, checkpoint_id: str, caller: Caller, services: Svc) -> StreamingResponse:
+    """Not in OpenAI's API. A checkpoint's adapter, as that of a job; at the first call it is made from the shards, which takes
+    some seconds."""
+    job = services.store.get_job(caller.project_id, job_id)
+    point = _checkpoint(job, checkpoint_id, caller, services)
+    return _archived(offline.checkpoint_adapter(_run_dir(job, services).root, point.name), f"{job.id}-step-{point.step}")
 
 
 @router.get("/{job_id}/logs", response_class=PlainTextResponse)
@@ -168,15 +180,19 @@ def _view(job: Job, caller: Principal, services: Services) -> JobView:
     return job_view(job, organization=caller.organization, metrics=metrics, now=now)
 
 
-def _metadata(request: Request) -> dict[str, str] | None:
-    """The pairs of `metadata[k]=v`. Raises SpecError for forms that are not understood, instead of listing everything."""
+def _metadata(request: Request) -> dict[str, str] | Literal["none"] | None:
+    """The pairs of `metadata[k]=v`, "none" for `metadata=null`. Raises SpecError for forms that are not understood, instead of
+    listing everything."""
+    given = [(name, value) for name, value in request.query_params.multi_items() if name.startswith("metadata")]
+    if given == [("metadata", "null")]:
+        return "none"
     found: dict[str, str] = {}
-    for name, value in request.query_params.multi_items():
-        if not name.startswith("metadata"):
-            continue
+    for name, value in given:
         match = _METADATA.fullmatch(name)
         if match is None:
-            raise SpecError(f"{name[:80]} = {value[:80]!r}: filter by metadata[key]=value.", param="metadata")
+            raise SpecError(
+                f"{name[:80]} = {value[:80]!r}: filter by metadata[key]=value, or by metadata=null alone.", param="metadata"
+            )
         if found.setdefault(match[1], value) != value:
             raise SpecError(f"{name[:80]} is given twice, with different values: no job can have both.", param=name[:80])
     return found or None
@@ -189,3 +205,28 @@ def _run_dir(job: Job, services: Services) -> RunDir:
 def _sections(files: list[Path], folder: Path, lines: int) -> Iterator[str]:
     for path in files:
         yield f"==> {path.relative_to(folder).as_posix()} <==\n{tail(path, lines)}"
+
+
+def _checkpoint(job: Job, checkpoint_id: str, caller: Principal, services: Services) -> Checkpoint:
+    after: str | None = None
+    while True:
+        page = services.store.list_checkpoints(caller.project_id, job.id, after=after, limit=100)
+        for point in page.data:
+            if point.id == checkpoint_id:
+                return point
+        if not page.has_more:
+            raise NotFoundError(
+                f"Job {job.id} has no checkpoint {checkpoint_id!r}.", param="checkpoint_id", code="no_checkpoint"
+            )
+        after = page.data[-1].id
+
+
+def _archived(folder: Path, name: str) -> StreamingResponse:
+    files = archive.members(folder, "adapter")
+    if not files:
+        raise NotFoundError(f"The adapter of {name} is gone from the service's disk.", param="job_id", code="no_adapter")
+    headers = {
+        "content-length": str(archive.length(files)),
+        "content-disposition": f'attachment; filename="{name}-adapter.tar"',
+    }
+    return StreamingResponse(archive.stream(files), media_type="application/x-tar", headers=headers)

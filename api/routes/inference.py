@@ -1,35 +1,46 @@
-"""Where scripts go once their job has succeeded: this service trains and does not serve, and says what to do instead."""
+"""Where scripts go once their job has succeeded: this service trains. It passes chat completions on to the operator's inference
+server if there is one, and otherwise says what to do instead."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from fastapi import APIRouter
+from fastapi.responses import StreamingResponse
+from starlette.concurrency import run_in_threadpool
 
+from api import forward, tuned
 from api.auth import Caller
-from api.deps import JsonBody, Svc
-from api.routes.models import find_tuned
+from api.deps import JsonBody, Svc, event_stream
 from ft_service.errors import NotFoundError, SpecError
 
 router = APIRouter(prefix="/v1/chat/completions", tags=["inference"])
 
+_ANSWER = event_stream()
+_ANSWER[200]["content"]["application/json"] = {"schema": {"type": "object"}}
 _BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}}
 
 
-@router.post("", openapi_extra=_BODY)
-def create(body: JsonBody, caller: Caller, services: Svc) -> None:
-    """Always a 404: for a tuned model one that names its adapter and how to serve it."""
+@router.post("", openapi_extra=_BODY, response_class=StreamingResponse, responses=_ANSWER)
+async def create(body: JsonBody, caller: Caller, services: Svc) -> StreamingResponse:
+    """With FT_INFERENCE_URL: that server's answer, streamed if asked for. Tuned models must be the project's own or granted to
+    it. Without: a 404 that names the adapter and how to serve it."""
     name: Any = body.get("model") if isinstance(body, dict) else None
     if not isinstance(name, str):
         raise SpecError("model is required: the name of a tuned model.", param="model", code="missing_required_parameter")
-    if not name.startswith("ft:"):
+    found = await run_in_threadpool(tuned.find, name, caller, services) if name.startswith(tuned.PREFIX) else None
+    if services.settings.inference_url:
+        return await forward.chat_completion(services.settings, body)
+    raise _not_served(found)
+
+
+def _not_served(found: tuned.Tuned | None) -> NotFoundError:
+    if found is None:
         message = "This service trains models and does not serve them: send chat completions to an inference server."
-        raise NotFoundError(message, param="model", code="model_not_served")
-    job = find_tuned(name, caller, services)
-    raise NotFoundError(
-        f"{name} is trained and not served here. Download its adapter with GET /v1/fine_tuning/jobs/{job.id}/adapter "
-        f"(or `ft download {job.id}`) and serve it on its base, for example with vLLM: "
-        f"vllm serve {job.spec['model']['name']} --enable-lora --lora-modules tuned=adapter",
-        param="model",
-        code="model_not_served",
-    )
+    else:
+        message = (
+            f"{found.name} is trained and not served here. Download its adapter with "
+            f"GET /v1/fine_tuning/jobs/{found.job.id}/adapter (or `ft download {found.job.id}`) and serve it on its base, for "
+            f"example with vLLM: vllm serve {found.base} --enable-lora --lora-modules tuned=adapter"
+        )
+    return NotFoundError(message, param="model", code="model_not_served")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import typer
 
 from ft_service import __version__
-from ft_service.cli import jobs, keys, run_command, serve
+from ft_service.cli import convert_command, jobs, keys, merge_command, plan_command, run_command, serve, verify_command
 from ft_service.cli.output import Json, complain, print_json
 from ft_service.errors import DataError, FtError, SpecError
 
@@ -36,7 +36,11 @@ def version(as_json: Json = False) -> None:
 
 serve.register(app)
 run_command.register(app)
+plan_command.register(app)
 jobs.register(app)
+convert_command.register(app)
+verify_command.register(app)
+merge_command.register(app)
 app.add_typer(keys.app, name="keys")
 
 

@@ -127,12 +127,16 @@ def logs(job_id: JobId) -> None:
 def download(
     job_id: JobId,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to; default: a folder named after the job.")] = None,
+    checkpoint: Annotated[int | None, typer.Option(metavar="STEP", help="Of the checkpoint at this step.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Download a finished job's adapter, in the format that PEFT loads."""
-    target = out or Path(job_id)
+    """Download a finished job's adapter, or one of a checkpoint's, in the format that PEFT loads."""
+    target = out or Path(job_id if checkpoint is None else f"{job_id}-step-{checkpoint}")
     with connect() as client:
-        client.download_adapter(job_id, target)
+        if checkpoint is None:
+            client.download_adapter(job_id, target)
+        else:
+            client.download_checkpoint(job_id, checkpoint, target)
     if as_json:
         print_json({"id": job_id, "adapter": str(target.absolute())})
     else:

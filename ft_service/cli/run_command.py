@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from ft_service.cli.output import Json, complain, load_settings, print_json
 from ft_service.events import Event
 from ft_service.ids import new_id
 from ft_service.local_run import run_local
+from ft_service.plan.admit import admit
 from ft_service.rundir import Exit, RunDir
 from ft_service.settings import Settings
 from ft_service.spec import JobSpec
@@ -41,8 +43,11 @@ def run(
     job_id = new_id("ftjob-")
     folder = (run_dir or settings.runs_dir / job_id).absolute()
     resolved = resolve_for(loaded, settings, folder, job_id)
+    told = admit(resolved)
     with display_for(Console(highlight=False, stderr=as_json)) as display:
         display.status("starting")
+        for level, message in told:
+            display.message(level, message, time.time())
         ended = run_local(resolved, folder, lambda event: _show(display, event), stop_grace_seconds=settings.stop_grace_seconds)
     return _report(ended, folder, spec, as_json)
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from ft_service.events import Metrics
 from ft_service.job import Job, Verb
+from ft_service.store.records import Delivery, Permission, Upload, UploadPart, WebhookEndpoint
 
 Scope = Literal["admin", "user"]
 Order = Literal["asc", "desc"]
@@ -53,6 +54,8 @@ class File:
     bytes: int
     sha256: str
     created_at: float
+    expires_at: float | None = None
+    """From then on it is hidden, as if it had been deleted; None: it never expires."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +158,8 @@ class Store(Protocol):
         ...
 
     # Files
-    def add_file(self, file: File) -> File:
-        """Store the record; `created_at` is set by the database."""
+    def add_file(self, file: File, *, seconds: int | None = None) -> File:
+        """Store the record; `created_at` is set by the database. `seconds`: until it expires; None: never."""
         ...
 
     def get_file(self, project_id: str, file_id: str) -> File: ...
@@ -173,24 +176,143 @@ class Store(Protocol):
         """Hide a file. True if no unfinished job refers to it, so that its bytes may go now."""
         ...
 
+    def freeable_files(self, limit: int = 100) -> list[str]:
+        """Ids of deleted and expired files, of all projects, to which no unfinished job refers and whose bytes are there."""
+        ...
+
+    def mark_freed(self, file_ids: Sequence[str]) -> None:
+        """The bytes of these files are gone."""
+        ...
+
+    # Uploads in parts
+    def add_upload(self, upload: Upload, *, seconds: int, at_most: int) -> Upload:
+        """Store a pending upload that expires after `seconds`. Raises SpecError if the project has `at_most` already."""
+        ...
+
+    def get_upload(self, project_id: str, upload_id: str) -> Upload: ...
+    def add_part(self, part: UploadPart, *, slack: int, at_most: int) -> UploadPart:
+        """Store a part of a pending upload; all parts together may hold `slack` bytes more than the upload announced.
+
+        Raises SpecError if they would hold more, if there are `at_most` parts already, or if the upload is not pending.
+        """
+        ...
+
+    def list_parts(self, project_id: str, upload_id: str) -> list[UploadPart]:
+        """Of a pending upload, oldest first."""
+        ...
+
+    def complete_upload(self, project_id: str, upload_id: str, part_ids: Sequence[str], file: File) -> Upload:
+        """Turn a pending upload into a file. One that was completed with the same parts before is answered as it is.
+
+        Raises SpecError if it is neither.
+        """
+        ...
+
+    def cancel_upload(self, project_id: str, upload_id: str) -> Upload:
+        """Repeating it changes nothing. Raises SpecError if the upload is completed or has expired."""
+        ...
+
+    def pending_uploads(self) -> set[str]:
+        """Ids of all projects' pending uploads."""
+        ...
+
+    # Tuned models, beyond their jobs
+    def delete_model(self, project_id: str, model: str) -> None:
+        """Hide a tuned model, or a checkpoint of one. Repeating it changes nothing."""
+        ...
+
+    def is_deleted(self, model: str) -> bool: ...
+    def deleted_models(self, project_id: str) -> set[str]: ...
+    def grant(self, project_id: str, model: str, grantees: Sequence[str]) -> list[Permission]:
+        """Let projects use a model, in their order; one that may already is answered as it is. All or none are granted.
+
+        Raises SpecError naming the first project that there is not.
+        """
+        ...
+
+    def list_permissions(
+        self,
+        project_id: str,
+        model: str,
+        *,
+        after: str | None = None,
+        limit: int = 10,
+        order: Order = "desc",
+        grantee: str | None = None,
+    ) -> Page[Permission]:
+        """By creation. `grantee`: only this project's."""
+        ...
+
+    def revoke(self, project_id: str, model: str, permission_id: str) -> None:
+        """The project may use the model no longer."""
+        ...
+
+    def granted(self, grantee: str, model: str | None = None) -> list[Permission]:
+        """What other projects let this one use, newest first. `model`: only this one's."""
+        ...
+
+    # Webhooks. What ends a job (`request`, `apply`) writes the deliveries in the same transaction.
+    def add_webhook(self, endpoint: WebhookEndpoint) -> WebhookEndpoint:
+        """Store an endpoint with a new secret. Raises SpecError if the project has too many."""
+        ...
+
+    def get_webhook(self, project_id: str, endpoint_id: str) -> WebhookEndpoint: ...
+    def list_webhooks(self, project_id: str, *, after: str | None = None, limit: int = 20) -> Page[WebhookEndpoint]:
+        """Newest first."""
+        ...
+
+    def update_webhook(self, project_id: str, endpoint_id: str, **changes: Any) -> WebhookEndpoint:
+        """Change name, url or event_types. What changes nothing leaves `updated_at` as it is."""
+        ...
+
+    def rotate_webhook_secret(self, project_id: str, endpoint_id: str, *, keep_seconds: float) -> WebhookEndpoint:
+        """Give an endpoint a new secret. Deliveries are signed with the old one too for `keep_seconds`."""
+        ...
+
+    def delete_webhook(self, project_id: str, endpoint_id: str) -> None:
+        """The endpoint goes, and what was not delivered to it."""
+        ...
+
+    def claim_deliveries(self, *, limit: int, lease_seconds: float) -> list[Delivery]:
+        """Deliveries that are due, longest first. Nobody else gets them for `lease_seconds`; each claim counts as a try."""
+        ...
+
+    def settle_delivery(self, delivery: Delivery, *, error: str | None, retry_seconds: float | None) -> None:
+        """What became of a try. `error`: None if it was delivered. `retry_seconds`: until the next try; None: none follows.
+
+        Without effect if somebody else has claimed the delivery since.
+        """
+        ...
+
+    def forget_deliveries(self, older_than_seconds: float) -> None:
+        """Remove the records of deliveries that are over."""
+        ...
+
     # Jobs, as users see them
-    def create_job(self, job: Job) -> Job:
-        """Store a new job; `created_at` is set by the database, and its first event is written with it."""
+    def create_job(self, job: Job, told: Sequence[NewEvent] = ()) -> Job:
+        """Store a new job; `created_at` is set by the database. Its first event, and then `told`, are written with it."""
         ...
 
     def get_job(self, project_id: str, job_id: str) -> Job: ...
     def list_jobs(
-        self, project_id: str, *, after: str | None = None, limit: int = 20, metadata: dict[str, str] | None = None
+        self,
+        project_id: str,
+        *,
+        after: str | None = None,
+        limit: int = 20,
+        metadata: dict[str, str] | Literal["none"] | None = None,
     ) -> Page[Job]:
-        """Newest first. `metadata`: only jobs whose metadata hold all these pairs."""
+        """Newest first. `metadata`: only jobs whose metadata hold all these pairs; "none": only jobs without any."""
         ...
 
     def request(self, project_id: str, job_id: str, verb: Verb) -> Job:
         """Apply `job.request` by compare-and-set, with an event that says so. Raises SpecError as `job.request` does."""
         ...
 
-    def list_events(self, project_id: str, job_id: str, *, after: str | None = None, limit: int = 20) -> Page[StoredEvent]:
-        """Newest first."""
+    def list_events(
+        self, project_id: str, job_id: str, *, after: str | None = None, limit: int = 20, order: Order = "desc"
+    ) -> Page[StoredEvent]:
+        """In the order in which they were stored; newest first by default."""
         ...
 
     def list_checkpoints(self, project_id: str, job_id: str, *, after: str | None = None, limit: int = 10) -> Page[Checkpoint]:

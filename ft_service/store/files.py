@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from sqlalchemy import exists, insert, or_, select, update
+from collections.abc import Sequence
+
+from sqlalchemy import Connection, Exists, and_, exists, insert, or_, select, update
 
 from ft_service.store.base import File, Order, Page
 from ft_service.store.database import Database, database_time
 from ft_service.store.rows import FILE, cursor, file_row, not_found, page, to_file
-from ft_service.store.tables import UNFINISHED, VISIBLE, files, jobs
+from ft_service.store.tables import TO_FREE, UNFINISHED, VISIBLE, files, jobs
+
+LIVE = and_(VISIBLE, or_(files.c.expires_at.is_(None), files.c.expires_at > database_time()))
 
 
 class FileStore(Database):
-    def add_file(self, file: File) -> File:
-        """Store the record; `created_at` is set by the database. Raises ConflictError if the id is taken."""
+    def add_file(self, file: File, *, seconds: int | None = None) -> File:
+        """Store the record; `created_at` is set by the database. `seconds`: until it expires; None: never.
+
+        Raises ConflictError if the id is taken.
+        """
         with self.writing() as connection:
-            row = connection.execute(insert(files).values(file_row(file)).returning(*FILE)).mappings().one()
-        return to_file(row)
+            return insert_file(connection, file, seconds)
 
     def get_file(self, project_id: str, file_id: str) -> File:
-        query = select(*FILE).where(files.c.id == file_id, files.c.project_id == project_id, VISIBLE)
+        query = select(*FILE).where(files.c.id == file_id, files.c.project_id == project_id, LIVE)
         with self.reading() as connection:
             row = connection.execute(query).mappings().one_or_none()
         if row is None:
@@ -36,7 +42,7 @@ class FileStore(Database):
     ) -> Page[File]:
         """By creation. `after` may name a file deleted since, so that a reader may delete what it lists."""
         place = files.c.position
-        query = select(*FILE).where(files.c.project_id == project_id, VISIBLE)
+        query = select(*FILE).where(files.c.project_id == project_id, LIVE)
         query = query.order_by(place.desc() if order == "desc" else place.asc())
         if purpose is not None:
             query = query.where(files.c.purpose == purpose)
@@ -48,17 +54,34 @@ class FileStore(Database):
 
     def delete_file(self, project_id: str, file_id: str) -> bool:
         """Hide a file. True if no unfinished job refers to it, so that its bytes may go now."""
-        hide = (
-            update(files)
-            .where(files.c.id == file_id, files.c.project_id == project_id, VISIBLE)
-            .values(deleted_at=database_time())
-        )
-        referring = exists().where(
-            jobs.c.project_id == project_id,
-            UNFINISHED,
-            or_(*(jobs.c.request[name].as_string() == file_id for name in ("training_file", "validation_file"))),
-        )
+        mine = (files.c.id == file_id, files.c.project_id == project_id)
         with self.writing() as connection:
-            if connection.execute(hide).rowcount == 0:
+            if connection.execute(update(files).where(*mine, LIVE).values(deleted_at=database_time())).rowcount == 0:
                 raise not_found("file", file_id)
-            return not connection.scalars(select(referring)).one()
+            return connection.scalars(select(~_referring()).where(*mine)).one()
+
+    def freeable_files(self, limit: int = 100) -> list[str]:
+        """Ids of deleted and expired files, of all projects, to which no unfinished job refers and whose bytes are there."""
+        over = or_(files.c.deleted_at.is_not(None), files.c.expires_at <= database_time())
+        query = select(files.c.id).where(TO_FREE, over, ~_referring()).order_by(files.c.position).limit(limit)
+        with self.reading() as connection:
+            return list(connection.scalars(query))
+
+    def mark_freed(self, file_ids: Sequence[str]) -> None:
+        """The bytes of these files are gone."""
+        with self.writing() as connection:
+            connection.execute(update(files).where(files.c.id.in_(file_ids)).values(freed_at=database_time()))
+
+
+def insert_file(connection: Connection, file: File, seconds: int | None) -> File:
+    """Within a transaction: what `add_file` does."""
+    now = connection.scalars(select(database_time())).one()
+    row = file_row(file) | {"created_at": now, "expires_at": None if seconds is None else now + seconds}
+    return to_file(connection.execute(insert(files).values(row).returning(*FILE)).mappings().one())
+
+
+def _referring() -> Exists:
+    """Whether an unfinished job of its project refers to a file."""
+    names = (jobs.c.request[name].as_string() for name in ("training_file", "validation_file"))
+    refers = or_(*(name == files.c.id for name in names))
+    return exists().where(jobs.c.project_id == files.c.project_id, UNFINISHED, refers).correlate(files)

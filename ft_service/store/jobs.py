@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from sqlalchemy import Connection, column, exists, insert, select, update
 from sqlalchemy.ext.compiler import compiles
@@ -12,7 +13,7 @@ from ft_service import job as rules
 from ft_service.errors import ConflictError
 from ft_service.events import Metrics
 from ft_service.job import Job, Verb
-from ft_service.store.base import Checkpoint, NewEvent, Page, StoredEvent
+from ft_service.store.base import Checkpoint, NewEvent, Order, Page, StoredEvent
 from ft_service.store.database import Database, database_time
 from ft_service.store.rows import (
     CHECKPOINT,
@@ -30,6 +31,7 @@ from ft_service.store.rows import (
     to_metrics,
 )
 from ft_service.store.tables import StorableText, checkpoints, events, jobs
+from ft_service.store.webhooks import announce
 
 MAX_TRIES = 20
 """Of a verb against writes of the reconciler, each of which it can lose only to a write that happened."""
@@ -55,16 +57,17 @@ def _postgresql_pairs(element: metadata_pairs, compiler: Any, **kw: Any) -> str:
 
 
 class JobStore(Database):
-    def create_job(self, job: Job) -> Job:
-        """Store a new job; `created_at` is set by the database, and its first event is written with it.
+    def create_job(self, job: Job, told: Sequence[NewEvent] = ()) -> Job:
+        """Store a new job; `created_at` is set by the database. Its first event, and then `told`, are written with it.
 
         Raises ConflictError if the id is taken or there is no such project.
         """
         with self.writing() as connection:
             row = connection.execute(insert(jobs).values(new_job_row(job)).returning(*JOB)).mappings().one()
             created = to_job(row)
-            event = NewEvent(level="info", message=f"Created fine-tuning job: {job.id}")
-            connection.execute(insert(events).values(event_row(event, created, created.created_at)))
+            first = NewEvent(level="info", message=f"Created fine-tuning job: {job.id}")
+            for event in (first, *told):
+                connection.execute(insert(events).values(event_row(event, created, created.created_at)))
         return created
 
     def get_job(self, project_id: str, job_id: str) -> Job:
@@ -72,11 +75,19 @@ class JobStore(Database):
             return _get(connection, project_id, job_id)
 
     def list_jobs(
-        self, project_id: str, *, after: str | None = None, limit: int = 20, metadata: dict[str, str] | None = None
+        self,
+        project_id: str,
+        *,
+        after: str | None = None,
+        limit: int = 20,
+        metadata: dict[str, str] | Literal["none"] | None = None,
     ) -> Page[Job]:
-        """Newest first. `metadata`: only jobs whose metadata hold all these pairs."""
+        """Newest first. `metadata`: only jobs whose metadata hold all these pairs; "none": only jobs without any."""
         place = jobs.c.position
         query = select(*JOB).where(jobs.c.project_id == project_id).order_by(place.desc())
+        if metadata == "none":
+            query = query.where(jobs.c.request["metadata"].as_string().is_(None))
+            metadata = None
         for key, value in (metadata or {}).items():
             pairs = metadata_pairs(jobs.c.request).table_valued(column("key", StorableText), column("value", StorableText))
             query = query.where(exists().select_from(pairs).where(pairs.c.key == key, pairs.c.value == value).correlate(jobs))
@@ -98,19 +109,22 @@ class JobStore(Database):
                     return old
                 if _write(connection, old, new):
                     connection.execute(insert(events).values(event_row(NewEvent(level="info", message=ASKED[verb]), old, now)))
+                    if new.state is not old.state:
+                        announce(connection, new)
                     return _get(connection, project_id, job_id)
         raise ConflictError(f"Job {job_id} keeps changing; try again.")
 
-    def list_events(self, project_id: str, job_id: str, *, after: str | None = None, limit: int = 20) -> Page[StoredEvent]:
-        """Newest first."""
+    def list_events(
+        self, project_id: str, job_id: str, *, after: str | None = None, limit: int = 20, order: Order = "desc"
+    ) -> Page[StoredEvent]:
+        """In the order in which they were stored; newest first by default."""
         place = events.c.position
-        query = select(*EVENT).where(events.c.job_id == job_id).order_by(place.desc())
+        query = select(*EVENT).where(events.c.job_id == job_id).order_by(place.desc() if order == "desc" else place.asc())
         with self.reading() as connection:
             _get(connection, project_id, job_id)
             if after is not None:
-                query = query.where(
-                    place < cursor(connection, place, events.c.id == after, events.c.job_id == job_id, after=after)
-                )
+                last = cursor(connection, place, events.c.id == after, events.c.job_id == job_id, after=after)
+                query = query.where(place < last if order == "desc" else place > last)
             return page(connection, query, limit, to_event)
 
     def list_checkpoints(self, project_id: str, job_id: str, *, after: str | None = None, limit: int = 10) -> Page[Checkpoint]:

@@ -15,6 +15,7 @@ from ft_service.store.base import Change, Claim
 from ft_service.store.database import Database, database_time, upsert
 from ft_service.store.rows import JOB, changed_job_row, checkpoint_row, event_row, file_row, to_job
 from ft_service.store.tables import NEEDS_ATTENTION, QUEUED, checkpoints, events, files, jobs, slots
+from ft_service.store.webhooks import announce
 
 
 class _SlotTaken(Exception):
@@ -139,6 +140,8 @@ def _write_rest(connection: Connection, claim: Claim, change: Change) -> None:
         connection.execute(upsert(connection, checkpoints).on_conflict_do_nothing(), rows)
     for file in change.files:
         connection.execute(insert(files).values(file_row(file)))
+    if job.state is not claim.job.state:
+        announce(connection, job)
     if change.take_slots:
         _take_slots(connection, job, change.take_slots)
 

@@ -23,6 +23,7 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     UniqueConstraint,
+    and_,
     literal_column,
     or_,
 )
@@ -130,10 +131,15 @@ files = Table(
     Column("sha256", StorableText, nullable=False),
     Column("created_at", Double, nullable=False),
     Column("deleted_at", Double),
+    Column("expires_at", Double),
+    # When its bytes were removed from the disk.
+    Column("freed_at", Double),
     sqlite_autoincrement=True,
 )
 VISIBLE = files.c.deleted_at.is_(None)
+TO_FREE = and_(files.c.freed_at.is_(None), or_(files.c.deleted_at.is_not(None), files.c.expires_at.is_not(None)))
 Index(None, files.c.project_id, files.c.position, sqlite_where=VISIBLE, postgresql_where=VISIBLE)
+Index("ix_files_to_free", files.c.expires_at, sqlite_where=TO_FREE, postgresql_where=TO_FREE)
 
 jobs = Table(
     "jobs",
@@ -225,3 +231,104 @@ slots = Table(
     Column("attempt", Integer, nullable=False),
 )
 Index(None, slots.c.job_id)
+
+uploads = Table(
+    "uploads",
+    metadata,
+    _position(),
+    _id(),
+    _project(),
+    Column("filename", StorableText, nullable=False),
+    Column("purpose", StorableText, nullable=False),
+    Column("bytes", BigInteger, nullable=False),
+    # Lifetime of the file that it becomes, in seconds; NULL: until it is deleted.
+    Column("file_seconds", Integer),
+    Column("status", StorableText, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("expires_at", Double, nullable=False),
+    # The part ids it was completed with, in order.
+    Column("part_ids", StorableJson),
+    Column("file_id", StorableText),
+    sqlite_autoincrement=True,
+)
+PENDING = uploads.c.status == literal_column("'pending'")
+Index("ix_uploads_pending", uploads.c.project_id, uploads.c.expires_at, sqlite_where=PENDING, postgresql_where=PENDING)
+
+upload_parts = Table(
+    "upload_parts",
+    metadata,
+    _position(),
+    _id(),
+    _project(),
+    Column("upload_id", ForeignKey("uploads.id"), nullable=False),
+    Column("bytes", BigInteger, nullable=False),
+    Column("sha256", StorableText, nullable=False),
+    Column("created_at", Double, nullable=False),
+    sqlite_autoincrement=True,
+)
+Index(None, upload_parts.c.upload_id)
+
+# Who else may use a tuned model or one of its checkpoints. `project_id` is the owner's.
+permissions = Table(
+    "permissions",
+    metadata,
+    _position(),
+    _id(),
+    _project(),
+    Column("model", StorableText, nullable=False),
+    Column("grantee", ForeignKey("projects.id"), nullable=False),
+    Column("created_at", Double, nullable=False),
+    UniqueConstraint("model", "grantee"),
+    sqlite_autoincrement=True,
+)
+Index(None, permissions.c.grantee)
+
+deleted_models = Table(
+    "deleted_models",
+    metadata,
+    Column("model", StorableText, primary_key=True),
+    _project(),
+    Column("deleted_at", Double, nullable=False),
+)
+Index(None, deleted_models.c.project_id)
+
+webhook_endpoints = Table(
+    "webhook_endpoints",
+    metadata,
+    _position(),
+    _id(),
+    _project(),
+    Column("name", StorableText, nullable=False),
+    Column("url", StorableText, nullable=False),
+    Column("event_types", StorableJson, nullable=False),
+    # In clear, since every delivery is signed with it.
+    Column("secret", StorableText, nullable=False),
+    Column("old_secret", StorableText),
+    Column("old_secret_expires_at", Double),
+    Column("created_at", Double, nullable=False),
+    Column("updated_at", Double, nullable=False),
+    sqlite_autoincrement=True,
+)
+Index(None, webhook_endpoints.c.project_id, webhook_endpoints.c.position)
+
+webhook_deliveries = Table(
+    "webhook_deliveries",
+    metadata,
+    _position(),
+    _id(),
+    _project(),
+    Column("endpoint_id", ForeignKey("webhook_endpoints.id"), nullable=False),
+    Column("body", StorableText, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("tries", Integer, nullable=False),
+    # Also the end of the lease of whoever is sending it.
+    Column("next_try_at", Double, nullable=False),
+    # Once delivered, or given up.
+    Column("finished_at", Double),
+    # Of the last try that failed.
+    Column("error", StorableText),
+    sqlite_autoincrement=True,
+)
+UNSENT = webhook_deliveries.c.finished_at.is_(None)
+Index(None, webhook_deliveries.c.endpoint_id)
+Index("ix_webhook_deliveries_due", webhook_deliveries.c.next_try_at, sqlite_where=UNSENT, postgresql_where=UNSENT)

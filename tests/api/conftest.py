@@ -17,12 +17,14 @@ import openai
 import pytest
 import uvicorn
 from fastapi import FastAPI
+from sqlalchemy import text
 
 from api.app import create_app
 from api.deps import Services
 from ft_service.catalogue import Catalogue
 from ft_service.settings import Settings
 from ft_service.store.sql import SqlStore, migrate, open_store
+from tests.bases import save_base
 
 LINE = json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}) + "\n"
 TRAINING = LINE.encode() * 3
@@ -43,16 +45,15 @@ class Service:
         """The real client. Not to be closed: it would close the shared connections."""
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key or self.key, max_retries=0, http_client=self.connections)
 
+    def sql(self, statement: str, **values: Any) -> None:
+        """A write that no method of the store makes, such as a step in time."""
+        with self.store.writing() as connection:
+            connection.execute(text(statement), values)
+
     def http(self, method: str, path: str, *, key: str | None = None, **options: Any) -> httpx2.Response:
         """A request that the openai client would not send."""
         headers = {"authorization": f"Bearer {key or self.key}", **options.pop("headers", {})}
         return self.connections.request(method, f"{self.url}{path}", headers=headers, **options)
-
-
-def make_model(folder: Path) -> None:
-    folder.mkdir(parents=True)
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (folder / name).write_text("{}")
 
 
 @pytest.fixture
@@ -64,8 +65,8 @@ def configure(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.fixture
 def settings(tmp_path: Path, configure: dict[str, Any]) -> Settings:
-    make_model(tmp_path / "models" / "tiny")
-    make_model(tmp_path / "models" / "meta-llama" / "Llama-3.2-1B")
+    save_base(tmp_path / "models" / "tiny")
+    save_base(tmp_path / "models" / "meta-llama" / "Llama-3.2-1B")
     aliases = tmp_path / "aliases.yaml"
     aliases.write_text("gpt-4o-mini-2024-07-18: tiny\n")
     return Settings(home=tmp_path, models=[tmp_path / "models"], model_aliases=aliases, slots=4, **configure)

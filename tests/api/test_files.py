@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from api.housekeeping import sweep
 from ft_service.errors import UnavailableError
 from ft_service.ids import new_id
 from ft_service.store.base import File
@@ -78,13 +79,61 @@ def test_a_file_that_a_waiting_job_needs_is_hidden_and_keeps_its_bytes(
         client.files.content(training_file)
 
 
+def test_a_file_expires_and_then_is_hidden_and_freed(service: Service, client: openai.OpenAI) -> None:
+    kept, file = (
+        client.files.create(
+            file=(name, TRAINING), purpose="fine-tune", expires_after={"anchor": "created_at", "seconds": seconds}
+        )
+        for name, seconds in (("kept.jsonl", 2_592_000), ("a.jsonl", 3600))
+    )
+    assert file.expires_at == file.created_at + 3600
+    assert client.files.retrieve(file.id).expires_at == file.expires_at
+    sweep(service.settings, service.store)
+    assert stored(service) == sorted([file.id, kept.id])
+
+    service.sql("UPDATE files SET expires_at = 1 WHERE id = :id", id=file.id)
+
+    assert [item.id for item in client.files.list()] == [kept.id]
+    for ask in (client.files.retrieve, client.files.content, client.files.delete):
+        with pytest.raises(openai.NotFoundError):
+            ask(file.id)
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.fine_tuning.jobs.create(model="tiny", training_file=file.id)
+    assert caught.value.param == "training_file"
+    sweep(service.settings, service.store)
+    assert stored(service) == [kept.id]
+
+
+def test_the_bytes_of_an_expired_file_live_as_long_as_a_job_needs_them(
+    service: Service, client: openai.OpenAI, training_file: str
+) -> None:
+    job = client.fine_tuning.jobs.create(model="tiny", training_file=training_file)
+    client.fine_tuning.jobs.pause(job.id)
+    service.sql("UPDATE files SET expires_at = 1 WHERE id = :id", id=training_file)
+    sweep(service.settings, service.store)
+    assert stored(service) == [training_file]
+
+    client.fine_tuning.jobs.cancel(job.id)
+    sweep(service.settings, service.store)
+
+    assert stored(service) == []
+    assert service.store.freeable_files() == []
+
+
+EXPIRY = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
 REFUSED_PARTS: list[tuple[str, dict[str, Any], str, str]] = [
     ("a.jsonl", {"purpose": "batch"}, "purpose", "'batch'"),
     ("a.jsonl", {}, "purpose", "required"),
     ("a.csv", {"purpose": "fine-tune"}, "file", "'a.csv'"),
     ("", {"purpose": "fine-tune"}, "file", "with a filename"),
     (".jsonl/", {"purpose": "fine-tune"}, "file", ".jsonl"),
-    ("a.jsonl", {"purpose": "fine-tune", "expires_after[anchor]": "created_at"}, "expires_after", "expire"),
+    ("a.jsonl", {"purpose": "fine-tune", "expires_after[anchor]": "created_at"}, "expires_after.seconds", "required"),
+    ("a.jsonl", {"purpose": "fine-tune", "expires_after[seconds]": "3600"}, "expires_after.anchor", "required"),
+    ("a.jsonl", {"purpose": "fine-tune", **EXPIRY, "expires_after[seconds]": "3599"}, "expires_after.seconds", "= 3599"),
+    ("a.jsonl", {"purpose": "fine-tune", **EXPIRY, "expires_after[seconds]": "2592001"}, "expires_after.seconds", "= 2592001"),
+    ("a.jsonl", {"purpose": "fine-tune", **EXPIRY, "expires_after[seconds]": "1e4"}, "expires_after.seconds", "'1e4'"),
+    ("a.jsonl", {"purpose": "fine-tune", **EXPIRY, "expires_after[anchor]": "now"}, "expires_after.anchor", "'now'"),
+    ("a.jsonl", {"purpose": "fine-tune", **EXPIRY, "expires_after[x]": "1"}, "expires_after[x]", "no such part"),
     ("a.jsonl", {"purpose": "fine-tune", "colour": "red"}, "colour", "no such part"),
     ("a.jsonl", {"purpose": "x" * 20_000}, "purpose", "16384"),
     ("a.jsonl", {"purpose": ["fine-tune", "batch"]}, "purpose", "twice"),
@@ -175,7 +224,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(
 def test_a_file_whose_record_cannot_be_stored_leaves_nothing(
     service: Service, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def away(file: File) -> File:
+    def away(file: File, **_: Any) -> File:
         raise UnavailableError("The database is away.")
 
     monkeypatch.setattr(service.store, "add_file", away)

@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from ft_service import offline
 from ft_service.events import Metrics
 from ft_service.ids import new_id
 from ft_service.job import Job, Phase, Reason, State
@@ -121,6 +122,17 @@ def test_jobs_are_listed_newest_first_paged_and_filtered(client: openai.OpenAI, 
     assert [job.id for job in client.fine_tuning.jobs.list(limit=2)] == ids[::-1]
     assert [job.id for job in client.fine_tuning.jobs.list(metadata={"n": "3", "all": "y & z"})] == [ids[3]]
     assert [job.id for job in client.fine_tuning.jobs.list(metadata={"n": "9"})] == []
+    assert len(list(client.fine_tuning.jobs.list(metadata={}))) == 5
+
+
+def test_jobs_without_metadata_can_be_asked_for(service: Service, client: openai.OpenAI, training_file: str) -> None:
+    def create(**more: Any) -> str:
+        return client.fine_tuning.jobs.create(model="tiny", training_file=training_file, **more).id
+
+    none, null, empty, some = create(), create(metadata=None), create(metadata={}), create(metadata={"metadata": "null"})
+
+    assert [job.id for job in client.fine_tuning.jobs.list(extra_query={"metadata": "null"}, limit=1)] == [null, none]
+    assert [job.id for job in client.fine_tuning.jobs.list()] == [some, empty, null, none]
 
 
 def test_verbs_answer_the_new_state_and_their_events(client: openai.OpenAI, training_file: str) -> None:
@@ -137,7 +149,9 @@ def test_verbs_answer_the_new_state_and_their_events(client: openai.OpenAI, trai
         jobs.resume(job_id)
     assert caught.value.code == "invalid_state"
     events = list(jobs.list_events(job_id, limit=2))
-    assert [event.message for event in events][::-1] == [
+    told = [event.message for event in events][::-1]
+    assert told.pop(1).startswith("Plan: ")
+    assert told == [
         f"Created fine-tuning job: {job_id}",
         "Pause requested.",
         "Resume requested.",
@@ -205,7 +219,7 @@ def test_a_job_that_succeeded_names_its_outcome(service: Service, client: openai
     assert (body["has_more"], body["first_id"], body["last_id"]) == (True, points[0].id, points[0].id)
 
     ids = [model.id for model in client.models.list()]
-    assert ids == ["meta-llama/Llama-3.2-1B", "tiny", name]
+    assert ids == ["meta-llama/Llama-3.2-1B", "tiny", "gpt-4o-mini-2024-07-18", name]
     assert client.models.retrieve(name).owned_by == "local"
     assert client.models.retrieve(f"{name}:ckpt-step-5").id == f"{name}:ckpt-step-5"
     with pytest.raises(openai.NotFoundError, match=f"ft download {job_id}") as caught:
@@ -253,6 +267,26 @@ def test_the_adapter_is_a_tar_archive_once_the_job_has_succeeded(
         member = archive.extractfile("adapter/adapter_model.safetensors")
         assert member is not None
         assert member.read() == weights
+
+
+def test_a_checkpoint_s_adapter_is_made_when_it_is_asked_for(
+    service: Service, client: openai.OpenAI, training_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
+    run = run_dir(service, job_id)
+
+    def make(module: str, arguments: list[str]) -> None:
+        assert arguments == [str(run.root), "step-2-a1", str(run.path("adapters/step-2-a1"))]
+        run.put("adapters/step-2-a1/adapter_config.json", b"{}")
+
+    monkeypatch.setattr(offline, "run_worker", make)
+    put(service, job_id, state=State.RUNNING, attempt=1, checkpoints=(2,))
+    point = client.fine_tuning.jobs.checkpoints.list(job_id).data[0]
+    answer = service.http("GET", f"/v1/fine_tuning/jobs/{job_id}/checkpoints/{point.id}/adapter")
+    with tarfile.open(fileobj=io.BytesIO(answer.content)) as archive:
+        assert archive.getnames() == ["adapter/adapter_config.json"]
+    other = service.http("GET", f"/v1/fine_tuning/jobs/{job_id}/checkpoints/ftckpt_x/adapter")
+    assert (other.status_code, other.json()["error"]["code"]) == (404, "no_checkpoint")
 
 
 def test_logs_are_the_last_lines_of_an_attempt(service: Service, client: openai.OpenAI, training_file: str) -> None:
@@ -314,7 +348,7 @@ def test_a_tuned_model_answers_for_its_project_only(service: Service, client: op
     other = service.client(key)
     assert list(other.files.list()) == []
     assert list(other.fine_tuning.jobs.list()) == []
-    assert [model.id for model in other.models.list()] == ["meta-llama/Llama-3.2-1B", "tiny"]
+    assert [model.id for model in other.models.list()] == ["meta-llama/Llama-3.2-1B", "tiny", "gpt-4o-mini-2024-07-18"]
     for ask in (
         lambda: other.files.retrieve(training_file),
         lambda: other.files.content(training_file),
@@ -334,3 +368,19 @@ def test_a_tuned_model_answers_for_its_project_only(service: Service, client: op
     assert caught.value.param == "training_file"
     for path in ("adapter", "logs"):
         assert service.http("GET", f"/v1/fine_tuning/jobs/{job_id}/{path}", key=key).status_code == 404
+
+
+def test_250_jobs_are_each_seen_once_while_more_are_made(service: Service, client: openai.OpenAI, training_file: str) -> None:
+    template = service.store.get_job(
+        "default", client.fine_tuning.jobs.create(model="tiny", training_file=training_file, metadata={"many": "yes"}).id
+    )
+    ids = [template.id, *(service.store.create_job(replace(template, id=new_id("ftjob-"))).id for _ in range(249))]
+
+    seen: list[str] = []
+    for job in client.fine_tuning.jobs.list():
+        seen.append(job.id)
+        if len(seen) % 100 == 0:
+            client.fine_tuning.jobs.create(model="tiny", training_file=training_file)
+
+    assert seen == ids[::-1]
+    assert [job.id for job in client.fine_tuning.jobs.list(limit=100, metadata={"many": "yes"})] == ids[::-1]

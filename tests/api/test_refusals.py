@@ -129,6 +129,19 @@ def test_a_body_that_cannot_be_read_is_a_400(service: Service, subtests: pytest.
     assert service.store.list_jobs("default").data == []
 
 
+def test_what_openai_has_and_this_service_has_not_is_refused_by_name(client: openai.OpenAI, training_file: str) -> None:
+    refused: list[tuple[dict[str, Any], str, str]] = [
+        ({"integrations": [{"type": "wandb", "wandb": {"project": "p"}}]}, "integrations", "wandb"),
+        ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.1}}}}, "method.type", "dpo"),
+        ({"method": {"type": "reinforcement"}}, "method.type", "reinforcement"),
+    ]
+    for more, param, word in refused:
+        with pytest.raises(openai.BadRequestError, match=word) as caught:
+            client.fine_tuning.jobs.create(model="tiny", training_file=training_file, **more)
+        assert (caught.value.param, caught.value.code) == (param, "not_available")
+    assert client.fine_tuning.jobs.create(model="tiny", training_file=training_file, integrations=[]).integrations == []
+
+
 def test_limits_are_named_with_their_numbers(service: Service, client: openai.OpenAI, training_file: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.fine_tuning.jobs.create(
@@ -178,7 +191,9 @@ LIST_PARAMETERS = [
     ("fine_tuning/jobs?limit=0", "limit"),
     ("fine_tuning/jobs?limit=101", "limit"),
     ("fine_tuning/jobs?limit=many", "limit"),
-    ("fine_tuning/jobs?metadata=null", "metadata"),
+    ("fine_tuning/jobs?metadata=x", "metadata"),
+    ("fine_tuning/jobs?metadata=null&metadata[a]=1", "metadata"),
+    ("fine_tuning/jobs/x/events?stream=perhaps", "stream"),
     ("fine_tuning/jobs?metadata[a]=1&metadata[a]=2", "metadata[a]"),
     ("files?order=up", "order"),
     ("files?limit=10001", "limit"),
@@ -194,7 +209,8 @@ def test_wrong_list_parameters_are_named(service: Service, subtests: pytest.Subt
 
 def test_model_ids_hold_slashes_and_colons(service: Service, client: openai.OpenAI) -> None:
     assert client.models.retrieve("meta-llama/Llama-3.2-1B").id == "meta-llama/Llama-3.2-1B"
-    assert client.models.retrieve("gpt-4o-mini-2024-07-18").id == "tiny"
+    alias = client.models.retrieve("gpt-4o-mini-2024-07-18")
+    assert (alias.id, (alias.model_extra or {})["root"]) == ("gpt-4o-mini-2024-07-18", "tiny")
     for missing in ("meta-llama/none", "ft:tiny:local::none", "..%2Fetc", "%2Fetc"):
         check_error(service.http("GET", f"/v1/models/{missing}"), 404)
     assert service.http("GET", "/v1/models/meta-llama%2FLlama-3.2-1B").json()["object"] == "model"

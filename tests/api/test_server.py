@@ -21,8 +21,9 @@ from ft_service.errors import SpecError
 from ft_service.job import State
 from ft_service.settings import Settings
 from ft_service.store.sql import SqlStore, open_store
-from tests.api.conftest import TRAINING, make_model, wait_until
+from tests.api.conftest import TRAINING, wait_until
 from tests.api.test_fine_tuning import put_state
+from tests.bases import save_base
 
 SERVE_AND_RUN = """
 from api.server import serve
@@ -47,6 +48,16 @@ def reconcile(settings, store, stop: threading.Event) -> None:
 
 settings = Settings()
 server.serve(settings, reconcile)
+"""
+
+FAILING_RECONCILER = """
+from api.server import serve
+from ft_service.settings import Settings
+
+def fail(settings, store, stop) -> None:
+    raise RuntimeError("no launcher here")
+
+serve(Settings(), fail)
 """
 
 SERVE = """
@@ -105,8 +116,16 @@ def ended(process: subprocess.Popen[str], number: int) -> tuple[str, str]:
     return output
 
 
+def test_a_server_whose_reconciler_fails_ends_and_says_why(tmp_path: Path) -> None:
+    with server(tmp_path, FAILING_RECONCILER) as process:
+        _, err = process.communicate(timeout=60)
+        assert process.returncode != 0
+        assert "The thread reconciler has failed" in err
+        assert "no launcher here" in err
+
+
 def test_a_first_start_makes_a_key_and_a_restart_keeps_it(tmp_path: Path) -> None:
-    make_model(tmp_path / "models" / "tiny")
+    save_base(tmp_path / "models" / "tiny")
     (tmp_path / "files").mkdir()
     for name, age in ((".upload-old", 2 * 24 * 3600), (".upload-new", 0)):
         (tmp_path / "files" / name).touch()
@@ -140,7 +159,7 @@ def test_a_first_start_makes_a_key_and_a_restart_keeps_it(tmp_path: Path) -> Non
 
 
 def test_a_file_that_cannot_be_trained_on_fails_the_job_without_a_training_process(tmp_path: Path) -> None:
-    make_model(tmp_path / "models" / "tiny")
+    save_base(tmp_path / "models" / "tiny")
     with server(tmp_path, SERVE_AND_RUN) as process:
         with started(tmp_path, process) as client:
             file_id = client.files.create(file=("bad.jsonl", TRAINING + b"{}\n"), purpose="fine-tune").id
@@ -159,7 +178,7 @@ def test_a_file_that_cannot_be_trained_on_fails_the_job_without_a_training_proce
 
 
 def test_the_server_ends_while_a_large_file_is_checked(tmp_path: Path) -> None:
-    make_model(tmp_path / "models" / "tiny")
+    save_base(tmp_path / "models" / "tiny")
     with server(tmp_path, ENDLESS_CHECK) as process:
         with started(tmp_path, process) as client:
             file_id = client.files.create(file=("a.jsonl", TRAINING), purpose="fine-tune").id

@@ -61,6 +61,8 @@ class StubServer:
     jobs: dict[str, dict[str, Any]] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
     """Oldest first."""
+    checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    """Newest first."""
     adapter: bytes = b""
     uploads: list[tuple[str, bytes]] = field(default_factory=list)
     created: list[dict[str, Any]] = field(default_factory=list)
@@ -106,7 +108,9 @@ class StubServer:
             return error(404, f"There is no job {job_id!r}.", code="not_found")
         if verb == "events":
             return page(request, self.events[::-1])
-        if verb == "adapter":
+        if verb == "checkpoints":
+            return page(request, self.checkpoints)
+        if verb == "adapter" or verb in [f"checkpoints/{point['id']}/adapter" for point in self.checkpoints]:
             return httpx2.Response(200, content=self.adapter)
         if verb == "logs":
             return httpx2.Response(200, text="rank 0 says hello\n")

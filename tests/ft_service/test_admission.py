@@ -10,10 +10,12 @@ from ft_service.admission import submit
 from ft_service.catalogue import Catalogue
 from ft_service.errors import ConflictError, SpecError
 from ft_service.job import Job, State
+from ft_service.plan.machines import GIB, Machine
 from ft_service.settings import Settings
 from ft_service.spec import JobSpec
 from ft_service.store.base import File, Principal
 from ft_service.store.sql import SqlStore, migrate, open_store
+from tests.bases import LLAMA_8B, save_base
 
 ANN = Principal(key_id="key_a", project_id="p", organization="acme", scope="user")
 
@@ -34,9 +36,7 @@ def store(tmp_path: Path) -> Iterator[SqlStore]:
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
     folder = tmp_path / "models"
-    (folder / "tiny").mkdir(parents=True)
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (folder / "tiny" / name).write_text("{}")
+    save_base(folder / "tiny")
     return folder
 
 
@@ -94,3 +94,44 @@ def test_an_id_admits_one_job(store: SqlStore, models: Path) -> None:
     assert (job.id, job.state) == ("ftjob-1", State.VALIDATING)
     with pytest.raises(ConflictError):
         admit(store, models, job_id="ftjob-1")
+
+
+def test_the_plan_is_the_jobs_second_event(store: SqlStore, models: Path) -> None:
+    job = admit(store, models, lora={"r": 100}, precision={"default": "nf4"})
+
+    told = store.list_events("p", job.id).data[::-1]
+    assert [event.level for event in told] == ["info", "info", "warn"]
+    assert told[0].message == f"Created fine-tuning job: {job.id}"
+    assert told[1].message.startswith("Plan: at most ")
+    assert told[1].message.endswith("fits this host.")
+    assert told[2].message.startswith("lora.r = 100 is more than the matrix of model.layers.0.self_attn.q_proj has (64 x 64)")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"precision": {"overrides": {"transformer.*": "nf4"}}}, "precision.overrides"),
+        ({"lora": {"target_modules": ["query"]}}, "lora.target_modules"),
+    ],
+)
+def test_what_matches_nothing_in_the_base_is_refused_at_the_door(
+    store: SqlStore, models: Path, body: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(SpecError, match="matches no linear layer") as caught:
+        admit(store, models, **body)
+    assert caught.value.param == param
+    assert store.list_jobs("p").data == []
+
+
+def test_a_job_that_cannot_fit_is_refused_with_what_would(
+    store: SqlStore, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_base(models / "large", LLAMA_8B)
+    monkeypatch.setattr("ft_service.plan.admit.this_host", lambda: Machine("small GPU", 12 * GIB))
+
+    with pytest.raises(SpecError, match=r"does not fit small GPU.* 11\.28 GiB are usable") as caught:
+        admit(store, models, model="large")
+    assert "with precision.default: nf4" in str(caught.value)
+    assert caught.value.code == "does_not_fit"
+    (fitting,) = [admit(store, models, model="large", precision={"default": "nf4"})]
+    assert store.list_events("p", fitting.id).data[0].level == "warn"

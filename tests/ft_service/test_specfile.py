@@ -9,15 +9,9 @@ import pytest
 from ft_service.errors import DataError, SpecError
 from ft_service.settings import Settings
 from ft_service.specfile import load_spec_file, resolve_spec_file
+from tests.bases import save_base
 
 CHAT = json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}) + "\n"
-
-
-def base_model(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (folder / name).write_text("{}")
-    return folder
 
 
 @pytest.fixture
@@ -25,7 +19,7 @@ def place(tmp_path: Path) -> Path:
     """A folder with data/train.jsonl, a catalogue in models/ with the base `tiny`, and specs/ to write SPEC files into."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data/train.jsonl").write_text(CHAT)
-    base_model(tmp_path / "models/tiny")
+    save_base(tmp_path / "models/tiny")
     (tmp_path / "specs").mkdir()
     return tmp_path
 
@@ -58,7 +52,7 @@ def test_a_seed_of_the_files_own_is_kept(place: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../elsewhere/base", "{place}/elsewhere/base"])
 def test_a_model_may_be_a_folder(place: Path, name: str) -> None:
-    base_model(place / "elsewhere/base")
+    save_base(place / "elsewhere/base")
     path = write(place, f"model: {name.format(place=place)}\ntraining_file: ../data/train.jsonl\n")
     spec = resolve_spec_file(load_spec_file(path), settings(place), job_id="ftjob-1", seed=11)
     assert (spec.model.name, spec.model.path) == ("base", str(place / "elsewhere/base"))

@@ -41,8 +41,8 @@ def built_and_sharded(spec: JobSpec, world: int) -> BuiltModel:
         built.peft_model,
         built.layers,
         init_device_mesh("cpu", (world,)),
-        compute_dtype=torch.bfloat16,
-        reshard_after_forward=True,
+        spec.distributed,
+        torch.bfloat16,
     )
     return built
 

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from ft_service.rundir import sha256_of
 from ft_service.spec import BaseModelRef, DataFileRef, JobSpec, parse_request, resolve
@@ -21,22 +21,86 @@ from workers.quant import fp8, nf4
 VOCABULARY = 256
 
 
+HIDDEN = 48
+"""Not a multiple of NF4's block, and no square: Gemma's embedding scale, its root, is rounded in bf16."""
+
+COMMON: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "initializer_range": 0.1,
+}
+GROUPED = {"num_key_value_heads": 2}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True}
+"""Five experts of 80 rows: neither two nor three ranks' shares end where an expert does."""
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**GROUPED},
+    "qwen2": {**GROUPED},
+    "qwen3": {**GROUPED, "head_dim": 14},
+    "mistral": {**GROUPED, "sliding_window": 6, "head_dim": 12},
+    "gemma": {**GROUPED, "head_dim": 16, "tie_word_embeddings": True},
+    "gemma2": {**GROUPED, "head_dim": 16, "tie_word_embeddings": True, "sliding_window": 6, "attn_logit_softcapping": 0.5},
+    "gemma3_text": {**GROUPED, "head_dim": 16, "tie_word_embeddings": True, "sliding_window": 6},
+    "phi": {"partial_rotary_factor": 0.5},
+    "phi3": {**GROUPED, "sliding_window": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "gpt_neox": {"use_parallel_residual": True},
+    "mixtral": {**GROUPED, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40, "sliding_window": 6},
+    "qwen3_moe": {**GROUPED, **EXPERTS, "head_dim": 12, "num_hidden_layers": 3, "mlp_only_layers": [1]},
+    "olmoe": {**EXPERTS, "intermediate_size": 40},
+    "deepseek_v3": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+}
+"""Model type of transformers → how its tiny random model differs from COMMON."""
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+OF_EXPERTS: dict[str, list[str]] = {
+    "mixtral": ATTENTION,
+    "qwen3_moe": ATTENTION,
+    "olmoe": ATTENTION,
+    "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+}
+"""Mixtures of experts → what to adapt there: PEFT's own "all-linear" would put adapters on experts too."""
+
+
+def save_tiny(family: str, folder: Path, *, original_format: bool = True, **changes: Any) -> Path:
+    """A random model in bf16 safetensors, in the layout of published checkpoints or in the one of transformers' modules.
+
+    Norms, biases and buffers, which start as ones and zeros, get values that show whether they are used.
+    """
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **changes})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.ndim == 1:
+                tensor += 0.2 * torch.randn_like(tensor)
+    model.save_pretrained(folder, save_original_format=original_format)
+    return folder
+
+
+LARGER = {"hidden_size": 64, "intermediate_size": 192, "pad_token_id": None, "initializer_range": 0.02}
+
+
 def save_tiny_llama(folder: Path, **changes: Any) -> Path:
     """A random two-layer Llama in bf16 safetensors."""
-    values: dict[str, Any] = {
-        "hidden_size": 64,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": False,
-    }
-    torch.manual_seed(0)
-    config = LlamaConfig(**{**values, **changes})
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    return folder
+    return save_tiny("llama", folder, **{**LARGER, **changes})
 
 
 def spec_for(
@@ -44,7 +108,8 @@ def spec_for(
 ) -> JobSpec:
     """A resolved spec on a base folder; `options` as in a create body."""
     file = data or DataFileRef(name="none.jsonl", path=str(model / "none.jsonl"), sha256="0" * 64)
-    body = {"model": "tiny", "training_file": "file", **options, "distributed": {"nproc_per_node": ranks}}
+    distributed = {"nproc_per_node": ranks, **options.pop("distributed", {})}
+    body = {"model": "tiny", "training_file": "file", **options, "distributed": distributed}
     return resolve(
         parse_request(body),
         job_id="ftjob-test",
@@ -66,19 +131,33 @@ def reference(model: Path, spec: JobSpec, dtype: torch.dtype = torch.float32) ->
     """The unsharded truth: transformers' own loading, weights replaced by their dequantised values, stock PEFT layers."""
     base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     for name, weight_format in precision_map(base, decoder_layers(base), spec.precision).items():
-        linear: Any = base.get_submodule(name)
-        stored = linear.weight.data.to(torch.bfloat16)
+        weight = _weight(base, name)
+        stored = weight.data.to(torch.bfloat16).flatten(0, -2)
         if weight_format == "nf4":
-            linear.weight.data = nf4.dequantize(nf4.quantize(stored), stored.shape[1], dtype)
+            weight.data = nf4.dequantize(nf4.quantize(stored), stored.shape[1], dtype).view_as(weight)
         elif weight_format == "fp8":
-            linear.weight.data = fp8.dequantize(fp8.quantize(stored), stored.shape[1], dtype)
-    config = LoraConfig(r=spec.lora.r, lora_alpha=spec.lora.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+            weight.data = fp8.dequantize(fp8.quantize(stored), stored.shape[1], dtype).view_as(weight)
+    config = LoraConfig(
+        r=spec.lora.r,
+        lora_alpha=spec.lora.lora_alpha,  # pyright: ignore[reportArgumentType]
+        target_modules=spec.lora.target_modules,
+        rank_pattern=dict(spec.lora.rank_pattern),
+        alpha_pattern=dict(spec.lora.alpha_pattern),
+        task_type="CAUSAL_LM",
+    )
     peft_model = get_peft_model(base, config)
     with torch.no_grad():
         for name, parameter in peft_model.named_parameters():
             if parameter.requires_grad:
                 parameter.copy_(adapter_value(plain_name(name), parameter.shape))
     return peft_model
+
+
+def _weight(base: nn.Module, name: str) -> nn.Parameter:
+    """[rows, cols] of a linear layer, [experts, rows, cols] of stacked experts."""
+    parent, _, child = name.rpartition(".")
+    found: Any = getattr(base.get_submodule(parent), child)
+    return found if isinstance(found, nn.Parameter) else found.weight
 
 
 def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:

@@ -29,7 +29,7 @@ def check_on_rank(rank: int, world: int, spec: JobSpec, fault: str) -> str:
     built = build(spec, CPU)
     dtype = COMPUTE_DTYPE[spec.precision.compute]
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
-    shard(built.peft_model, built.layers, mesh, compute_dtype=dtype, reshard_after_forward=True)
+    shard(built.peft_model, built.layers, mesh, spec.distributed, dtype)
     load(built.peft_model, spec.model.path, seed=1, compute_dtype=dtype, device=CPU)
     if rank == world - 1:
         break_gather(fault)

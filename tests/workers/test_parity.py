@@ -9,113 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ft_service.spec import JobSpec
 from tests.ranks import run_on_ranks
-from tests.workers.models import VOCABULARY, adapter_value, reference, save_tiny_llama, spec_for
-from workers.data.batches import Tokens, collate, micro_batches
-from workers.model.build import build
-from workers.model.load import adapters, load, plain_name
-from workers.parallel import shard
+from tests.workers.models import VOCABULARY, save_tiny_llama, spec_for
+from tests.workers.parity import Step, assert_parity, constructed, one_step, reference_steps, train_steps
+from workers.model.load import adapters
 from workers.quant.rowwise import RowQuantized
-from workers.step import forward_backward
-
-CPU = torch.device("cpu")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def samples(count: int = 7, longest: int = 24) -> list[Tokens]:
-    generator = torch.Generator().manual_seed(1)
-    found = []
-    for i in range(count):
-        length = longest - 2 * i
-        ids = torch.randint(0, VOCABULARY, (length,), generator=generator).int().numpy()
-        targets = torch.rand(length, generator=generator).numpy() < 0.6
-        found.append(Tokens(ids, targets))
-    return found
-
-
-def train_once(rank: int, world: int, spec: JobSpec) -> dict[str, Any]:
-    """One step's loss, gradients and gathers of the real worker code. World size 1 takes the unsharded path."""
-    built = build(spec, CPU)
-    dtype = DTYPES[spec.precision.compute]
-    mesh = init_device_mesh("cpu", (world,))
-    reshard = spec.distributed.reshard_after_forward
-    shard(built.peft_model, built.layers, mesh, compute_dtype=dtype, reshard_after_forward=reshard)
-    load(built.peft_model, spec.model.path, seed=spec.seed, compute_dtype=dtype, device=CPU)
-    set_adapters(built.peft_model)
-    data = samples()
-    mine = micro_batches(range(len(data)), rank, world, spec.training.per_device_train_batch_size)
-    batches = [collate([data[i] for i in part], CPU) for part in mine]
-    with CountedCollectives() as collectives:
-        sums = forward_backward(built.peft_model, batches, sum(t.target_count for t in data), world)
-    grads = {name: full(p.grad) for name, p in adapters(built.peft_model)}
-    result = {"loss": sums.mean_loss, "grads": grads, "collectives": collectives.log}
-    if world > 1:
-        result["layers"] = [bytes_in_gather(layer, world, dtype) for layer in built.layers]
-    return result
-
-
-def set_adapters(model: torch.nn.Module) -> None:
-    with torch.no_grad():
-        for name, parameter in adapters(model):
-            value = adapter_value(name, parameter.shape)
-            if isinstance(parameter, DTensor):
-                height = -(-parameter.shape[0] // parameter.device_mesh.size())
-                local = parameter.to_local()
-                start = parameter.device_mesh.get_local_rank() * height
-                local.copy_(value[start : start + local.shape[0]])
-            else:
-                parameter.copy_(value)
-
-
-def full(grad: Any) -> torch.Tensor:
-    return grad.full_tensor() if isinstance(grad, DTensor) else grad
-
-
-class CountedCollectives(TorchDispatchMode):
-    """Records (operation, dtype, bytes this rank contributes) of FSDP2's collectives, forward and backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.log: list[tuple[str, str, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        if "allgather_base" in name or "reduce_scatter_base" in name:
-            kind = "gather" if "allgather" in name else "reduce"
-            sent = args[1]
-            self.log.append((kind, str(sent.dtype).removeprefix("torch."), sent.nbytes))
-        return func(*args, **(kwargs or {}))
-
-
-def bytes_in_gather(layer: torch.nn.Module, world: int, compute: torch.dtype) -> dict[str, int]:
-    """What a layer's parameters put into one gather on this rank, padding rows included: NF4 weights and the rest."""
-    found = {"nf4": 0, "nf4_parameters": 0, "rest": 0}
-    for parameter in layer.parameters():
-        assert isinstance(parameter, DTensor)
-        local: Any = parameter.to_local()
-        if isinstance(local, RowQuantized):
-            found["nf4"] += sum(part.nbytes for part in local.fsdp_pre_all_gather(None)[0])
-            found["nf4_parameters"] += parameter.numel()
-        else:
-            row = math.prod(parameter.shape[1:])
-            found["rest"] += -(-parameter.shape[0] // world) * row * compute.itemsize
-    return found
-
-
-def reference_step(model: Path, spec: JobSpec) -> tuple[float, dict[str, torch.Tensor]]:
-    peft_model = reference(model, spec)
-    batch = collate(samples(), CPU)
-    logits = peft_model(input_ids=batch.ids).logits[:, :-1]
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels[:, 1:].flatten())
-    loss.backward()
-    grads = {plain_name(n): p.grad for n, p in peft_model.named_parameters() if p.grad is not None}
-    return loss.item(), grads
-
+from workers.runtime import COMPUTE_DTYPE
 
 MIXED = {"default": "bf16", "overrides": {r".*self_attn.*": "fp8", r".*mlp\.(up|down)_proj": "nf4"}}
 CASES: dict[str, tuple[int, dict[str, Any], str, dict[str, Any]]] = {
@@ -145,17 +47,10 @@ def test_loss_and_gradients_equal_the_unsharded_reference(case: str, tmp_path: P
         training={"per_device_train_batch_size": 2},
         lora={"r": 4},
     )
-    loss, grads = reference_step(model, spec)
-    for result in run_on_ranks(train_once, world, spec):
-        assert result["grads"].keys() == grads.keys()
-        if compute == "fp32":
-            assert result["loss"] == pytest.approx(loss, rel=1e-6)
-            for name, grad in result["grads"].items():
-                assert relative_error(grad, grads[name]) < 1e-5, name
-        else:
-            assert result["loss"] == pytest.approx(loss, rel=1e-2)
-            for name, grad in result["grads"].items():
-                assert relative_error(grad, grads[name]) < 2e-2, name
+    truth = reference_steps(model, spec)
+    bounds = {} if compute == "fp32" else {"loss": 1e-2, "gradients": 2e-2}
+    for steps in run_on_ranks(train_steps, world, spec):
+        assert_parity(steps, truth, **bounds)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -167,17 +62,44 @@ def test_one_gather_per_layer_and_direction_in_storage_format(world: int, tmp_pa
         model, ranks=world, precision={"default": "nf4"}, training={"per_device_train_batch_size": 2}, lora={"r": 4}
     )
     rounds = 2
-    for result in run_on_ranks(train_once, world, spec):
-        gathers = [(dtype, sent) for kind, dtype, sent in result["collectives"] if kind == "gather"]
+    for step, layers, outer in run_on_ranks(step_and_sizes, world, spec):
+        gathers = [(dtype, sent) for kind, dtype, sent, _ in step.collectives if kind == "gather"]
         of_layers = [sent for dtype, sent in gathers if dtype == "uint8"]
-        assert len(of_layers) == 2 * len(result["layers"]) * rounds, "forward and backward of every layer, in one buffer"
-        assert [dtype for dtype, _ in gathers].count("bfloat16") == rounds, "the root, once a micro-batch"
-        for layer in result["layers"]:
+        assert len(of_layers) == 2 * len(layers) * rounds, "forward and backward of every layer, in one buffer"
+        for layer in layers:
             assert of_layers.count(layer["nf4"] + layer["rest"]) == len(of_layers)
             assert layer["nf4"] * world <= 0.58 * layer["nf4_parameters"]
-        reduces = [dtype for kind, dtype, _ in result["collectives"] if kind == "reduce"]
-        assert reduces == ["float32"] * len(result["layers"]), "adapter gradients, once a step and layer"
+        of_others = [sent for dtype, sent in gathers if dtype == "bfloat16"]
+        assert of_others == outer * rounds, "embedding, then norm with head: once a micro-batch, never both at once"
+        reduces = [dtype for kind, dtype, _, _ in step.collectives if kind == "reduce"]
+        assert reduces == ["float32"] * len(layers), "adapter gradients, once a step and layer"
 
 
-def relative_error(value: torch.Tensor, truth: torch.Tensor) -> float:
-    return float((value - truth).norm() / truth.norm())
+def step_and_sizes(rank: int, world: int, spec: JobSpec) -> tuple[Step, list[dict[str, int]], list[int]]:
+    """One step, and what each layer and the other two groups put into a gather on this rank."""
+    built = constructed(spec, world)
+    step = one_step(rank, world, spec, built, dict(adapters(built.peft_model)))  # before: FSDP2 pads shards at the first
+    layers = [bytes_in_gather(layer, world, COMPUTE_DTYPE[spec.precision.compute]) for layer in built.layers]
+    base: Any = built.peft_model.get_base_model()
+    return step, layers, [plain_bytes([base.model.embed_tokens], world), plain_bytes([base.model.norm, base.lm_head], world)]
+
+
+def bytes_in_gather(layer: torch.nn.Module, world: int, compute: torch.dtype) -> dict[str, int]:
+    """Padding rows included: NF4 weights and the rest."""
+    found = {"nf4": 0, "nf4_parameters": 0, "rest": 0}
+    for parameter in layer.parameters():
+        assert isinstance(parameter, DTensor)
+        local: Any = parameter.to_local()
+        if isinstance(local, RowQuantized):
+            found["nf4"] += sum(part.nbytes for part in local.fsdp_pre_all_gather(None)[0])
+            found["nf4_parameters"] += parameter.numel()
+        else:
+            row = math.prod(parameter.shape[1:])
+            found["rest"] += -(-parameter.shape[0] // world) * row * compute.itemsize
+    return found
+
+
+def plain_bytes(modules: list[torch.nn.Module], world: int) -> int:
+    """Of bf16 weights, padding rows included."""
+    shapes = [parameter.shape for module in modules for parameter in module.parameters()]
+    return sum(-(-shape[0] // world) * math.prod(shape[1:]) * 2 for shape in shapes)

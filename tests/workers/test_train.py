@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import shutil
 import subprocess
 import sys
@@ -16,8 +15,10 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from ft_service.errors import SpecError
+from ft_service.provenance import Manifest
 from ft_service.rundir import CheckpointMarker, Control, Outcome, Result, RunDir, Start, checkpoint_faults, complete_checkpoints
 from ft_service.spec import JobSpec
+from ft_service.verify import verify
 from tests.ranks import run_on_ranks
 from tests.workers.models import save_chat_base, save_chats, spec_for
 from workers.model.build import build
@@ -103,15 +104,32 @@ def test_a_finished_attempt_leaves_everything(finished: RunDir) -> None:
     assert complete_checkpoints(finished) == ["step-3-a1", "step-6-a1", "step-8-a1"]
     for name in complete_checkpoints(finished):
         assert not checkpoint_faults(finished, name)
-    manifest = json.loads(finished.path("manifest.json").read_text())
-    assert {entry["format"] for entry in manifest["frozen_linear_layers"]} == {"nf4"}
-    assert len(manifest["frozen_linear_layers"]) == 14
-    assert all(0.05 < entry["relative_error"] < 0.12 for entry in manifest["frozen_linear_layers"])
+    assert verify(finished.root).faults == []
+
+
+def test_the_manifest_describes_the_job(finished: RunDir, spec: JobSpec) -> None:
+    manifest = finished.read("adapter/manifest.json", Manifest)
+    assert manifest is not None
+    assert manifest.spec == spec
+    assert [(a.world_size, a.ended) for a in manifest.history] == [(2, "published")]
+    layers = manifest.frozen_linear_layers
+    assert len(layers) == 14
+    assert {layer.format for layer in layers} == {"nf4"}
+    assert all(layer.relative_error is not None and 0.05 < layer.relative_error < 0.12 for layer in layers)
+    assert manifest.quantiser == {"nf4": 1}
+    assert sum(layer.bytes for layer in layers) < 0.6 * sum(layer.shape[0] * layer.shape[1] for layer in layers)
+    assert [(file.role, file.name, file.samples) for file in manifest.data] == [
+        ("training", "train.jsonl", 11),
+        ("validation", "valid.jsonl", 5),
+    ]
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= manifest.base.files.keys()
+    assert manifest.metrics is not None
+    assert (manifest.step, manifest.metrics.valid_loss) == (STEPS, losses(finished, "valid_loss")[STEPS])
 
 
 def test_training_lowers_the_loss(finished: RunDir) -> None:
     found = losses(finished)
-    assert found[STEPS] < 0.9 * found[1]
+    assert found[STEPS] < 0.95 * found[1]
 
 
 def test_a_checkpoint_holds_the_job_and_not_the_base(finished: RunDir, spec: JobSpec) -> None:
@@ -140,6 +158,25 @@ def test_resume_on_other_ranks_goes_on_with_the_same_losses(finished: RunDir, tm
         assert losses(run)[step] == pytest.approx(loss, rel=1e-6), f"step {step}"
 
 
+@pytest.mark.parametrize(("world", "replicate"), [(4, 2), (2, 2)], ids=["2x2", "2x1"])
+def test_a_job_goes_on_across_hsdp_shapes(finished: RunDir, tmp_path: Path, world: int, replicate: int) -> None:
+    """From two ranks that shard to copies of the model, and back from the checkpoint that those wrote."""
+    run = interrupted(finished, tmp_path, "step-3-a1")
+    sharded = run_spec(run)
+    distributed = sharded.distributed.model_copy(update={"replicate": replicate})
+    run.write("spec.json", sharded.model_copy(update={"distributed": distributed}))
+    assert run_attempt(run, 2, world, "step-3-a1").kind == "succeeded"
+    for step, loss in losses(finished).items():
+        assert losses(run)[step] == pytest.approx(loss, rel=1e-6), f"step {step}"
+    assert not checkpoint_faults(run, "step-6-a2")
+
+    run.path("result.json").unlink()
+    run.write("spec.json", sharded)
+    assert run_attempt(run, 3, 2, "step-6-a2").kind == "succeeded"
+    for step, loss in losses(finished).items():
+        assert losses(run)[step] == pytest.approx(loss, rel=1e-6), f"step {step}"
+
+
 def test_a_pause_stops_all_ranks_at_a_checkpoint_and_the_job_goes_on_from_it(finished: RunDir, tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.write("spec.json", run_spec(finished))
@@ -156,6 +193,20 @@ def test_another_jobs_checkpoint_is_refused(finished: RunDir, tmp_path: Path) ->
     run.write("spec.json", run_spec(finished).model_copy(update={"seed": 8}))
     with pytest.raises(AssertionError, match=f"{SpecError.__name__}.*with seed 7, not to"):
         run_attempt(run, 2, 1, "step-3-a1")
+
+
+def test_a_base_that_changed_since_the_job_began_is_refused(finished: RunDir, tmp_path: Path, spec: JobSpec) -> None:
+    run = interrupted(finished, tmp_path / "run", "step-3-a1")
+    shutil.copy(finished.path("origins.json"), run.root)
+    base = shutil.copytree(spec.model.path, tmp_path / "base")
+    (base / "generation_config.json").write_text("{}")
+    moved = spec.model_copy(update={"model": spec.model.model_copy(update={"path": str(base)})})
+    run.write("spec.json", moved)
+    assert run_attempt(run, 2, 1, "step-3-a1").kind == "succeeded", "elsewhere, with another file that decides nothing"
+    config = base / "tokenizer_config.json"
+    config.write_text(config.read_text() + " ")
+    with pytest.raises(AssertionError, match=f"{SpecError.__name__}.*tiny has changed since .*tokenizer_config.json"):
+        run_attempt(run, 3, 1, "step-3-a1")
 
 
 def test_changed_data_is_refused(finished: RunDir, tmp_path: Path, spec: JobSpec) -> None:
@@ -197,9 +248,10 @@ def logits_of_worker(rank: int, world: int, root: str, ids: torch.Tensor) -> tor
 def test_plain_peft_in_a_fresh_process_loads_exactly_this_adapter(finished: RunDir, spec: JobSpec, tmp_path: Path) -> None:
     """Same adapter weights bit for bit; logits on the bf16 base within the noise of quantising that base.
 
-    The bound: NF4 changes each weight matrix by 9 % of its norm, at random. Through a layer with a residual path that moves the
-    logits by less than that share of their norm; 15 % leaves room for several layers, while a missing, transposed or wrongly
-    scaled adapter moves these logits by more than their own norm (checked below).
+    The bound: NF4 changes each weight matrix by 9 % of its norm, at random. A token passes four matrices in a row in each of
+    the two layers (v and o, then gate or up and down), and independent errors add in squares: 9 % * sqrt(8) = 25 % of the
+    logits' norm, less what the residual path lets through unchanged. An adapter that is missing, transposed or wrongly
+    scaled moves these logits by more than half of their norm (checked below).
     """
     ids = torch.arange(40).reshape(2, 20) + 60
     torch.save(ids, tmp_path / "ids.pt")
@@ -210,7 +262,7 @@ def test_plain_peft_in_a_fresh_process_loads_exactly_this_adapter(finished: RunD
     assert loaded["adapter"].keys() == exported.keys()
     assert all(torch.equal(tensor, exported[name]) for name, tensor in loaded["adapter"].items())
     (ours,) = run_on_ranks(logits_of_worker, 1, str(finished.root), ids)
-    assert difference(loaded["logits"], ours) < 0.15
+    assert difference(loaded["logits"], ours) < 0.25
     without = torch.zeros_like(ours)
     assert difference(without, ours) > 0.5
     assert difference(base_logits(spec, ids), ours) > 0.5, "the adapter matters more than the noise"

@@ -61,7 +61,8 @@ def fill(storage: Tensor, base: Values, name: str, start: int, end: int, dtype: 
     deviation = Deviation()
     for low, high in _chunks(start, end, storage):
         values = base.rows(name, low, high).to(storage.device)
-        quantized = type(storage).quantize(values)
+        # A plain base is stored in the face's dtype first, as weights that are not quantised are.
+        quantized = type(storage).quantize(values if stored is not None else values.to(storage.dtype))
         _put(storage.parts, low - start, quantized.parts)
         deviation.add(quantized.dequantize(torch.float32), values)
         if storage.device.type == "cpu":

@@ -22,6 +22,8 @@ from workers.model.cache import Cache
 from workers.model.fill import Deviation, fill
 from workers.model.frozen import FrozenWeight, Loaded, Place
 from workers.model.initial import initial_adapter
+from workers.model.named_base import NamedBase
+from workers.model.names import load_buffers
 from workers.model.source import Safetensors
 from workers.model.stored import Base
 from workers.quant.rowwise import RowQuantized
@@ -54,12 +56,17 @@ def load(
         if parameter.requires_grad:
             start, end = _own_rows(parameter)
             first = initial_adapter(plain_name(name), tuple(parameter.shape), seed)
-            _replace(parameter, first[start:end].to(device), places)
+            _replace(parameter, first[start:end].to(device, copy=True), places)  # a view would keep the whole
         else:
             weights[checkpoint_name(name)] = FrozenWeight(parameter, places, _own_rows(parameter))
     for weight in weights.values():
         weight.allocate(compute_dtype, device)
-    loaded = _load_base(weights, Path(folder), cache)
+    with Safetensors(folder) as checkpoint:
+        base = Base.open(checkpoint, folder)
+        if _has_buffers(model):
+            load_buffers(model, NamedBase(model, base, checkpoint_name).tensors, checkpoint_name, device)
+        loaded = _load_base(model, weights, Path(folder), base, cache)
+        loaded = loaded if loaded.cached else replace(loaded, bytes_read=checkpoint.bytes_read)
     for weight in weights.values():
         _replace(weight.parameter, weight.storage, weight.places)
     return loaded
@@ -97,32 +104,37 @@ def _own_rows(parameter: nn.Parameter) -> tuple[int, int]:
     return own_rows(parameter.shape[0], mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
 
 
-def _load_base(weights: dict[str, FrozenWeight], folder: Path, cache: Cache | None) -> Loaded:
-    with Safetensors(folder) as checkpoint:
-        base = Base.open(checkpoint, folder)
-        if cache is None or not _is_work(weights, base):
-            return _from_checkpoint(weights, base, checkpoint)
-        store = BaseCache(cache, folder, weights)
-        loaded = store.load()
-        if loaded is not None:
-            return loaded
-        loaded = _from_checkpoint(weights, base, checkpoint)
-        store.save(loaded)
-        return replace(loaded, notes=store.notes)
+def _has_buffers(model: nn.Module) -> bool:
+    return any(module._buffers.keys() - module._non_persistent_buffers_set for module in model.modules())
 
 
-def _is_work(weights: dict[str, FrozenWeight], base: Base) -> bool:
-    """Whether anything has to be quantised, so that the outcome is worth keeping."""
+def _load_base(model: nn.Module, weights: dict[str, FrozenWeight], folder: Path, base: Base, cache: Cache | None) -> Loaded:
+    if cache is None or not _is_work(model, weights, base):
+        return _from_checkpoint(weights, NamedBase(model, base, checkpoint_name))
+    store = BaseCache(cache, folder, weights)
+    loaded = store.load()
+    if loaded is not None:
+        return loaded
+    loaded = _from_checkpoint(weights, NamedBase(model, base, checkpoint_name))
+    store.save(loaded)
+    return replace(loaded, notes=store.notes)
+
+
+def _is_work(model: nn.Module, weights: dict[str, FrozenWeight], base: Base) -> bool:
+    """Whether anything has to be quantised, so that the outcome is worth keeping. Plain bases are not opened for this."""
     quantized = {name: weight.face for name, weight in weights.items() if isinstance(weight.face, RowQuantized)}
-    return any(not base.declared or not _is_kept(face, base, name) for name, face in quantized.items())
+    if not base.declared:
+        return bool(quantized)
+    named = NamedBase(model, base, checkpoint_name)
+    return any(not _is_kept(face, named, name) for name, face in quantized.items())
 
 
-def _is_kept(face: Tensor, base: Base, name: str) -> bool:
+def _is_kept(face: Tensor, base: NamedBase, name: str) -> bool:
     stored = base.stored(name) if name in base else None
     return stored is not None and stored.exact and type(face) is QUANTIZED[stored.format]
 
 
-def _from_checkpoint(weights: dict[str, FrozenWeight], base: Base, checkpoint: Safetensors) -> Loaded:
+def _from_checkpoint(weights: dict[str, FrozenWeight], base: NamedBase) -> Loaded:
     _check_complete(weights, base)
     deviations: dict[str, Deviation] = {}
     layouts: dict[str, str] = {}
@@ -139,7 +151,7 @@ def _from_checkpoint(weights: dict[str, FrozenWeight], base: Base, checkpoint: S
         requantized={name: layout for name, layout in layouts.items() if name in changed},
         kept={name: layout for name, layout in layouts.items() if name not in changed},
         cached=False,
-        bytes_read=checkpoint.bytes_read,
+        bytes_read=0,  # its caller knows
     )
 
 
@@ -154,7 +166,7 @@ def _over_all_ranks(sums: dict[str, tuple[float, float]]) -> dict[str, float]:
     return {name: (changed[name] / values[name]) ** 0.5 if values[name] else 0.0 for name in changed}
 
 
-def _check_complete(weights: dict[str, FrozenWeight], base: Base) -> None:
+def _check_complete(weights: dict[str, FrozenWeight], base: NamedBase) -> None:
     missing = [name for name in weights if name not in base]
     if missing:
         raise SpecError(

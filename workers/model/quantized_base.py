@@ -25,9 +25,8 @@ from workers.model.cache import INDEX
 from workers.model.source import single_file, weight_files
 from workers.quant.kernels import VERSION as BITSANDBYTES_VERSION
 from workers.quant.rowwise import RowQuantized
+from workers.quant.weights import VERSIONS
 
-QUANTISER = 1
-"""Counts the changes of our numerics, so that what older ones left is not found."""
 SAMPLES = 256
 SAMPLE_BYTES = 4096
 
@@ -80,7 +79,7 @@ def entry_key(base: str, storage: Mapping[str, str], device: torch.device) -> st
     decides = {
         "base": base,
         "storage": dict(sorted(storage.items())),
-        "quantiser": [QUANTISER, BITSANDBYTES_VERSION, device.type],
+        "quantiser": [VERSIONS, BITSANDBYTES_VERSION, device.type],
     }
     return hashlib.sha256(json.dumps(decides).encode()).hexdigest()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -44,8 +43,8 @@ class Safetensors:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
-    def names(self) -> Iterable[str]:
-        return self._files.keys()
+    def names(self) -> list[str]:
+        return list(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())

@@ -42,7 +42,8 @@ class Numerics:
 _KNOWN: dict[str, Numerics] = {}
 
 
-def _dense(parts: list[Tensor], name: str, cols: int, dtype: torch.dtype) -> Tensor:
+def dense(parts: list[Tensor], name: str, cols: int, dtype: torch.dtype) -> Tensor:
+    """The weight [rows, cols] that `parts` store in format `name`, dequantised."""
     numerics = _KNOWN[name]
     return numerics.dequantize(numerics.parts(*parts), cols, dtype)
 
@@ -50,12 +51,12 @@ def _dense(parts: list[Tensor], name: str, cols: int, dtype: torch.dtype) -> Ten
 @torch.library.custom_op("ft_service::frozen_linear", mutates_args=())
 def frozen_linear(x: Tensor, parts: list[Tensor], name: str, cols: int) -> Tensor:
     """x [.., cols] times the transposed weight [rows, cols] that `parts` store in format `name` → [.., rows], in x's dtype."""
-    return F.linear(x, _dense(parts, name, cols, x.dtype))
+    return F.linear(x, dense(parts, name, cols, x.dtype))
 
 
 @torch.library.custom_op("ft_service::frozen_linear_grad", mutates_args=())
 def _frozen_linear_grad(grad: Tensor, parts: list[Tensor], name: str, cols: int) -> Tensor:
-    return grad @ _dense(parts, name, cols, grad.dtype)
+    return grad @ dense(parts, name, cols, grad.dtype)
 
 
 @frozen_linear.register_fake

@@ -185,6 +185,18 @@ def test_download(ft: Ft, server: StubServer, tmp_path: Path, monkeypatch: pytes
     assert ft("download", "ftjob-1").code == 64
 
 
+def test_download_of_a_checkpoint_by_its_step(ft: Ft, server: StubServer, tmp_path: Path) -> None:
+    server.jobs["ftjob-1"] = job_body(status="running")
+    point = {"fine_tuning_job_id": "ftjob-1", "fine_tuned_model_checkpoint": "ft:x", "created_at": 0}
+    server.checkpoints = [{**point, "id": f"ftckpt-{step}", "step_number": step} for step in (20, 10)]
+    server.adapter = tar_of({"adapter/adapter_config.json": b"{}"})
+    assert ft("download", "ftjob-1", "--checkpoint", "10", "--out", tmp_path / "mine").code == 0
+    assert (tmp_path / "mine/adapter_config.json").is_file()
+    assert server.requests[-1].url.path.endswith("/ftjob-1/checkpoints/ftckpt-10/adapter")
+    missing = ft("download", "ftjob-1", "--checkpoint", "11")
+    assert (missing.code, missing.err) == (1, "ft: Job ftjob-1 has no checkpoint at step 11; it has: 10, 20.\n")
+
+
 def test_models_and_logs(ft: Ft, server: StubServer) -> None:
     server.jobs["ftjob-1"] = job_body()
     assert ft("models").out.splitlines()[1].split()[:2] == ["tiny", "base"]

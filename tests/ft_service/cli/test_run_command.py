@@ -13,15 +13,16 @@ from ft_service.events import Event, Metrics
 from ft_service.exits import exit_of
 from ft_service.rundir import ErrorInfo, Exit, RunDir
 from ft_service.spec import JobSpec
+from tests.bases import save_base
 from tests.ft_service.cli.conftest import Ft
-from tests.ft_service.test_specfile import CHAT, base_model
+from tests.ft_service.test_specfile import CHAT
 
 Trainer = Callable[[JobSpec, Path, Callable[[Event], None]], Exit]
 
 
 @pytest.fixture
 def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    base_model(tmp_path / "models/tiny")
+    save_base(tmp_path / "models/tiny")
     monkeypatch.setenv("FT_MODELS", str(tmp_path / "models"))
     (tmp_path / "train.jsonl").write_text(CHAT)
     path = tmp_path / "job.yaml"
@@ -55,7 +56,8 @@ def test_a_run_shows_its_progress_and_where_the_adapter_is(ft: Ft, spec: Path, t
     ended = ft("run", spec, "--run-dir", tmp_path / "run")
     assert (ended.code, ended.err) == (0, "")
     shown = [line[10:] for line in ended.out.splitlines()]
-    assert shown[:2] == ["starting", "running"]
+    assert (shown[0], shown[2]) == ("starting", "running")
+    assert shown[1].startswith("Plan: at most ")
     assert {"Training starts.", "step 1/2 · loss 1.000", "step 2/2 · loss 0.500"} <= set(shown)
     assert ended.out.splitlines()[-1] == f"The adapter is in {tmp_path / 'run/adapter'}"
 

@@ -69,6 +69,30 @@ def test_the_bytes_stay_while_a_job_needs_them(store, field):
     assert store.delete_file(PROJECT, second.id) is True
 
 
+def test_a_file_without_a_job_that_needs_it_is_freed_once(store):
+    kept, deleted, needed = store.add_file(new_file(), seconds=3600), store.add_file(new_file()), store.add_file(new_file())
+    other = store.add_file(new_file(project_id=OTHER, id=f"{needed.id}x"))
+    assert kept.expires_at == kept.created_at + 3600
+    store.create_job(new_job(request={"training_file": needed.id}))
+    for file in (deleted, needed, other):
+        store.delete_file(file.project_id, file.id)
+
+    assert store.freeable_files() == [deleted.id, other.id]
+    assert store.freeable_files(1) == [deleted.id]
+    store.mark_freed([deleted.id, other.id])
+    assert store.freeable_files() == []
+
+
+def test_an_expired_file_is_hidden_and_freeable(store):
+    file = store.add_file(new_file(), seconds=0)
+    with pytest.raises(NotFoundError):
+        store.get_file(PROJECT, file.id)
+    with pytest.raises(NotFoundError):
+        store.delete_file(PROJECT, file.id)
+    assert store.list_files(PROJECT).data == []
+    assert store.freeable_files() == [file.id]
+
+
 def test_text_that_a_database_cannot_hold_is_made_storable(store):
     file = store.add_file(new_file(filename="a\x00b\ud800c"))
     assert file.filename == "a\ufffdb?c"

@@ -55,6 +55,14 @@ def test_creation_is_the_first_event(store):
     assert len(store.list_events(PROJECT, job.id).data) == 1
 
 
+def test_what_is_told_at_creation_follows_it(store):
+    told = [NewEvent(level="warn", message="first"), NewEvent(level="info", message="second")]
+    job = store.create_job(new_job(), told)
+    found = store.list_events(PROJECT, job.id).data
+    assert [(event.level, event.message) for event in found[:2]] == [("info", "second"), ("warn", "first")]
+    assert found[2].message == f"Created fine-tuning job: {job.id}"
+
+
 def test_paging_through_250_jobs_sees_each_once_newest_first(store):
     ids = [store.create_job(new_job()).id for _ in range(250)]
     seen: list[str] = []
@@ -221,3 +229,20 @@ def test_what_a_worker_says_cannot_make_a_job_unwritable(store):
 def test_a_job_needs_a_project(store):
     with pytest.raises(ConflictError):
         store.create_job(new_job(project_id="proj_nowhere", id=new_id("ftjob-")))
+
+
+def test_jobs_without_metadata(store):
+    requests = [{}, {"metadata": None}, {"metadata": {}}, {"metadata": {"metadata": "null"}}]
+    created = [store.create_job(new_job(request={"training_file": "f", **request})).id for request in requests]
+
+    assert [job.id for job in store.list_jobs(PROJECT, metadata="none").data] == [created[1], created[0]]
+
+
+def test_events_in_both_orders(store):
+    job = store.create_job(new_job())
+    store.request(PROJECT, job.id, Verb.PAUSE)
+    newest, oldest = store.list_events(PROJECT, job.id).data
+
+    assert store.list_events(PROJECT, job.id, order="asc").data == [oldest, newest]
+    assert store.list_events(PROJECT, job.id, order="asc", after=oldest.id).data == [newest]
+    assert store.list_events(PROJECT, job.id, after=newest.id).data == [oldest]

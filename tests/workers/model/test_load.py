@@ -211,7 +211,7 @@ def load_replicated(rank: int, world: int, spec: JobSpec, cache: Cache) -> tuple
     """On a mesh of replicas and shards, both of size 2."""
     built = build(spec, CPU)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    shard(built.peft_model, built.layers, mesh, compute_dtype=torch.bfloat16, reshard_after_forward=True)
+    shard(built.peft_model, built.layers, mesh, spec.distributed, torch.bfloat16)
     loaded = load(built.peft_model, spec.model.path, seed=0, compute_dtype=torch.bfloat16, device=CPU, cache=cache)
     return loaded.cached, loaded.bytes_read
 

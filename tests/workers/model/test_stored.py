@@ -16,7 +16,7 @@ from torch import Tensor
 from ft_service.errors import SpecError
 from tests.ranks import run_on_ranks
 from tests.workers.loading import Outcome, load_each_on_rank, load_on_rank, whole
-from tests.workers.models import save_tiny_llama, spec_for
+from tests.workers.models import save_tiny, save_tiny_llama, spec_for
 from tests.workers.prequantized import bitsandbytes_4bit, fp8_by_blocks, fp8_by_rows, fp8_by_tensors, is_linear
 from workers.model.build import build
 from workers.model.source import Safetensors
@@ -187,3 +187,16 @@ def test_stored_modules_stay_whatever_the_default_is_and_plain_ones_follow_it(tm
     assert formats.pop(plain.removesuffix(".weight")) == "fp8"
     assert set(formats.values()) == {"nf4_fp32"}
     assert all(is_linear(f"{name}.weight") for name in formats)
+
+
+@pytest.mark.parametrize("publish", [fp8_by_rows, bitsandbytes_4bit])
+def test_experts_that_come_one_by_one_are_kept_in_their_stacks(publish: Publish, tmp_path: Path) -> None:
+    values = publish(save_tiny("qwen3_moe", tmp_path, hidden_size=64, moe_intermediate_size=64))
+    outcomes = run_on_ranks(load_on_rank, 3, spec_for(tmp_path, ranks=3))
+    for layer in ("model.layers.0.mlp.experts", "model.layers.2.mlp.experts"):
+        experts = range(sum(name.startswith(layer) and name.endswith("down_proj.weight") for name in values))
+        gate_up = [values[f"{layer}.{i}.{half}_proj.weight"] for i in experts for half in ("gate", "up")]
+        assert torch.equal(whole(outcomes, f"{layer}.gate_up_proj.weight"), torch.cat(gate_up))
+        down = [values[f"{layer}.{i}.down_proj.weight"] for i in experts]
+        assert torch.equal(whole(outcomes, f"{layer}.down_proj.weight"), torch.cat(down))
+    assert not outcomes[0].loaded.changed

@@ -1,0 +1,43 @@
+"""Passes a request on to the operator's inference server, and its answer back while it arrives."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx2
+from fastapi.responses import StreamingResponse
+
+from ft_service.errors import UnavailableError
+from ft_service.settings import Settings
+
+_TIMEOUT = httpx2.Timeout(600.0, connect=5.0)
+_PASSED_BACK = ("content-type", "retry-after", "retry-after-ms", "x-should-retry")
+
+
+async def chat_completion(settings: Settings, body: Any) -> StreamingResponse:
+    """Send a body to FT_INFERENCE_URL with its own key; the caller's never leaves. Raises UnavailableError."""
+    headers = {}
+    if settings.inference_api_key:
+        headers["authorization"] = f"Bearer {settings.inference_api_key.get_secret_value()}"
+    client = httpx2.AsyncClient(timeout=_TIMEOUT, trust_env=False)
+    try:
+        url = f"{settings.inference_url.rstrip('/')}/chat/completions"
+        answer = await client.send(client.build_request("POST", url, json=body, headers=headers), stream=True)
+    except httpx2.HTTPError as error:
+        await client.aclose()
+        raise UnavailableError(f"The inference server (FT_INFERENCE_URL) does not answer: {error}.") from error
+    except BaseException:
+        await client.aclose()
+        raise
+    kept = {name: answer.headers[name] for name in _PASSED_BACK if name in answer.headers}
+    return StreamingResponse(_chunks(client, answer), status_code=answer.status_code, headers=kept)
+
+
+async def _chunks(client: httpx2.AsyncClient, answer: httpx2.Response) -> AsyncIterator[bytes]:
+    try:
+        async for chunk in answer.aiter_bytes():
+            yield chunk
+    finally:
+        await answer.aclose()
+        await client.aclose()

@@ -1,0 +1,50 @@
+"""What has expired goes: the bytes of deleted and expired files that no unfinished job needs, and parts of ended uploads."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from collections.abc import Sequence
+
+from api.webhooks import KEEP_SECONDS
+from ft_service.settings import Settings
+from ft_service.store.base import Store
+
+log = logging.getLogger("ft_service.housekeeping")
+
+SWEEP_SECONDS = 60.0
+
+
+def run(settings: Settings, store: Store, stop: threading.Event) -> None:
+    """Sweep now and then until `stop` is set. What fails is tried again by the next sweep."""
+    while not stop.is_set():
+        try:
+            sweep(settings, store)
+        except Exception:
+            log.exception("a sweep failed; the next is in %g seconds", SWEEP_SECONDS)
+        stop.wait(SWEEP_SECONDS)
+
+
+def sweep(settings: Settings, store: Store) -> None:
+    """Everything that is due. Any number of servers may do it at once. Raises UnavailableError and OSError."""
+    while file_ids := store.freeable_files():
+        free(settings, store, file_ids)
+    _remove_parts(settings, store)
+    store.forget_deliveries(KEEP_SECONDS)
+
+
+def free(settings: Settings, store: Store, file_ids: Sequence[str]) -> None:
+    """Remove the bytes of files, then note that they are gone: a crash between the two only repeats the first."""
+    for file_id in file_ids:
+        (settings.files_dir / file_id).unlink(missing_ok=True)
+    store.mark_freed(file_ids)
+
+
+def _remove_parts(settings: Settings, store: Store) -> None:
+    """What uploads that are no longer pending have left. Folders are listed first: those of uploads made since are not."""
+    folders = list(settings.uploads_dir.glob("*"))
+    pending = store.pending_uploads() if folders else set()
+    for folder in folders:
+        if folder.name not in pending:
+            shutil.rmtree(folder)

@@ -1,0 +1,143 @@
+"""`/v1/webhook_endpoints` and `/v1/webhook_event_types`: who is told when a job has ended."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from pydantic import Field
+
+from api import webhooks
+from api.auth import Caller
+from api.deps import JsonBody, Svc, described, parse_body
+from api.views import ListView, list_view
+from api.webhook_views import (
+    DeletedWebhookView,
+    EventTypesView,
+    WebhookSecretView,
+    WebhookTestView,
+    WebhookView,
+    webhook_secret_view,
+    webhook_view,
+)
+from ft_service.errors import SpecError
+from ft_service.ids import new_id
+from ft_service.spec import Strict
+from ft_service.store.records import WebhookEndpoint
+from ft_service.store.webhooks import EVENT_TYPES, event_body
+
+router = APIRouter(prefix="/v1", tags=["webhooks"])
+
+KEPT_SECONDS = 24 * 3600.0
+
+EventType = Literal["fine_tuning.job.succeeded", "fine_tuning.job.failed", "fine_tuning.job.cancelled"]
+EventTypes = Annotated[list[EventType], Field(min_length=1, max_length=len(EVENT_TYPES))]
+Name = Annotated[str, Field(min_length=1, max_length=255)]
+
+
+class WebhookRequest(Strict):
+    """Who is to be told of what."""
+
+    event_types: EventTypes
+    name: Name
+    url: str
+    """HTTPS, on the public internet, unless the operator has set FT_WEBHOOK_ALLOW_PRIVATE."""
+
+
+class WebhookUpdate(Strict):
+    """What is to change; None: stays as it is."""
+
+    event_types: EventTypes | None = None
+    """All that the endpoint is to be told of from now on."""
+    name: Name | None = None
+    url: str | None = None
+
+
+class RotateRequest(Strict):
+    """How the old secret ends."""
+
+    keep_old_secret_active_for_24_hours: bool = False
+    """Sign deliveries with both secrets for a day."""
+
+
+class WebhookTest(Strict):
+    """What the sample says."""
+
+    event_type: EventType
+
+
+@router.get("/webhook_event_types")
+def list_event_types(caller: Caller) -> EventTypesView:
+    return EventTypesView(data=list(EVENT_TYPES))
+
+
+@router.post("/webhook_endpoints", openapi_extra=described(WebhookRequest))
+def create(body: JsonBody, caller: Caller, services: Svc) -> WebhookSecretView:
+    """The answer holds the signing secret, which is not shown again."""
+    asked = parse_body(body, WebhookRequest)
+    webhooks.check_url(asked.url, allow_private=services.settings.webhook_allow_private)
+    new = WebhookEndpoint(
+        id=new_id("we_"),
+        project_id=caller.project_id,
+        name=asked.name,
+        url=asked.url,
+        event_types=list(dict.fromkeys(asked.event_types)),
+    )
+    return webhook_secret_view(services.store.add_webhook(new))
+
+
+@router.get("/webhook_endpoints", response_model=ListView[WebhookView])
+def list_endpoints(
+    caller: Caller, services: Svc, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
+) -> Any:
+    """Newest first."""
+    page = services.store.list_webhooks(caller.project_id, after=after, limit=limit)
+    return list_view([webhook_view(endpoint) for endpoint in page.data], page.has_more)
+
+
+@router.get("/webhook_endpoints/{webhook_endpoint_id}")
+def retrieve(webhook_endpoint_id: str, caller: Caller, services: Svc) -> WebhookView:
+    return webhook_view(services.store.get_webhook(caller.project_id, webhook_endpoint_id))
+
+
+@router.post("/webhook_endpoints/{webhook_endpoint_id}", openapi_extra=described(WebhookUpdate))
+def update(webhook_endpoint_id: str, body: JsonBody, caller: Caller, services: Svc) -> WebhookView:
+    """Deliveries that are still waiting go to the new address."""
+    changes = parse_body(body, WebhookUpdate).model_dump(exclude_none=True)
+    if "url" in changes:
+        webhooks.check_url(changes["url"], allow_private=services.settings.webhook_allow_private)
+    if "event_types" in changes:
+        changes["event_types"] = list(dict.fromkeys(changes["event_types"]))
+    return webhook_view(services.store.update_webhook(caller.project_id, webhook_endpoint_id, **changes))
+
+
+@router.delete("/webhook_endpoints/{webhook_endpoint_id}")
+def delete(webhook_endpoint_id: str, caller: Caller, services: Svc) -> DeletedWebhookView:
+    services.store.delete_webhook(caller.project_id, webhook_endpoint_id)
+    return DeletedWebhookView(id=webhook_endpoint_id)
+
+
+@router.post("/webhook_endpoints/{webhook_endpoint_id}/rotate_secret", openapi_extra=described(RotateRequest))
+def rotate_secret(webhook_endpoint_id: str, body: JsonBody, caller: Caller, services: Svc) -> WebhookSecretView:
+    """The answer holds the new signing secret, which is not shown again."""
+    keep = parse_body(body, RotateRequest).keep_old_secret_active_for_24_hours
+    seconds = KEPT_SECONDS if keep else 0.0
+    return webhook_secret_view(
+        services.store.rotate_webhook_secret(caller.project_id, webhook_endpoint_id, keep_seconds=seconds)
+    )
+
+
+@router.post("/webhook_endpoints/{webhook_endpoint_id}/test", openapi_extra=described(WebhookTest))
+def test(webhook_endpoint_id: str, body: JsonBody, caller: Caller, services: Svc) -> WebhookTestView:
+    """Send a sample, once and now; the answer says what the receiver answered."""
+    kind = parse_body(body, WebhookTest).event_type
+    endpoint = services.store.get_webhook(caller.project_id, webhook_endpoint_id)
+    sample = event_body(kind, "ftjob-sample", services.store.now())
+    allowed = services.settings.webhook_allow_private
+    try:
+        status = asyncio.run(webhooks.post(endpoint, new_id("wh_"), sample, allow_private=allowed))
+    except webhooks.DeliveryError as error:
+        message = f"url = {endpoint.url!r}: the receiver was not reached: {error}."
+        raise SpecError(message, param="url", code="receiver_not_reached") from None
+    return WebhookTestView(event_type=kind, status_code=status, webhook_endpoint_id=endpoint.id)

@@ -1,0 +1,85 @@
+"""`ft merge`: a base and an adapter as one model, made by a worker process."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ft_service.cli.output import Json, connect, load_settings, print_fields, print_json
+from ft_service.errors import FtError, SpecError
+from ft_service.offline import run_worker
+from ft_service.verify import CONFIG, verify
+
+
+class Format(StrEnum):
+    BF16 = "bf16"
+    FP8 = "fp8"
+
+
+def register(app: typer.Typer) -> None:
+    app.command("merge")(merge)
+
+
+def merge(
+    source: Annotated[str, typer.Argument(metavar="ID|PATH", help="A job, a run directory, or an adapter's folder.")],
+    to: Annotated[Format, typer.Option(help="How the merged weights are stored.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to; a new folder.")],
+    base: Annotated[Path | None, typer.Option(metavar="DIR", help="The base; default: where it was trained from.")] = None,
+    max_file_gib: Annotated[float, typer.Option(min=0.001, help="Largest safetensors file, in GiB.")] = 5.0,
+    samples: Annotated[int, typer.Option(min=0, help="Of the validation file, to compare losses on; 0: none.")] = 64,
+    as_json: Json = False,
+) -> None:
+    """Write base + adapter as one model, without a GPU, and what that changes in validation loss."""
+    if out.exists():
+        raise SpecError(f"--out = {out}: exists already. Name another folder.", param="out")
+    with adapter_folder(source) as folder:
+        if faults := verify(folder).faults:
+            raise FtError(f"{source} is not what was written ({faults[0]}): see ft verify.")
+        options = ["--to", to.value, "--max-file-gib", str(max_file_gib), "--samples", str(samples)]
+        options += ["--base", str(base.absolute())] if base else []
+        report = run_worker("workers.merge", [str(folder), str(out.absolute()), *options])
+    if as_json:
+        print_json({"out": str(out.absolute()), **report})
+    else:
+        _show(report, out)
+
+
+@contextmanager
+def adapter_folder(source: str) -> Iterator[Path]:
+    """Where the adapter of a job, run directory or folder lies; one that is on a server only is fetched for the time being."""
+    runs = load_settings().runs_dir
+    for folder in (Path(source) / "adapter", Path(source), runs / source / "adapter"):
+        if (folder / CONFIG).is_file():
+            yield folder.absolute()
+            return
+    if Path(source).exists():
+        raise SpecError(f"{source}: holds no adapter (no {CONFIG}).", param="source")
+    with tempfile.TemporaryDirectory(prefix="ft-merge-") as scratch, connect() as client:
+        yield client.download_adapter(source, Path(scratch) / "adapter")
+
+
+def _show(report: dict[str, Any], out: Path) -> None:
+    losses = report["validation_loss"] or {}
+    names = {
+        "adapter_on_base_as_trained": "loss, base as trained",
+        "adapter_on_bf16_base": "loss, bf16 base",
+        "merged": f"loss, merged to {report['to']}",
+    }
+    rounding = report["rounding"]
+    print_fields(
+        [
+            *((title, f"{losses[name]:.4f}" if name in losses else None) for name, title in names.items()),
+            ("no losses", report.get("reason")),
+            (
+                "rounding",
+                f"{rounding['relative_to_weights']:.2%} of the weights, {rounding['relative_to_update']:.1%} of the update",
+            ),
+        ]
+    )
+    print(f"The merged model is in {out}")

@@ -1,0 +1,103 @@
+"""`ft plan`: what a SPEC will take, before anything runs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ft_service.cli.output import Json, load_settings, print_fields, print_json, print_table
+from ft_service.dataset import check_file
+from ft_service.errors import SpecError
+from ft_service.ids import new_id
+from ft_service.plan.job import Plan, plan_job
+from ft_service.plan.machines import Machine, find_machine, this_host
+from ft_service.plan.text import memory_table, modules_table, verdict_lines, work_lines
+from ft_service.spec import JobSpec
+from ft_service.specfile import load_spec_file, resolve_spec_file
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+HardwareName = Annotated[
+    str | None,
+    typer.Option("--hardware", metavar="NAME", help="H200, H100, A100, A100-40GB, L40S, RTX-4090 or cpu. Default: this host."),
+]
+Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of one GPU, such as 24GiB, in place of the table's.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("plan")(plan)
+
+
+def plan(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="YAML file; its paths are relative to it.")],
+    hardware: HardwareName = None,
+    memory: Memory = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a SPEC will take on every rank, on the wire and in time, and whether it fits. Nothing is started."""
+    machine = find_machine(hardware) if hardware else this_host()
+    if memory is not None:
+        machine = replace(machine, memory=parse_size(memory))
+    resolved = resolve_spec_file(load_spec_file(spec), load_settings(), job_id=new_id("ftjob-"), seed=0)
+    found = plan_job(resolved, machine)
+    duration = training_time(found, resolved)
+    if as_json:
+        print_json(found.as_dict() | {"time": duration})
+    else:
+        _show(found, machine, duration)
+
+
+def parse_size(text: str) -> int:
+    """`24GiB`, `80GB` or a number of bytes. Raises SpecError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        raise SpecError(f"--memory = {text!r}: expected a size such as 24GiB or 80GB.", param="memory")
+    return int(float(match[1]) * unit)
+
+
+def training_time(plan: Plan, spec: JobSpec) -> dict[str, Any]:
+    """Optimizer steps, and an upper limit of their duration: every sample counted with max_length tokens."""
+    options = spec.training
+    examples = check_file(Path(spec.training_data.path)).examples
+    steps = options.max_steps or options.n_epochs * -(-examples // options.batch_size)
+    seconds = None if plan.speed is None else steps * plan.speed.step_seconds
+    return {"examples": examples, "steps": steps, "seconds_at_most": seconds}
+
+
+def _show(plan: Plan, machine: Machine, duration: dict[str, Any]) -> None:
+    print_table(("FROZEN MODULE", "COUNT", "SHAPE", "FORMAT", "BYTES", "PER RANK"), modules_table(plan.modules))
+    print()
+    print_fields(memory_table(plan))
+    print()
+    for line in verdict_lines(plan):
+        print(line)
+    for line in work_lines(plan):
+        print(line)
+    _show_time(duration)
+
+
+def _show_time(duration: dict[str, Any]) -> None:
+    text = f"{duration['steps']} steps over {duration['examples']} examples"
+    seconds = duration["seconds_at_most"]
+    if seconds is None:
+        print(f"{text}.")
+        return
+    hours, minutes = divmod(round(seconds / 60), 60)
+    shown = f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
+    print(f"{text}: at most about {shown}, were every sample training.max_length tokens long.")

@@ -1,0 +1,63 @@
+"""`ft verify`: whether an adapter still is what was written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ft_service.cli.output import Json, print_fields, print_json
+from ft_service.verify import Report, verify
+
+DIFFERS = 1
+
+
+def register(app: typer.Typer) -> None:
+    app.command("verify")(verify_command)
+
+
+def verify_command(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="An adapter's folder, a run directory, or a tar of an adapter.")],
+    as_json: Json = False,
+) -> int:
+    """Check an adapter's manifest, checksums and shapes. Exit code 1 if anything differs."""
+    report = verify(path)
+    if as_json:
+        manifest = report.manifest.model_dump(mode="json") if report.manifest else None
+        print_json(
+            {
+                "path": report.path,
+                "kind": report.kind,
+                "ok": not report.faults,
+                "checked": report.checked,
+                "faults": report.faults,
+                "manifest": manifest,
+            }
+        )
+    else:
+        _show(report)
+    return DIFFERS if report.faults else 0
+
+
+def _show(report: Report) -> None:
+    manifest = report.manifest
+    if manifest is not None:
+        losses = manifest.metrics
+        print_fields(
+            [
+                ("job", manifest.job),
+                ("tuned model", manifest.tuned_name),
+                ("step", f"{manifest.step}" + (f" ({manifest.checkpoint})" if manifest.checkpoint else "")),
+                ("base", f"{manifest.base.name} ({manifest.base.digest[:16]})"),
+                ("data", ", ".join(f"{file.name} ({file.samples} samples)" for file in manifest.data)),
+                ("validation loss", f"{losses.valid_loss:.4f}" if losses and losses.valid_loss is not None else None),
+                ("attempts", ", ".join(f"{a.world_size} ranks: {a.ended}" for a in manifest.history)),
+            ]
+        )
+    for fault in report.faults:
+        print(f"differs: {fault}")
+    print(
+        f"{report.path}: {'differs from what was written' if report.faults else 'is what was written'} "
+        f"(checked: {', '.join(report.checked)})"
+    )

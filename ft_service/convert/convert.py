@@ -1,0 +1,156 @@
+"""Which tool's file it is, what becomes of each of its options, and the SPEC that comes out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ft_service.convert import accelerate, deepspeed, transformers
+from ft_service.convert.rules import NotSupported, Table, Taken, Verdict, body_of, flatten, judge
+from ft_service.errors import SpecError
+from ft_service.spec import parse_request
+from ft_service.specfile import parse_yaml
+
+PLACEHOLDERS = {
+    "model": "a base that `ft models` lists, or a folder (./…, /…) for `ft run`",
+    "training_file": "OpenAI chat lines (JSONL), relative to this file",
+}
+"""What a SPEC must say and no such file says."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """One kind of file."""
+
+    title: str
+    version: str
+    """Of the tool whose options the table holds."""
+    table: Table
+    marks: Callable[[Mapping[str, Any]], bool]
+    """Whether a file is of this kind, by its top-level names."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of one option."""
+
+    option: str
+    """Dotted, as the file writes it."""
+    value: Any
+    verdict: Verdict
+
+    def line(self) -> str:
+        shown = json.dumps(self.value, ensure_ascii=False, default=str)
+        return f"{self.option}: {shown if len(shown) <= 60 else shown[:57] + '...'} → {self._outcome()}"
+
+    def _outcome(self) -> str:
+        if isinstance(self.verdict, Taken):
+            options = ", ".join(f"{name}: {json.dumps(value)}" for name, value in self.verdict.options.items())
+            return f"taken over as {options}" + (f" ({self.verdict.remark})" if self.verdict.remark else "")
+        kind = "not supported because" if isinstance(self.verdict, NotSupported) else "not needed because"
+        return f"{kind} {self.verdict.reason}"
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """The outcome: a SPEC that is valid as it stands but for its placeholders, and one decision per option of the file."""
+
+    file: str
+    format: str
+    body: dict[str, Any]
+    decisions: list[Decision]
+
+    def spec_yaml(self) -> str:
+        """The SPEC file: decisions as comments first, so that it keeps the record of where it comes from."""
+        head = [f"# From {self.file}: {self.format}.", "#", *(f"# {decision.line()}" for decision in self.decisions), ""]
+        missing = [f"{name}: {self.body[name]} # to fill in: {hint}" for name, hint in PLACEHOLDERS.items()]
+        rest = {name: value for name, value in self.body.items() if name not in PLACEHOLDERS}
+        taken = yaml.safe_dump(rest, sort_keys=False, allow_unicode=True) if rest else ""
+        return "\n".join([*head, *missing, "# validation_file: to be named here, if there is one", taken])
+
+
+FORMATS = (
+    Format(
+        "an Accelerate config",
+        f"accelerate {accelerate.KNOWN_VERSION}",
+        accelerate.TABLE,
+        lambda names: bool(
+            names.keys() & {"compute_environment", "distributed_type", "num_machines", "main_training_function"}
+        ),
+    ),
+    Format(
+        "a DeepSpeed config",
+        f"deepspeed {deepspeed.KNOWN_VERSION}",
+        deepspeed.TABLE,
+        lambda names: bool(names.keys() & {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"}),
+    ),
+    Format(
+        "Transformers' TrainingArguments",
+        f"transformers {transformers.KNOWN_VERSION}",
+        transformers.TABLE,
+        lambda names: _mostly(names, transformers.TABLE),
+    ),
+    Format(
+        "a fsdp_config of Transformers' TrainingArguments",
+        f"transformers {transformers.KNOWN_VERSION}",
+        transformers.FSDP_CONFIG,
+        lambda names: _mostly(names, transformers.FSDP_CONFIG),
+    ),
+)
+
+
+def convert_file(path: Path) -> Conversion:
+    """Read a file and convert it. Raises SpecError if it cannot be read or is of no kind that is known."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is no text file'}.") from None
+    body = parse_yaml(text, str(path))  # JSON is YAML but for tabs, which no config is indented with by these tools
+    kind = next((known for known in FORMATS if known.marks(body)), None)
+    if kind is None:
+        titles = "; ".join(known.title for known in FORMATS)
+        raise SpecError(f"{path} is none of the files that can be converted: {titles}.")
+    return convert(body, kind, path.name)
+
+
+def convert(body: Mapping[str, Any], kind: Format, file: str) -> Conversion:
+    """One decision per option. Two options that mean the same option of ours differently are not both taken over."""
+    source = flatten(kind.table, body)
+    decisions: list[Decision] = []
+    for name in source:
+        decisions.append(Decision(name, source[name], _settle(judge(kind.table, source, name), decisions)))
+    return Conversion(file, f"{kind.title} (options of {kind.version})", _body(decisions), decisions)
+
+
+def _settle(verdict: Verdict, earlier: list[Decision]) -> Verdict:
+    """A verdict, unless an earlier option said otherwise or the whole would not be a valid SPEC with it."""
+    if not isinstance(verdict, Taken):
+        return verdict
+    for decision in earlier:
+        said = decision.verdict.options if isinstance(decision.verdict, Taken) else {}
+        for name, value in verdict.options.items():
+            if name in said and said[name] != value:
+                return NotSupported(f"{decision.option} already says {name}: {json.dumps(said[name])}; keep one of the two")
+    try:
+        parse_request(_body([*earlier, Decision("", None, verdict)]))
+    except SpecError as error:
+        return NotSupported(error.message.removesuffix("."))
+    return verdict
+
+
+def _body(decisions: list[Decision]) -> dict[str, Any]:
+    taken: dict[str, Any] = {}
+    for decision in decisions:
+        if isinstance(decision.verdict, Taken):
+            taken.update(decision.verdict.options)
+    return body_of(taken)
+
+
+def _mostly(names: Mapping[str, Any], table: Table) -> bool:
+    known = [name for name in names if name in table or any(other.startswith(f"{name}.") for other in table)]
+    return len(known) * 2 > len(names)

@@ -1,0 +1,254 @@
+"""The base as the plan sees it: the frozen weights by decoder layer and kind, and the few dimensions that sizes depend on.
+
+Names are those of the model's modules, which patterns in a spec match; they are the checkpoint's but for what wrappers of
+other model classes put before them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+from ft_service.errors import SpecError
+from ft_service.plan.checkpoint import Checkpoint, StoredTensor
+from ft_service.selection import WeightNames, kept_plain
+
+Kind = Literal["linear", "embedding", "head", "experts", "router", "norm", "bias", "other"]
+
+_NUMBERED = re.compile(r"^(?P<stack>[^0-9]*?)\.?(?P<layer>\d+)\.(?P<inside>.+)$")
+_EXPERT = re.compile(r"^(?P<before>.*\bexperts)\.(?P<expert>\d+)\.(?P<matrix>[^.]+)(\.weight)?$")
+_OTHER_TOWERS = re.compile(r"^(model\.)?(vision|visual|audio|multi_modal|mm_|mtp)", re.I)
+_BUFFERS = re.compile(r"\.(inv_freq|masked_bias|attention\.bias|attn\.bias)$")
+_HEADS = ("lm_head", "embed_out", "output")
+_STEMS = {"gpt_neox": "gpt_neox.", "gpt2": "transformer.", "falcon": "transformer.", "bloom": "transformer."}
+"""What a causal model calls its trunk, where that is not `model.`."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One frozen parameter of the model."""
+
+    module: str
+    """Full name of the module that holds it."""
+    parameter: str
+    """`weight`, `bias` or what else the module calls it."""
+    shape: tuple[int, ...]
+    kind: Kind
+    layer: int | None
+    """Number of the decoder layer; None: outside of them."""
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def numel_of_row(self) -> int:
+        numel = 1
+        for size in self.shape[1:]:
+            numel *= size
+        return numel
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.numel_of_row
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Dimensions of the decoder. `q`, `kv`: heads × head size of queries, and of keys or values."""
+
+    layers: int
+    hidden: int
+    heads: int
+    q: int
+    kv: int
+    intermediate: int
+    vocabulary: int
+    norms: int
+    """Norms of the hidden state in a layer."""
+    head_norms: bool
+    """Whether queries and keys are normed as well."""
+    gated: bool
+    """Whether the feed-forward multiplies two projections of its input."""
+    experts: int
+    """Experts a layer; 0: a dense feed-forward."""
+    experts_per_token: int
+    expert_intermediate: int
+    max_positions: int | None
+
+
+@dataclass(frozen=True)
+class Base:
+    shape: Shape
+    weights: tuple[Weight, ...]
+
+    def quantizable(self) -> list[Weight]:
+        """The weights that the precision map decides on: linear layers and experts inside the decoder layers."""
+        inside = [w for w in self.weights if w.layer is not None and w.kind in ("linear", "experts")]
+        return [w for w in inside if not kept_plain(w.module)]
+
+    def adaptable(self) -> list[Weight]:
+        """Linear layers but the output head."""
+        return [w for w in self.weights if w.kind == "linear"]
+
+    def experts(self) -> list[Weight]:
+        return [w for w in self.weights if w.kind == "experts"]
+
+    def names(self) -> WeightNames:
+        """What patterns of a spec are matched against."""
+        weighted = {w.module: w for w in self.weights if len(w.shape) > 1}
+        stacks = {w.module.rpartition(".")[0] for w in self.experts()}
+        outside = [name for name, weight in weighted.items() if weight.layer is None]
+        return WeightNames([w.module for w in self.quantizable()], outside, [*weighted, *sorted(stacks)])
+
+
+@lru_cache(maxsize=32)
+def describe(checkpoint: Checkpoint) -> Base:
+    """Sort a checkpoint's tensors. Raises SpecError if it is not a decoder whose layers can be told apart."""
+    config = {**checkpoint.config, **_text_config(checkpoint.config)}
+    if config.get("quantization_config") is not None:
+        raise SpecError(
+            "The base is stored quantised already; this version reads bf16, fp16 and fp32 bases. "
+            "Use the original weights with precision.default.",
+            param="model",
+        )
+    tensors = [t for t in checkpoint.tensors if not _OTHER_TOWERS.match(t.name) and not _BUFFERS.search(t.name)]
+    stack = _decoder_stack(tensors, _number(config, "num_hidden_layers", "n_layer"))
+    weights = [_weight(tensor, stack, config) for tensor in tensors if _belongs(tensor, stack, config)]
+    weights = _stack_experts(weights)
+    weights = _tie(weights, config)
+    return Base(_shape(config, weights), tuple(weights))
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a config that describes several towers."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) else {}
+
+
+def _decoder_stack(tensors: Iterable[StoredTensor], layers: int | None) -> str:
+    """What stands before the layer number: `model.layers`. Of several stacks the one with most tensors."""
+    found = Counter(match["stack"] for t in tensors if (match := _NUMBERED.match(t.name)))
+    if not found or layers is None:
+        raise SpecError(
+            "The base's tensors are not those of a decoder with numbered layers, or its config.json does not say how many: "
+            "its architecture is not supported.",
+            param="model",
+        )
+    return found.most_common(1)[0][0]
+
+
+def _belongs(tensor: StoredTensor, stack: str, config: Mapping[str, Any]) -> bool:
+    """Whether the causal model has this tensor: not other towers' stacks, nor layers for predicting several tokens."""
+    match = _NUMBERED.match(tensor.name)
+    if match is None:
+        return True
+    layers = _number(config, "num_hidden_layers", "n_layer")
+    return match["stack"] == stack and layers is not None and int(match["layer"]) < layers
+
+
+def _weight(tensor: StoredTensor, stack: str, config: Mapping[str, Any]) -> Weight:
+    match = _NUMBERED.match(tensor.name)
+    layer = int(match["layer"]) if match else None
+    name = tensor.name.replace("language_model.", "").replace(".block_sparse_moe.", ".mlp.")
+    stem = _STEMS.get(str(config.get("model_type")), "model.")
+    bare = "." not in stack
+    if bare and not name.startswith(_HEADS):
+        name = stem + name
+    module, _, parameter = name.rpartition(".")
+    if parameter not in ("weight", "bias"):
+        module, parameter = (name, "weight") if len(tensor.shape) == 3 else (module, parameter)
+    return Weight(module, parameter, tensor.shape, _kind(module, parameter, tensor.shape, layer, config), layer)
+
+
+def _kind(module: str, parameter: str, shape: tuple[int, ...], layer: int | None, config: Mapping[str, Any]) -> Kind:
+    last = module.rpartition(".")[2]
+    if parameter == "bias":
+        return "bias"
+    if len(shape) == 1:
+        return "norm" if "norm" in last or last.startswith("ln") else "other"
+    if len(shape) == 3 and ".experts" in module:
+        return "experts"
+    if len(shape) != 2 or parameter != "weight":
+        return "other"
+    if layer is None:
+        return "head" if last in _HEADS else "embedding"
+    if last in ("gate", "router") and shape[0] == _experts(config):
+        return "router"
+    return "linear"
+
+
+def _stack_experts(weights: list[Weight]) -> list[Weight]:
+    """Experts as the worker stores them: all matrices of a projection above each other, gate and up as one."""
+    stacks: dict[str, list[Weight]] = {}
+    kept: list[Weight] = []
+    for weight in weights:
+        match = _EXPERT.match(weight.module)
+        if match is None:
+            kept.append(_flattened(weight) if weight.kind == "experts" else weight)
+            continue
+        projection = "down_proj" if match["matrix"] in ("down_proj", "w2") else "gate_up_proj"
+        stacks.setdefault(f"{match['before']}.{projection}", []).append(weight)
+    for module, parts in stacks.items():
+        rows = sum(part.rows for part in parts)
+        kept.append(Weight(module, "weight", (rows, parts[0].shape[-1]), "experts", parts[0].layer))
+    return sorted(kept, key=lambda weight: -1 if weight.layer is None else weight.layer)
+
+
+def _flattened(weight: Weight) -> Weight:
+    if weight.module.rpartition(".")[2] not in ("gate_up_proj", "down_proj"):
+        raise SpecError(
+            f"The experts of this base ({weight.module}) are not supported. Supported are gated experts as in Mixtral, "
+            "Qwen-MoE and OLMoE.",
+            param="model",
+        )
+    experts, rows, cols = weight.shape
+    return Weight(weight.module, weight.parameter, (experts * rows, cols), "experts", weight.layer)
+
+
+def _tie(weights: list[Weight], config: Mapping[str, Any]) -> list[Weight]:
+    """A head that is the embedding is one weight, whatever the files hold."""
+    if not config.get("tie_word_embeddings"):
+        return weights
+    return [weight for weight in weights if weight.kind != "head"]
+
+
+def _shape(config: Mapping[str, Any], weights: list[Weight]) -> Shape:
+    linears = [w for w in weights if w.layer is not None and w.kind == "linear"]
+    hidden = _number(config, "hidden_size", "n_embd", "d_model")
+    heads = _number(config, "num_attention_heads", "n_head", "n_heads")
+    if not hidden or not heads or not linears:
+        raise SpecError("The base's config.json names no hidden_size or num_attention_heads: not supported.", param="model")
+    head = _number(config, "head_dim") or hidden // heads
+    experts = _experts(config)
+    intermediate = _number(config, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
+    return Shape(
+        layers=_number(config, "num_hidden_layers", "n_layer") or 0,
+        hidden=hidden,
+        heads=heads,
+        q=heads * head,
+        kv=(_number(config, "num_key_value_heads") or heads) * head,
+        intermediate=intermediate,
+        vocabulary=max((w.rows for w in weights if w.kind in ("embedding", "head")), default=0),
+        norms=sum(1 for w in weights if w.kind == "norm" and w.layer == 0 and w.shape == (hidden,)),
+        head_norms=any(w.module.endswith((".q_norm", ".k_norm")) for w in weights),
+        gated=any("gate" in w.module.rpartition(".")[2] for w in weights if w.kind in ("linear", "experts")),
+        experts=experts,
+        experts_per_token=min(experts, _number(config, "num_experts_per_tok") or 1),
+        expert_intermediate=_number(config, "moe_intermediate_size") or intermediate,
+        max_positions=_number(config, "max_position_embeddings", "n_positions"),
+    )
+
+
+def _experts(config: Mapping[str, Any]) -> int:
+    return _number(config, "num_local_experts", "num_experts", "n_routed_experts") or 0
+
+
+def _number(config: Mapping[str, Any], *names: str) -> int | None:
+    """The first of these that the config holds as a positive integer."""
+    values = (config.get(name) for name in names)
+    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)

@@ -1,0 +1,103 @@
+"""The machines that a plan can be made for: what their data sheets say, and how much of it training gets.
+
+Figures of NVIDIA's data sheets (dense matrix products in bf16 with fp32 sums; bytes of memory; memory bandwidth; bandwidth of
+one direction between two GPUs). What training reaches of them is in `EFFICIENCY` and `LINK_EFFICIENCY`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ft_service.errors import SpecError
+from ft_service.hardware import gpu_count
+
+EFFICIENCY = 0.45
+"""Share of the data sheet's matrix products that LoRA training reaches: 12.5 to 14.9 thousand tokens/s of an 8B model at 31.9
+GFLOP a token on an H100 (NeMo AutoModel's performance summary; LoRAFusion, arXiv 2510.00206) are 40 to 48 % of its 989."""
+LINK_EFFICIENCY = 0.8
+USABLE = 0.94
+"""Share of the memory that tensors can have: the CUDA context and gaps between blocks take the rest."""
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One rank's processor. FLOP/s, bytes, bytes/s; None: not known."""
+
+    name: str
+    memory: int | None
+    flops: float | None = None
+    memory_bandwidth: float | None = None
+    link_bandwidth: float | None = None
+    shared_memory: bool = False
+    """All ranks of the host share `memory`."""
+
+    def memory_of_rank(self, ranks: int) -> int | None:
+        if self.memory is None or not self.shared_memory:
+            return self.memory
+        return self.memory // ranks
+
+
+MACHINES = {
+    machine.name: machine
+    for machine in (
+        Machine("H200", int(139.8 * GIB), 989e12, 4.8e12, 450e9),
+        Machine("H100", int(79.6 * GIB), 989e12, 3.35e12, 450e9),
+        Machine("A100", int(79.3 * GIB), 312e12, 2.04e12, 300e9),
+        Machine("A100-40GB", int(39.5 * GIB), 312e12, 1.56e12, 300e9),
+        Machine("L40S", int(44.5 * GIB), 362e12, 864e9, 32e9),
+        Machine("RTX-4090", int(23.6 * GIB), 165e12, 1.01e12, 32e9),
+    )
+}
+"""By the names that `--hardware` takes, beside `cpu`. PCIe cards talk over PCIe 4.0 x 16."""
+
+CPU = "cpu"
+_CORE_FLOPS = 50e9
+"""fp32 matrix products of one server core with 256-bit vectors: an order of magnitude, not a promise."""
+_CORE_MEMORY_BANDWIDTH = 10e9
+_LOOPBACK_BANDWIDTH = 1e9
+
+
+def find_machine(name: str) -> Machine:
+    """By name, in any case. Raises SpecError listing what there is."""
+    if name.lower() == CPU:
+        return host_cpu()
+    found = {known.lower(): machine for known, machine in MACHINES.items()}.get(name.lower().replace(" ", "-"))
+    if found is None:
+        known = ", ".join([*MACHINES, CPU])
+        raise SpecError(
+            f"--hardware = {name!r}: not known. There are {known}; for another card give the nearest one and --memory.",
+            param="hardware",
+        )
+    return found
+
+
+def host_cpu() -> Machine:
+    """This host without its GPUs: one core a rank, memory shared by all ranks."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return Machine(CPU, memory, _CORE_FLOPS, _CORE_MEMORY_BANDWIDTH, _LOOPBACK_BANDWIDTH, shared_memory=True)
+
+
+def this_host(driver: Path = Path("/proc/driver/nvidia/gpus")) -> Machine:
+    """What jobs on this host train on: its GPUs as the driver names them, else its processor.
+
+    A GPU that is not in the table has no figures: nothing is said then about whether a job fits.
+    """
+    if not gpu_count():
+        return host_cpu()
+    names = [
+        line for path in sorted(driver.glob("*/information")) for line in path.read_text().splitlines() if "Model:" in line
+    ]
+    model = names[0].partition(":")[2].strip() if names else ""
+    return machine_of_model(model)
+
+
+def machine_of_model(model: str) -> Machine:
+    """The machine of a GPU's marketing name, such as `NVIDIA A100-SXM4-80GB`."""
+    plain = model.upper().replace("GEFORCE ", "").replace(" ", "-")
+    if "A100" in plain:
+        return MACHINES["A100-40GB" if "40GB" in plain else "A100"]
+    return next((m for name, m in MACHINES.items() if name.upper() in plain), Machine(model or "unknown GPU", None))

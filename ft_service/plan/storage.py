@@ -1,0 +1,170 @@
+"""What of a job each rank stores: frozen weights in their formats, adapters, and how both are grouped for gathering.
+
+Every tensor is split by rows: a rank keeps ceil(rows / shard) of them, padding included, as FSDP2 does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ft_service.errors import SpecError
+from ft_service.mesh import mesh_shape
+from ft_service.plan.base import Base, Weight
+from ft_service.selection import assign_formats, choose_targets, values_by_module
+from ft_service.spec import JobSpec, WeightFormat
+
+BLOCK = 64
+"""Columns that share one NF4 block scale; a row is padded to whole blocks."""
+COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
+STORAGE_BYTES = 2
+"""Of an element of a sharded frozen weight without a quantised format (bf16)."""
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks share the weights: `replicate` groups of `shard` ranks each."""
+
+    replicate: int
+    shard: int
+
+    @property
+    def world(self) -> int:
+        return self.replicate * self.shard
+
+    def rows(self, rows: int) -> int:
+        """Rows that each rank stores."""
+        return -(-rows // self.shard)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A frozen weight in its storage format. `row_bytes`: of one row at rest; `gathered_row_bytes`: of one in a gather."""
+
+    weight: Weight
+    format: WeightFormat
+    row_bytes: int
+    gathered_row_bytes: int
+
+    def bytes_on_rank(self, layout: Layout) -> int:
+        return layout.rows(self.weight.rows) * self.row_bytes
+
+    @property
+    def bytes_whole(self) -> int:
+        """Unsharded."""
+        return self.weight.rows * self.row_bytes
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The two matrices of one adapted module, A [r, cols] and B [rows, r]."""
+
+    module: str
+    layer: int | None
+    rows: int
+    cols: int
+    r: int
+
+    @property
+    def numel(self) -> int:
+        return self.r * (self.rows + self.cols)
+
+    def numel_on_rank(self, layout: Layout) -> int:
+        return layout.rows(self.r) * self.cols + layout.rows(self.rows) * self.r
+
+
+@dataclass(frozen=True)
+class Group:
+    """What is gathered by one collective."""
+
+    name: str
+    frozen: tuple[Stored, ...]
+    adapters: tuple[Adapter, ...]
+    held: bool
+    """Stays gathered from its forward to the end of its backward."""
+    in_backward: bool = True
+    """Whether the backward needs its weights."""
+
+    @property
+    def gathers(self) -> int:
+        """In one micro-batch."""
+        return 2 if self.in_backward and not self.held else 1
+
+    def gathered_bytes_on_rank(self, layout: Layout, compute_bytes: int) -> int:
+        """What a rank puts into a gather, padding rows included."""
+        frozen = sum(layout.rows(s.weight.rows) * s.gathered_row_bytes for s in self.frozen)
+        return frozen + sum(a.numel_on_rank(layout) for a in self.adapters) * compute_bytes
+
+    def reduced_bytes_on_rank(self, layout: Layout) -> int:
+        """What a rank gets out of the reduction of the adapters' gradients."""
+        return sum(a.numel_on_rank(layout) for a in self.adapters) * FP32_BYTES
+
+
+def layout_of(spec: JobSpec) -> Layout:
+    return Layout(*mesh_shape(spec.distributed.replicate, spec.world_size))
+
+
+def row_bytes(weight_format: WeightFormat, cols: int, plain_bytes: int) -> int:
+    """Bytes of one row of `cols` columns. `plain_bytes`: of an element that is not quantised."""
+    if weight_format == "nf4":
+        width = -(-cols // BLOCK) * BLOCK
+        return width // 2 + width // BLOCK + FP32_BYTES
+    if weight_format == "fp8":
+        return cols + FP32_BYTES
+    return cols * plain_bytes
+
+
+def stored_weights(base: Base, spec: JobSpec, layout: Layout) -> list[Stored]:
+    """Every frozen weight in the format that the spec gives it. Raises SpecError for a pattern that matches nothing."""
+    compute = COMPUTE_BYTES[spec.precision.compute]
+    at_rest = STORAGE_BYTES if layout.shard > 1 else compute  # what is not sharded is never converted again
+    _refuse_empty_rows(base)
+    formats = assign_formats(base.names(), spec.precision)
+    found = []
+    for weight in base.weights:
+        weight_format = formats.get(weight.module, "bf16") if weight.kind in ("linear", "experts") else "bf16"
+        cols = weight.numel_of_row
+        found.append(
+            Stored(weight, weight_format, row_bytes(weight_format, cols, at_rest), row_bytes(weight_format, cols, compute))
+        )
+    return found
+
+
+def adapters_of(base: Base, spec: JobSpec) -> list[Adapter]:
+    """The adapters that the spec asks for. Raises SpecError for names and patterns that match nothing."""
+    adaptable = {weight.module: weight for weight in base.adaptable()}
+    experts = [weight.module for weight in base.experts()]
+    chosen = choose_targets(list(adaptable), experts, spec.lora.target_modules)
+    ranks = values_by_module(chosen, spec.lora.rank_pattern, "lora.rank_pattern")
+    values_by_module(chosen, spec.lora.alpha_pattern, "lora.alpha_pattern")
+    weights = [adaptable[name] for name in chosen]
+    return [Adapter(w.module, w.layer, w.rows, w.numel_of_row, ranks.get(w.module, spec.lora.r)) for w in weights]
+
+
+def groups_of(stored: Sequence[Stored], adapters: Sequence[Adapter], spec: JobSpec) -> list[Group]:
+    """What `workers.parallel` gathers together: the embedding, freed once it was read; every decoder layer; norm and head, kept
+    until the backward that begins with them. A head that is the embedding is in one group with it and the norm."""
+    embedding = [s for s in stored if s.weight.kind == "embedding"]
+    rest = [s for s in stored if s.weight.layer is None and s.weight.kind != "embedding"]
+    tied = not any(s.weight.kind == "head" for s in rest)
+    outer = [a for a in adapters if a.layer is None]
+    first = Group("embedding", tuple(embedding), (), held=False, in_backward=False)
+    last = Group("norm and head", tuple(rest), tuple(outer), held=True)
+    if tied:
+        first, last = Group("embedding and head", tuple(embedding + rest), tuple(outer), held=True), None
+    layers = sorted({s.weight.layer for s in stored if s.weight.layer is not None})
+    held = not spec.distributed.reshard_after_forward
+    middle = [_layer_group(stored, adapters, layer, held) for layer in layers]
+    return [first, *middle, *([last] if last else [])]
+
+
+def _layer_group(stored: Sequence[Stored], adapters: Sequence[Adapter], layer: int, held: bool) -> Group:
+    frozen = tuple(s for s in stored if s.weight.layer == layer)
+    return Group(f"layer {layer}", frozen, tuple(a for a in adapters if a.layer == layer), held)
+
+
+def _refuse_empty_rows(base: Base) -> None:
+    for weight in base.quantizable():
+        if not weight.numel:
+            raise SpecError(f"The base's {weight.module} has shape {weight.shape}: there is nothing to store.", param="model")

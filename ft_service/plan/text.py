@@ -1,0 +1,98 @@
+"""A plan in words: tables for people, one sentence for a job's events."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ft_service.plan.job import Change, Module, Plan
+from ft_service.plan.machines import CPU
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_NUMBER = re.compile(r"\.\d+\.")
+
+
+def bytes_text(count: float) -> str:
+    """`5.31 GiB`: three digits or so."""
+    unit = 0
+    while abs(count) >= 1024 and unit < len(_UNITS) - 1:
+        count, unit = count / 1024, unit + 1
+    return f"{count:.0f} {_UNITS[unit]}" if unit == 0 else f"{count:.2f} {_UNITS[unit]}"
+
+
+def summary(plan: Plan) -> str:
+    """One sentence: `Plan: 8.21 GiB per rank on 2 ranks (base 3.10 GiB), fits H200.`"""
+    ranks = f"{plan.layout.world} rank{'s' if plan.layout.world > 1 else ''}"
+    base = bytes_text(sum(plan.rank.base.values()))
+    text = f"Plan: at most {bytes_text(plan.rank.total)} per rank on {ranks} (base {base})"
+    return f"{text}, {_verdict(plan)}."
+
+
+def modules_table(modules: Sequence[Module]) -> list[tuple[str, ...]]:
+    """Modules that differ only in the number of their layer as one row: name, count, shape, format, bytes, bytes per rank."""
+    alike: dict[tuple[Any, ...], list[Module]] = {}
+    for module in modules:
+        alike.setdefault((_NUMBER.sub(".*.", module.name), module.shape, module.format), []).append(module)
+    rows = []
+    for (name, shape, weight_format), found in alike.items():
+        shown = name if len(found) > 1 else found[0].name
+        whole, own = sum(m.bytes for m in found), sum(m.bytes_per_rank for m in found)
+        size = " x ".join(map(str, shape))
+        rows.append((shown, str(len(found)), size, weight_format, bytes_text(whole), bytes_text(own)))
+    return rows
+
+
+def memory_table(plan: Plan) -> list[tuple[str, str]]:
+    rank = plan.rank
+    rows = [(f"base in {name}", count) for name, count in rank.base.items()]
+    rows += [
+        ("adapters (fp32)", rank.adapters),
+        ("gradients", rank.gradients),
+        ("optimizer (AdamW)", rank.optimizer),
+        ("gathered weights", rank.gather),
+        ("gradients between micro-batches", rank.accumulation),
+        ("workspace", rank.workspace),
+        ("activations", rank.activations),
+        ("logits", rank.logits),
+        ("total", rank.total),
+    ]
+    return [(name, bytes_text(count)) for name, count in rows if count]
+
+
+def verdict_lines(plan: Plan) -> Iterator[str]:
+    """Whether it fits, and what to change if not."""
+    memory = "" if plan.memory is None else f" ({bytes_text(plan.memory)} usable per rank)"
+    yield f"{bytes_text(plan.rank.total)} per rank: {_verdict(plan)}{memory}."
+    for change in plan.changes:
+        yield f"  {change_text(change)}"
+    yield from plan.hints
+    yield from (f"Warning: {warning}" for warning in plan.warnings)
+
+
+def change_text(change: Change) -> str:
+    options = ", ".join(f"{name}: {value}" for name, value in change.options.items())
+    return f"with {options}: {bytes_text(change.total)} per rank, {'fits' if change.fits else 'does not fit'}"
+
+
+def work_lines(plan: Plan) -> Iterator[str]:
+    """Micro-batches, wire, arithmetic, and the speed that follows."""
+    batches, wire = plan.batches, plan.wire
+    times = "1 micro-batch" if batches.rounds == 1 else f"{batches.rounds} micro-batches"
+    yield f"A step of a rank: {times} of {batches.samples} x {batches.length} tokens at most."
+    if wire.total:
+        yield (
+            f"On the wire: {bytes_text(wire.total)} received per rank and step "
+            f"({wire.gathers} gathers {bytes_text(wire.gather)}, reductions {bytes_text(wire.reduce + wire.all_reduce)})."
+        )
+    checkpointed = f"{plan.flops_per_token_checkpointed / 1e9:.3g}"
+    yield f"Arithmetic: {plan.flops_per_token / 1e9:.3g} GFLOP a token, {checkpointed} with activation checkpointing."
+    if plan.speed is not None:
+        yield f"Estimate on {plan.machine}: {plan.speed.tokens_per_second:,.0f} tokens/s over all ranks."
+
+
+def _verdict(plan: Plan) -> str:
+    if plan.fits is None:
+        return f"memory of {plan.machine} not known"
+    where = "this host" if plan.machine == CPU else plan.machine
+    return f"fits {where}" if plan.fits else f"may not fit {where}"

@@ -1,0 +1,132 @@
+"""Which modules of a base the options of a job name: the one rule, for the plan before a job and for the worker in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ft_service.errors import SpecError
+from ft_service.spec import PrecisionOptions, WeightFormat, match_pattern
+
+KEPT_PLAIN = frozenset({"gate", "router", "shared_expert_gate", "dt_proj"})
+"""Names of modules whose linear layers stay bf16: routers, which are small and decide which experts a token meets, and the
+time steps of state-space layers, whose weights are used without calling the layer."""
+
+EXPERT_WORDS = frozenset({"gate", "gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3", "experts"})
+"""Last names that PEFT, in a mixture of experts, takes for the experts or their router wherever they stand."""
+
+Value = TypeVar("Value", int, float)
+
+
+def kept_plain(name: str) -> bool:
+    """Whether a linear layer of this full name stays bf16 whatever the precision map says."""
+    return not KEPT_PLAIN.isdisjoint(name.split("."))
+
+
+@dataclass(frozen=True)
+class WeightNames:
+    """Full names of the modules of a base that hold weights."""
+
+    quantizable: Sequence[str]
+    """Linear layers and stacked experts inside the decoder layers; routers are none of them."""
+    outside: Sequence[str]
+    """Modules with weights outside the decoder layers."""
+    weighted: Sequence[str]
+    """All modules with weights."""
+
+
+def assign_formats(names: WeightNames, precision: PrecisionOptions) -> dict[str, WeightFormat]:
+    """Format of every weight that can have one, by module name.
+
+    Raises SpecError for a pattern that matches none of them, or one outside the decoder layers.
+    """
+    formats: dict[str, WeightFormat] = dict.fromkeys(names.quantizable, precision.default)
+    for pattern, weight_format in precision.overrides.items():
+        matched = match_pattern(pattern, names.quantizable)
+        _require_override(pattern, weight_format, matched, names)
+        formats.update(dict.fromkeys(matched, weight_format))
+    return formats
+
+
+def _require_override(pattern: str, weight_format: WeightFormat, matched: list[str], names: WeightNames) -> None:
+    outside, others = match_pattern(pattern, names.outside), match_pattern(pattern, names.weighted)
+    if outside and weight_format != "bf16":
+        raise SpecError(
+            f"precision.overrides: the pattern {pattern!r} asks for {weight_format} and matches {outside[0]}, which lies "
+            "outside the decoder layers: embeddings and the output head stay bf16, since every token's error passes through "
+            "them. Make the pattern narrower.",
+            param="precision.overrides",
+        )
+    if matched or (others and weight_format == "bf16"):
+        return
+    if others:
+        raise SpecError(
+            f"precision.overrides: the pattern {pattern!r} matches {others[0]} and nothing that can be stored in "
+            f"{weight_format}; routers and whatever is no plain linear layer stay bf16.",
+            param="precision.overrides",
+        )
+    raise SpecError(
+        f"precision.overrides: the pattern {pattern!r} matches no linear layer inside the decoder layers "
+        f"(their names look like {names.quantizable[0]!r}).",
+        param="precision.overrides",
+    )
+
+
+def choose_targets(linears: Sequence[str], experts: Sequence[str], wanted: str | Sequence[str]) -> list[str]:
+    """The modules that get an adapter, in the model's order.
+
+    `linears`: every linear layer but the output head; `experts`: stacks of experts; `wanted`: lora.target_modules. Raises
+    SpecError for a name or pattern that matches none, or that names experts.
+    """
+    barred = [name for name in linears if experts and last_name(name) in EXPERT_WORDS]
+    allowed = [name for name in linears if name not in barred] if barred else list(linears)
+    if wanted == "all-linear":
+        return _matches("all-linear", allowed, allowed)
+    if isinstance(wanted, str):
+        _refuse_experts(wanted, match_pattern(wanted, [*experts, *barred]))
+        return _matches(wanted, match_pattern(wanted, allowed), allowed)
+    chosen: set[str] = set()
+    for word in wanted:
+        _refuse_experts(word, [word] if experts and last_name(word) in EXPERT_WORDS else [])
+        chosen.update(_matches(word, [name for name in allowed if f".{name}".endswith(f".{word}")], allowed))
+    return [name for name in allowed if name in chosen]
+
+
+def values_by_module(chosen: Sequence[str], patterns: Mapping[str, Value], field: str) -> dict[str, Value]:
+    """What lora.rank_pattern or alpha_pattern gives single modules; the first pattern that matches wins, as in PEFT.
+
+    Raises SpecError for a pattern that matches none of the adapted modules.
+    """
+    values: dict[str, Value] = {}
+    for pattern, value in patterns.items():
+        matched = match_pattern(rf"(.*\.)?({pattern})", chosen)
+        if not matched:
+            raise SpecError(f"{field}: the pattern {pattern!r} matches none of the adapted modules.", param=field)
+        for name in matched:
+            values.setdefault(name, value)
+    return values
+
+
+def last_name(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _matches(wanted: str, found: list[str], allowed: list[str]) -> list[str]:
+    if found:
+        return found
+    kinds = ", ".join(sorted({last_name(name) for name in allowed})) or "none that an adapter can be put on"
+    raise SpecError(
+        f"lora.target_modules: {wanted!r} matches no linear layer of this model; it has {kinds}.", param="lora.target_modules"
+    )
+
+
+def _refuse_experts(wanted: str, matched: list[str]) -> None:
+    if not matched:
+        return
+    raise SpecError(
+        f"lora.target_modules: {wanted!r} names {matched[0]!r}. In a mixture of experts, adapters on experts, on routers and "
+        "on dense layers with an expert's name are not supported: name attention layers, or say all-linear, which leaves "
+        "these out.",
+        param="lora.target_modules",
+    )

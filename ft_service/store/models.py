@@ -1,0 +1,88 @@
+"""What the store knows of tuned models beyond their jobs: which were deleted, and who else may use one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sqlalchemy import delete, exists, select
+
+from ft_service.errors import SpecError
+from ft_service.ids import new_id
+from ft_service.store.base import Order, Page
+from ft_service.store.database import Database, database_time, upsert
+from ft_service.store.records import Permission
+from ft_service.store.rows import columns_of, cursor, not_found, page
+from ft_service.store.tables import deleted_models, permissions, projects
+
+PERMISSION = columns_of(Permission, permissions)
+
+
+class ModelStore(Database):
+    def delete_model(self, project_id: str, model: str) -> None:
+        """Hide a tuned model, or a checkpoint of one. Repeating it changes nothing."""
+        row = {"model": model, "project_id": project_id, "deleted_at": database_time()}
+        with self.writing() as connection:
+            connection.execute(upsert(connection, deleted_models).values(row).on_conflict_do_nothing())
+
+    def is_deleted(self, model: str) -> bool:
+        with self.reading() as connection:
+            return connection.scalars(select(exists().where(deleted_models.c.model == model))).one()
+
+    def deleted_models(self, project_id: str) -> set[str]:
+        with self.reading() as connection:
+            return set(connection.scalars(select(deleted_models.c.model).where(deleted_models.c.project_id == project_id)))
+
+    def grant(self, project_id: str, model: str, grantees: Sequence[str]) -> list[Permission]:
+        """Let projects use a model, in their order; one that may already is answered as it is. All or none are granted.
+
+        Raises SpecError naming the first project that there is not.
+        """
+        with self.writing() as connection:
+            known = set(connection.scalars(select(projects.c.id).where(projects.c.id.in_(grantees))))
+            for number, grantee in enumerate(grantees):
+                if grantee not in known:
+                    place = f"project_ids.{number}"
+                    raise SpecError(f"{place} = {grantee[:80]!r}: there is no such project.", param=place)
+                row = {"id": new_id("cp_"), "project_id": project_id, "model": model, "grantee": grantee}
+                statement = upsert(connection, permissions).values({**row, "created_at": database_time()})
+                connection.execute(statement.on_conflict_do_nothing())
+            query = select(*PERMISSION).where(permissions.c.model == model, permissions.c.grantee.in_(grantees))
+            found = {row["grantee"]: Permission(**row) for row in connection.execute(query).mappings()}
+        return [found[grantee] for grantee in dict.fromkeys(grantees)]
+
+    def list_permissions(
+        self,
+        project_id: str,
+        model: str,
+        *,
+        after: str | None = None,
+        limit: int = 10,
+        order: Order = "desc",
+        grantee: str | None = None,
+    ) -> Page[Permission]:
+        """By creation. `grantee`: only this project's."""
+        place = permissions.c.position
+        mine = (permissions.c.project_id == project_id, permissions.c.model == model)
+        query = select(*PERMISSION).where(*mine).order_by(place.desc() if order == "desc" else place.asc())
+        if grantee is not None:
+            query = query.where(permissions.c.grantee == grantee)
+        with self.reading() as connection:
+            if after is not None:
+                last = cursor(connection, place, permissions.c.id == after, *mine, after=after)
+                query = query.where(place < last if order == "desc" else place > last)
+            return page(connection, query, limit, lambda row: Permission(**row))
+
+    def revoke(self, project_id: str, model: str, permission_id: str) -> None:
+        """The project may use the model no longer."""
+        mine = (permissions.c.project_id == project_id, permissions.c.model == model, permissions.c.id == permission_id)
+        with self.writing() as connection:
+            if connection.execute(delete(permissions).where(*mine)).rowcount == 0:
+                raise not_found("permission", permission_id)
+
+    def granted(self, grantee: str, model: str | None = None) -> list[Permission]:
+        """What other projects let this one use, newest first. `model`: only this one's."""
+        query = select(*PERMISSION).where(permissions.c.grantee == grantee).order_by(permissions.c.position.desc())
+        if model is not None:
+            query = query.where(permissions.c.model == model)
+        with self.reading() as connection:
+            return [Permission(**row) for row in connection.execute(query).mappings()]

@@ -1,0 +1,82 @@
+"""Records of what surrounds jobs on the wire: uploads, permissions, webhooks. Times as in `base.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Upload:
+    """A file that arrives in parts."""
+
+    id: str
+    project_id: str
+    filename: str
+    purpose: str
+    bytes: int
+    """Of the whole file, as announced."""
+    file_seconds: int | None
+    """Lifetime of the file that it becomes; None: until it is deleted."""
+    status: Literal["pending", "completed", "cancelled", "expired"] = "pending"
+    created_at: float = 0.0
+    expires_at: float = 0.0
+    part_ids: list[str] | None = None
+    """The parts it was completed with, in order."""
+    file_id: str | None = None
+    """The file it has become."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UploadPart:
+    id: str
+    project_id: str
+    upload_id: str
+    bytes: int
+    sha256: str
+    created_at: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Permission:
+    """A project's permission to use another one's tuned model."""
+
+    id: str
+    project_id: str
+    """The model's."""
+    model: str
+    """Name of a tuned model or of a checkpoint."""
+    grantee: str
+    """The project that may use it."""
+    created_at: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class WebhookEndpoint:
+    """An address that is told when a job has ended."""
+
+    id: str
+    project_id: str
+    name: str
+    url: str
+    event_types: list[str]
+    secret: str = field(default="", repr=False)
+    """`whsec_…`: what deliveries are signed with."""
+    old_secret: str | None = field(default=None, repr=False)
+    """Signs deliveries too, until `old_secret_expires_at`; None: there is none that is still valid."""
+    old_secret_expires_at: float | None = None
+    created_at: float = 0.0
+    updated_at: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delivery:
+    """A message on its way to an endpoint."""
+
+    id: str
+    project_id: str
+    endpoint: WebhookEndpoint
+    body: str
+    age_seconds: float
+    tries: int
+    """With this one."""

@@ -1,0 +1,125 @@
+"""Uploads in parts: what was announced, what has arrived, and the file that it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from sqlalchemy import Connection, RowMapping, and_, delete, func, insert, select, update
+
+from ft_service.errors import SpecError
+from ft_service.store.base import File
+from ft_service.store.database import Database, database_time
+from ft_service.store.files import insert_file
+from ft_service.store.records import Upload, UploadPart
+from ft_service.store.rows import columns_of, not_found
+from ft_service.store.tables import PENDING, upload_parts, uploads
+
+UPLOAD = columns_of(Upload, uploads)
+PART = columns_of(UploadPart, upload_parts)
+_OPEN = and_(PENDING, uploads.c.expires_at > database_time())
+
+
+class UploadStore(Database):
+    def add_upload(self, upload: Upload, *, seconds: int, at_most: int) -> Upload:
+        """Store a pending upload that expires after `seconds`. Raises SpecError if the project has `at_most` already."""
+        count = select(func.count()).select_from(uploads).where(uploads.c.project_id == upload.project_id, _OPEN)
+        with self.writing() as connection:
+            if connection.scalars(count).one() >= at_most:
+                message = f"This project has {at_most} uploads that are neither completed nor cancelled. Cancel one first."
+                raise SpecError(message, code="too_many_uploads")
+            now = connection.scalars(select(database_time())).one()
+            row = _row(upload) | {"created_at": now, "expires_at": now + seconds}
+            stored = connection.execute(insert(uploads).values(row).returning(*UPLOAD)).mappings().one()
+        return Upload(**stored)
+
+    def get_upload(self, project_id: str, upload_id: str) -> Upload:
+        with self.reading() as connection:
+            return _get(connection, project_id, upload_id)
+
+    def add_part(self, part: UploadPart, *, slack: int, at_most: int) -> UploadPart:
+        """Store a part of a pending upload; all parts together may hold `slack` bytes more than the upload announced.
+
+        Raises SpecError if they would hold more, if there are `at_most` parts already, or if the upload is not pending.
+        """
+        sums = select(func.count(), func.coalesce(func.sum(upload_parts.c.bytes), 0))
+        with self.writing() as connection:
+            upload = _get(connection, part.project_id, part.upload_id, lock=True)
+            _check_pending(upload)
+            count, held = connection.execute(sums.where(upload_parts.c.upload_id == upload.id)).one()
+            if held + part.bytes > upload.bytes + slack:
+                message = f"data: the parts would hold {held + part.bytes} bytes, and the upload announced {upload.bytes}."
+                raise SpecError(message, param="data", code="too_many_bytes")
+            if count >= at_most:
+                raise SpecError(f"data: an upload has at most {at_most} parts. Send larger ones.", param="data")
+            row = _row(part) | {"created_at": database_time()}
+            stored = connection.execute(insert(upload_parts).values(row).returning(*PART)).mappings().one()
+        return UploadPart(**stored)
+
+    def list_parts(self, project_id: str, upload_id: str) -> list[UploadPart]:
+        """Of a pending upload, oldest first."""
+        query = select(*PART).where(upload_parts.c.upload_id == upload_id, upload_parts.c.project_id == project_id)
+        with self.reading() as connection:
+            rows = connection.execute(query.order_by(upload_parts.c.position)).mappings()
+            return [UploadPart(**row) for row in rows]
+
+    def complete_upload(self, project_id: str, upload_id: str, part_ids: Sequence[str], file: File) -> Upload:
+        """Turn a pending upload into a file. One that was completed with the same parts before is answered as it is.
+
+        Raises SpecError if it is neither.
+        """
+        with self.writing() as connection:
+            upload = _get(connection, project_id, upload_id, lock=True)
+            if upload.status == "completed" and upload.part_ids == list(part_ids):
+                return upload
+            _check_pending(upload)
+            insert_file(connection, file, upload.file_seconds)
+            return _end(connection, upload_id, status="completed", part_ids=list(part_ids), file_id=file.id)
+
+    def cancel_upload(self, project_id: str, upload_id: str) -> Upload:
+        """Repeating it changes nothing. Raises SpecError if the upload is completed or has expired."""
+        with self.writing() as connection:
+            upload = _get(connection, project_id, upload_id, lock=True)
+            if upload.status == "cancelled":
+                return upload
+            _check_pending(upload)
+            return _end(connection, upload_id, status="cancelled")
+
+    def pending_uploads(self) -> set[str]:
+        """Ids of all projects' pending uploads."""
+        with self.reading() as connection:
+            return set(connection.scalars(select(uploads.c.id).where(_OPEN)))
+
+
+def _row(record: Upload | UploadPart) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in fields(record)}
+
+
+def _get(connection: Connection, project_id: str, upload_id: str, *, lock: bool = False) -> Upload:
+    """`lock`: keep others from changing it until the transaction ends; SQLite's writers exclude each other anyway."""
+    query = select(*UPLOAD, database_time().label("now")).where(uploads.c.id == upload_id, uploads.c.project_id == project_id)
+    row = connection.execute(query.with_for_update() if lock else query).mappings().one_or_none()
+    if row is None:
+        raise not_found("upload", upload_id)
+    return _upload(row)
+
+
+def _upload(row: RowMapping) -> Upload:
+    values = dict(row)
+    now = values.pop("now")
+    upload = Upload(**values)
+    return replace(upload, status="expired") if upload.status == "pending" and upload.expires_at <= now else upload
+
+
+def _check_pending(upload: Upload) -> None:
+    if upload.status == "pending":
+        return
+    ended = {"completed": "is completed", "cancelled": "was cancelled", "expired": "has expired"}[upload.status]
+    raise SpecError(f"Upload {upload.id} {ended}: start a new one.", param="upload_id", code="invalid_state")
+
+
+def _end(connection: Connection, upload_id: str, **values: Any) -> Upload:
+    connection.execute(delete(upload_parts).where(upload_parts.c.upload_id == upload_id))
+    statement = update(uploads).where(uploads.c.id == upload_id).values(**values).returning(*UPLOAD)
+    return Upload(**connection.execute(statement).mappings().one())

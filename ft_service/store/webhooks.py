@@ -1,0 +1,188 @@
+"""Webhook endpoints, and the deliveries that a job's end writes in its own transaction: none is lost, none is made up."""
+
+from __future__ import annotations
+
+import base64
+import json
+import secrets
+from dataclasses import replace
+from typing import Any
+
+from sqlalchemy import Connection, RowMapping, and_, delete, func, insert, select, update
+
+from ft_service.errors import SpecError
+from ft_service.ids import new_id
+from ft_service.job import TERMINAL, Job
+from ft_service.store.base import Page
+from ft_service.store.database import Database, database_time
+from ft_service.store.records import Delivery, WebhookEndpoint
+from ft_service.store.rows import columns_of, cursor, not_found, page
+from ft_service.store.tables import UNSENT, webhook_deliveries, webhook_endpoints
+
+EVENT_TYPES = tuple(f"fine_tuning.job.{state}" for state in sorted(TERMINAL, reverse=True))
+MAX_ENDPOINTS = 100
+SECRET_BYTES = 32
+
+ENDPOINT = columns_of(WebhookEndpoint, webhook_endpoints)
+_DELIVERY = [webhook_deliveries.c[name] for name in ("id", "project_id", "body", "created_at", "tries")]
+
+
+class WebhookStore(Database):
+    def add_webhook(self, endpoint: WebhookEndpoint) -> WebhookEndpoint:
+        """Store an endpoint with a new secret. Raises SpecError if the project has MAX_ENDPOINTS already."""
+        mine = webhook_endpoints.c.project_id == endpoint.project_id
+        with self.writing() as connection:
+            if connection.scalars(select(func.count()).select_from(webhook_endpoints).where(mine)).one() >= MAX_ENDPOINTS:
+                raise SpecError(f"This project has {MAX_ENDPOINTS} webhook endpoints. Delete one first.")
+            now = connection.scalars(select(database_time())).one()
+            row = {
+                "id": endpoint.id,
+                "project_id": endpoint.project_id,
+                "name": endpoint.name,
+                "url": endpoint.url,
+                "event_types": endpoint.event_types,
+                "secret": _new_secret(),
+                "created_at": now,
+                "updated_at": now,
+            }
+            return _endpoint(
+                connection.execute(insert(webhook_endpoints).values(row).returning(*ENDPOINT)).mappings().one(), now
+            )
+
+    def get_webhook(self, project_id: str, endpoint_id: str) -> WebhookEndpoint:
+        with self.reading() as connection:
+            return _get(connection, project_id, endpoint_id)
+
+    def list_webhooks(self, project_id: str, *, after: str | None = None, limit: int = 20) -> Page[WebhookEndpoint]:
+        """Newest first."""
+        place, mine = webhook_endpoints.c.position, webhook_endpoints.c.project_id == project_id
+        query = select(*ENDPOINT).where(mine).order_by(place.desc())
+        with self.reading() as connection:
+            if after is not None:
+                query = query.where(place < cursor(connection, place, webhook_endpoints.c.id == after, mine, after=after))
+            now = connection.scalars(select(database_time())).one()
+            return page(connection, query, limit, lambda row: _endpoint(row, now))
+
+    def update_webhook(self, project_id: str, endpoint_id: str, **changes: Any) -> WebhookEndpoint:
+        """Change name, url or event_types. What changes nothing leaves `updated_at` as it is."""
+        with self.writing() as connection:
+            old = _get(connection, project_id, endpoint_id, lock=True)
+            if replace(old, **changes) != old:
+                _update(connection, endpoint_id, **changes)
+            return _get(connection, project_id, endpoint_id)
+
+    def rotate_webhook_secret(self, project_id: str, endpoint_id: str, *, keep_seconds: float) -> WebhookEndpoint:
+        """Give an endpoint a new secret. Deliveries are signed with the old one too for `keep_seconds`."""
+        with self.writing() as connection:
+            old = _get(connection, project_id, endpoint_id, lock=True)
+            kept = {"old_secret": None, "old_secret_expires_at": None}
+            if keep_seconds:
+                kept = {"old_secret": old.secret, "old_secret_expires_at": database_time() + keep_seconds}
+            _update(connection, endpoint_id, secret=_new_secret(), **kept)
+            return _get(connection, project_id, endpoint_id)
+
+    def delete_webhook(self, project_id: str, endpoint_id: str) -> None:
+        """The endpoint goes, and what was not delivered to it."""
+        with self.writing() as connection:
+            _get(connection, project_id, endpoint_id, lock=True)
+            connection.execute(delete(webhook_deliveries).where(webhook_deliveries.c.endpoint_id == endpoint_id))
+            connection.execute(delete(webhook_endpoints).where(webhook_endpoints.c.id == endpoint_id))
+
+    def claim_deliveries(self, *, limit: int, lease_seconds: float) -> list[Delivery]:
+        """Deliveries that are due, longest first. Nobody else gets them for `lease_seconds`; each claim counts as a try."""
+        due = and_(UNSENT, webhook_deliveries.c.next_try_at <= database_time())
+        first = select(webhook_deliveries.c.id).where(due).order_by(webhook_deliveries.c.next_try_at).limit(limit)
+        with self.reading() as connection:  # most looks find nothing, and need not wait for writers
+            ids = list(connection.scalars(first))
+        if not ids:
+            return []
+        columns = webhook_deliveries.c
+        claim = update(webhook_deliveries).where(columns.id.in_(ids), due)
+        claim = claim.values(tries=columns.tries + 1, next_try_at=database_time() + lease_seconds)
+        with self.writing() as connection:
+            rows = connection.execute(claim.returning(*_DELIVERY, columns.endpoint_id)).mappings().all()
+            return [_delivery(connection, dict(row)) for row in rows]
+
+    def settle_delivery(self, delivery: Delivery, *, error: str | None, retry_seconds: float | None) -> None:
+        """What became of a try. `error`: None if it was delivered. `retry_seconds`: until the next try; None: none follows.
+
+        Without effect if somebody else has claimed the delivery since.
+        """
+        columns = webhook_deliveries.c
+        over = error is None or retry_seconds is None
+        values: dict[str, Any] = {"error": error, "finished_at": database_time() if over else None}
+        if not over:
+            values["next_try_at"] = database_time() + retry_seconds
+        mine = (columns.id == delivery.id, columns.tries == delivery.tries, UNSENT)
+        with self.writing() as connection:
+            connection.execute(update(webhook_deliveries).where(*mine).values(values))
+
+    def forget_deliveries(self, older_than_seconds: float) -> None:
+        """Remove the records of deliveries that are over."""
+        columns = webhook_deliveries.c
+        with self.writing() as connection:
+            connection.execute(delete(webhook_deliveries).where(columns.finished_at <= database_time() - older_than_seconds))
+
+
+def announce(connection: Connection, job: Job) -> None:
+    """Within the transaction that changed a job's state: write the deliveries that its end asks for, if it has ended."""
+    if job.state not in TERMINAL:
+        return
+    kind = f"fine_tuning.job.{job.state}"
+    query = select(webhook_endpoints.c.id, webhook_endpoints.c.event_types)
+    endpoints = connection.execute(query.where(webhook_endpoints.c.project_id == job.project_id)).all()
+    asked = [endpoint.id for endpoint in endpoints if kind in endpoint.event_types]
+    if not asked:
+        return
+    body = event_body(kind, job.id, job.finished_at or 0.0)
+    rows = [_new_delivery(job.project_id, endpoint_id, body) for endpoint_id in asked]
+    connection.execute(insert(webhook_deliveries).values(created_at=database_time()), rows)
+
+
+def event_body(kind: str, job_id: str, created_at: float) -> str:
+    """OpenAI's webhook event, as it is signed and sent."""
+    event = {"id": new_id("evt_"), "object": "event", "created_at": int(created_at), "type": kind, "data": {"id": job_id}}
+    return json.dumps(event)
+
+
+def _new_delivery(project_id: str, endpoint_id: str, body: str) -> dict[str, Any]:
+    return {
+        "id": new_id("wh_"),
+        "project_id": project_id,
+        "endpoint_id": endpoint_id,
+        "body": body,
+        "tries": 0,
+        "next_try_at": 0.0,
+    }
+
+
+def _new_secret() -> str:
+    return "whsec_" + base64.b64encode(secrets.token_bytes(SECRET_BYTES)).decode()
+
+
+def _get(connection: Connection, project_id: str, endpoint_id: str, *, lock: bool = False) -> WebhookEndpoint:
+    columns = webhook_endpoints.c
+    query = select(*ENDPOINT, database_time().label("now")).where(columns.id == endpoint_id, columns.project_id == project_id)
+    row = connection.execute(query.with_for_update() if lock else query).mappings().one_or_none()
+    if row is None:
+        raise not_found("webhook endpoint", endpoint_id)
+    values = dict(row)
+    return _endpoint(values, values.pop("now"))
+
+
+def _endpoint(row: RowMapping | dict[str, Any], now: float) -> WebhookEndpoint:
+    endpoint = WebhookEndpoint(**row)
+    if endpoint.old_secret_expires_at is None or endpoint.old_secret_expires_at > now:
+        return endpoint
+    return replace(endpoint, old_secret=None, old_secret_expires_at=None)
+
+
+def _update(connection: Connection, endpoint_id: str, **values: Any) -> None:
+    mine = webhook_endpoints.c.id == endpoint_id
+    connection.execute(update(webhook_endpoints).where(mine).values(**values, updated_at=database_time()))
+
+
+def _delivery(connection: Connection, row: dict[str, Any]) -> Delivery:
+    endpoint = _get(connection, row["project_id"], row.pop("endpoint_id"))
+    now = connection.scalars(select(database_time())).one()
+    return Delivery(endpoint=endpoint, age_seconds=now - row.pop("created_at"), **row)

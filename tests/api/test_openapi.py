@@ -1,0 +1,162 @@
+"""The OpenAPI document says what the service does, and what of it OpenAI's API does not have."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import openai
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, strategies
+from hypothesis.errors import Unsatisfiable
+from openai.types import fine_tuning, webhooks
+from openai.types.fine_tuning.checkpoints import PermissionListResponse
+from openai.types.fine_tuning.job_create_params import JobCreateParams
+from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
+from openai.types.uploads import UploadPart
+from pydantic import BaseModel
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from ft_service.job import Reason, State
+from tests.api.conftest import Service
+from tests.api.receiver import Receiver, receiving
+from tests.api.test_fine_tuning import put, run_dir
+
+MARK = "x-beyond-openai"
+CHECKS = [not_a_server_error, response_schema_conformance, content_type_conformance, status_code_conformance]
+SAME: dict[str, Any] = {
+    "JobView": fine_tuning.FineTuningJob,
+    "EventView": fine_tuning.FineTuningJobEvent,
+    "CheckpointView": FineTuningJobCheckpoint,
+    "FileView": openai.types.FileObject,
+    "ModelView": openai.types.Model,
+    "UploadView": openai.types.Upload,
+    "UploadPartView": UploadPart,
+    "PermissionView": PermissionListResponse,
+    "WebhookView": webhooks.WebhookEndpoint,
+    "WebhookSecretView": webhooks.WebhookEndpointWithSecret,
+    "WebhookTestView": webhooks.WebhookEndpointTestResult,
+}
+
+
+@pytest.fixture
+def configure(configure: dict[str, Any]) -> dict[str, Any]:
+    return configure | {"webhook_allow_private": True}
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with receiving() as receiver:
+        yield receiver
+
+
+@pytest.fixture
+def document(service: Service) -> dict[str, Any]:
+    return service.http("GET", "/openapi.json").json()
+
+
+def test_answers_have_openais_fields_and_mark_the_others(document: dict[str, Any]) -> None:
+    for view, theirs in SAME.items():
+        assert issubclass(theirs, BaseModel)
+        properties = document["components"]["schemas"][view]["properties"]
+        assert set(theirs.model_fields) <= set(properties), view
+        marked = {name for name, schema in properties.items() if schema.get(MARK)}
+        assert marked == set(properties) - set(theirs.model_fields), view
+
+
+def test_a_create_body_marks_what_openai_does_not_take(document: dict[str, Any]) -> None:
+    theirs = set(JobCreateParams.__annotations__)
+    properties = document["components"]["schemas"]["JobRequest"]["properties"]
+    assert theirs <= set(properties)
+    assert {name for name, schema in properties.items() if schema.get(MARK)} == set(properties) - theirs
+
+
+def test_routes_that_the_client_does_not_know_are_marked(document: dict[str, Any]) -> None:
+    source = "".join(path.read_text() for path in (Path(openai.__file__).parent / "resources").rglob("*.py"))
+    known = {re.sub(r"{\w+}", "{}", path) for path in re.findall(r'"(/[a-z_/{}]+)"', source)}
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            ours = re.sub(r"{\w+}", "{}", path.removeprefix("/v1")) not in known
+            assert operation.get(MARK, False) is ours, path
+            assert operation.get("description", "").startswith("Not in OpenAI's API.") is ours, path
+
+
+def prepared(service: Service, client: openai.OpenAI, receiver: Receiver, file_id: str) -> dict[str, str]:
+    """Values of path parameters that exist."""
+    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=file_id).id
+    job = put(service, job_id, checkpoints=(5,), state=State.SUCCEEDED, reason=Reason.SUCCEEDED, attempt=1, finished_at=1e9)
+    run_dir(service, job_id).put("adapter/adapter_config.json", b"{}")
+    run_dir(service, job_id).put("attempts/1/logs/supervisor.log", b"first\n")
+    upload = client.uploads.create(bytes=9, filename="a.jsonl", mime_type="text/plain", purpose="fine-tune")
+    name = job.spec["tuned_name"]
+    granted = client.fine_tuning.checkpoints.permissions.create(name, project_ids=["default"]).data[0]
+    endpoint = client.webhooks.create(name="a", url=receiver.url, event_types=["fine_tuning.job.failed"])
+    return {
+        "job_id": job_id,
+        "file_id": file_id,
+        "upload_id": upload.id,
+        "model": name,
+        "fine_tuned_model_checkpoint": name,
+        "permission_id": granted.id,
+        "webhook_endpoint_id": endpoint.id,
+    }
+
+
+@pytest.mark.parametrize("examples", [3, pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+def test_every_answer_is_as_described_whatever_is_sent(
+    service: Service,
+    client: openai.OpenAI,
+    receiver: Receiver,
+    document: dict[str, Any],
+    training_file: str,
+    subtests: pytest.Subtests,
+    examples: int,
+) -> None:
+    """`examples`: per operation, of what fits the description and of what does not."""
+    existing = prepared(service, client, receiver, training_file)
+    schema = schemathesis.openapi.from_dict(document)
+    answered: set[str] = set()
+    limits = hypothesis.settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    operations = [found.ok() for found in schema.get_all_operations()]
+    # What deletes or ends something comes last, so that the others find it.
+    for operation in sorted(operations, key=lambda found: (found.method == "delete", found.path.endswith("cancel"))):
+        for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
+
+            @limits
+            @hypothesis.given(
+                case=operation.as_strategy(generation_mode=mode),
+                real=strategies.just(True) if mode is GenerationMode.POSITIVE else strategies.booleans(),
+            )
+            def check(case: Any, real: bool) -> None:
+                if real:
+                    case.path_parameters = {**(case.path_parameters or {}), **existing_for(case, existing)}
+                answer = case.call(base_url=service.url, headers={"authorization": f"Bearer {service.key}"}, timeout=30)
+                case.validate_response(answer, checks=CHECKS)
+                if answer.status_code == 200:
+                    answered.add(case.operation.label)
+
+            with subtests.test(operation=operation.label, mode=mode.name), contextlib.suppress(Unsatisfiable):
+                check()  # Unsatisfiable: an operation that takes nothing cannot be given something wrong
+    assert len(answered) >= 20, "most operations were seen to succeed"
+
+
+def existing_for(case: Any, existing: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in existing.items() if f"{{{name}}}" in case.operation.path}

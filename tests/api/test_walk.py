@@ -1,0 +1,83 @@
+"""Every method of the client works against a real server: of the newest client, of a 2.x and of a 1.x."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from ft_service.job import Reason, State
+from tests.api.conftest import Service
+from tests.api.receiver import Receiver, receiving
+from tests.api.test_fine_tuning import put
+
+WALK = Path(__file__).with_name("walk.py")
+OLDER = Path(os.environ.get("FT_TEST_CLIENTS", Path(sys.prefix) / "clients"))
+"""OpenAI clients of older major versions, each in a folder named after its major version; `make test-all` installs them."""
+# They work on what a webhook's receiver has got, and ask nothing of the server.
+LOCAL = {"webhooks.unwrap", "webhooks.verify_signature"}
+
+
+@pytest.fixture
+def configure(configure: dict[str, Any]) -> dict[str, Any]:
+    return configure | {"webhook_allow_private": True}
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with receiving() as receiver:
+        yield receiver
+
+
+def tuned(service: Service, client: openai.OpenAI, file_id: str) -> tuple[str, str]:
+    """Id and outcome of a job that has succeeded."""
+    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=file_id).id
+    job = put(service, job_id, checkpoints=(5, 10), state=State.SUCCEEDED, reason=Reason.SUCCEEDED, attempt=1, finished_at=1e9)
+    return job_id, job.spec["tuned_name"]
+
+
+def walk(service: Service, client: openai.OpenAI, receiver: Receiver, file_id: str, path: Path | None) -> dict[str, Any]:
+    """What the walk printed, with the client from a folder (None: the installed one)."""
+    job_id, model = tuned(service, client, file_id)
+    spare = {name: tuned(service, client, file_id)[1] for name in ("sync", "async")}
+    ids = {"file": file_id, "job": job_id, "model": model, "receiver": receiver.url, **spare}
+    environment = {**os.environ, "OPENAI_BASE_URL": f"{service.url}/v1", "OPENAI_API_KEY": service.key}
+    if path:
+        environment["PYTHONPATH"] = str(path)
+    result = subprocess.run(
+        [sys.executable, str(WALK), json.dumps(ids), ""], env=environment, capture_output=True, text=True, timeout=120, cwd="/"
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def check(found: dict[str, Any], version: str) -> None:
+    assert found["version"].startswith(version)
+    for result in found["walks"]:
+        assert set(result["has"]) - LOCAL == set(result["called"])
+
+
+def test_every_method_of_the_installed_client_works(
+    service: Service, client: openai.OpenAI, receiver: Receiver, training_file: str
+) -> None:
+    found = walk(service, client, receiver, training_file, None)
+    check(found, openai.__version__)
+    assert len(found["walks"][0]["called"]) > 35
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("major", ["1", "2"])
+def test_every_method_of_an_older_client_works(
+    service: Service, client: openai.OpenAI, receiver: Receiver, training_file: str, major: str
+) -> None:
+    assert (OLDER / major).is_dir(), f"{OLDER / major} is not there: make test-all installs it"
+    found = walk(service, client, receiver, training_file, OLDER / major)
+    check(found, f"{major}.")
+    assert len(found["walks"][1]["called"]) > 20

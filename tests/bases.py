@@ -1,0 +1,84 @@
+"""Base models made of a config and headers: everything that a plan reads, in files of holes."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+TINY: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+LLAMA_8B: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
+
+
+def llama_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors of a Llama."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    head = config.get("head_dim", hidden // config["num_attention_heads"])
+    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    for layer in range(config["num_hidden_layers"]):
+        before = f"model.layers.{layer}"
+        for name, shape in {
+            "input_layernorm": (hidden,),
+            "self_attn.q_proj": (q, hidden),
+            "self_attn.k_proj": (kv, hidden),
+            "self_attn.v_proj": (kv, hidden),
+            "self_attn.o_proj": (hidden, q),
+            "post_attention_layernorm": (hidden,),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+        }.items():
+            found[f"{before}.{name}.weight"] = shape
+    found["model.norm.weight"] = (hidden,)
+    if not config.get("tie_word_embeddings"):
+        found["lm_head.weight"] = (config["vocab_size"], hidden)
+    return found
+
+
+def save_headers(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str = "BF16") -> None:
+    """A safetensors file of zeros that take no room on disk."""
+    entries, end = {}, 0
+    for name, shape in shapes.items():
+        size = math.prod(shape) * 2
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    header = json.dumps(entries).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + end)
+
+
+def save_base(
+    folder: Path, config: Mapping[str, Any] = TINY, shapes: Mapping[str, tuple[int, ...]] | None = None, **changes: Any
+) -> Path:
+    """A base that the catalogue lists and a plan can be made for. `changes`: to the config."""
+    folder.mkdir(parents=True, exist_ok=True)
+    described = {**config, **changes}
+    (folder / "config.json").write_text(json.dumps(described))
+    (folder / "tokenizer.json").write_text("{}")
+    save_headers(folder / "model.safetensors", llama_shapes(described) if shapes is None else shapes)
+    return folder

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.bases import LLAMA_8B, save_base
+from tests.ft_service.cli.conftest import Ft
+from tests.ft_service.test_specfile import CHAT
+
+
+@pytest.fixture
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    save_base(tmp_path / "models/llama-8b", LLAMA_8B)
+    monkeypatch.setenv("FT_MODELS", str(tmp_path / "models"))
+    (tmp_path / "train.jsonl").write_text(CHAT * 20)
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "model: llama-8b\ntraining_file: train.jsonl\nprecision: {default: nf4, overrides: {'.*down_proj': bf16}}\n"
+        "training: {batch_size: 8, n_epochs: 2}\ndistributed: {nproc_per_node: 2}\n"
+    )
+    return path
+
+
+def test_a_plan_lists_modules_bytes_and_whether_it_fits(ft: Ft, spec: Path) -> None:
+    ended = ft("plan", spec, "--hardware", "h100")
+    assert (ended.code, ended.err) == (0, "")
+    lines = [line.split() for line in ended.out.splitlines()]
+    assert ["model.layers.*.mlp.down_proj", "32", "4096", "x", "14336", "bf16", "3.50", "GiB", "1.75", "GiB"] in lines
+    assert ["model.layers.*.self_attn.q_proj", "32", "4096", "x", "4096", "nf4", "264.50", "MiB", "132.25", "MiB"] in lines
+    assert "GiB per rank: fits H100 (74.82 GiB usable per rank)." in ended.out
+    assert "6 steps over 20 examples: at most about " in ended.out
+
+
+def test_as_json_every_module_is_listed(ft: Ft, spec: Path) -> None:
+    plan = json.loads(ft("plan", spec, "--hardware", "H100", "--json").out)
+    formats = {module["name"]: module["format"] for module in plan["modules"]}
+    assert len(formats) == 32 * 9 + 3
+    assert (formats["model.layers.31.mlp.down_proj"], formats["model.layers.0.mlp.up_proj"]) == ("bf16", "nf4")
+    assert plan["rank"]["total"] == sum(plan["rank"]["base"].values()) + sum(
+        plan["rank"][name]
+        for name in ("adapters", "gradients", "optimizer", "gather", "accumulation", "workspace", "activations", "logits")
+    )
+    assert (plan["fits"], plan["time"]["steps"]) == (True, 6)
+
+
+def test_what_does_not_fit_is_told_with_what_would(ft: Ft, spec: Path) -> None:
+    ended = ft("plan", spec, "--hardware", "RTX-4090", "--memory", "14GiB")
+    assert "may not fit RTX-4090" in ended.out
+    assert "with training.per_device_train_batch_size: 1: " in ended.out
+    assert ended.code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--hardware", "B17"), "--hardware = 'B17': not known. There are H200, H100"),
+        (("--memory", "much"), "--memory = 'much': expected a size such as 24GiB"),
+    ],
+)
+def test_usage_that_is_wrong_is_one_line(ft: Ft, spec: Path, options: tuple[str, ...], message: str) -> None:
+    ended = ft("plan", spec, *options)
+    assert ended.code == 64
+    assert ended.err.startswith(f"ft: {message}")
+
+
+def test_planning_imports_neither_torch_nor_a_web_framework(spec: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from ft_service.cli.app import run; code = run(['plan', sys.argv[1]]); "
+        "heavy = {'torch', 'numpy', 'transformers', 'safetensors', 'fastapi', 'sqlalchemy'}; "
+        "print(sorted(heavy & set(sys.modules))); sys.exit(code)"
+    )
+    environment = {**os.environ, "FT_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-c", code, str(spec)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+
+from ft_service.errors import NotFoundError, SpecError
+from tests.ft_service.store.samples import OTHER, PROJECT
+
+
+def test_a_grant_is_one_row_per_project_in_the_order_asked(store):
+    first = store.grant(PROJECT, "ft:a", [OTHER])
+    both = store.grant(PROJECT, "ft:a", [PROJECT, OTHER, PROJECT])
+
+    assert [item.grantee for item in both] == [PROJECT, OTHER]
+    assert both[1] == first[0]
+    assert store.list_permissions(PROJECT, "ft:a").data == both
+    assert store.list_permissions(PROJECT, "ft:a", order="asc").data == both[::-1]
+    assert store.list_permissions(PROJECT, "ft:a", order="asc", after=first[0].id).data == both[:1]
+    assert store.list_permissions(PROJECT, "ft:a", grantee=OTHER).data == first
+    assert store.list_permissions(PROJECT, "ft:b").data == store.list_permissions(OTHER, "ft:a").data == []
+    assert store.granted(OTHER) == store.granted(OTHER, "ft:a") == first
+    assert store.granted(OTHER, "ft:b") == []
+
+    with pytest.raises(NotFoundError):
+        store.revoke(OTHER, "ft:a", first[0].id)
+    store.revoke(PROJECT, "ft:a", first[0].id)
+    assert store.granted(OTHER) == []
+
+
+def test_a_grant_to_a_project_that_there_is_not_grants_nothing(store):
+    with pytest.raises(SpecError, match=r"project_ids\.1"):
+        store.grant(PROJECT, "ft:a", [OTHER, "none"])
+    assert store.granted(OTHER) == []
+
+
+def test_deleted_models_are_remembered(store):
+    store.delete_model(PROJECT, "ft:a")
+    store.delete_model(PROJECT, "ft:a")
+    assert (store.deleted_models(PROJECT), store.deleted_models(OTHER)) == ({"ft:a"}, set())
+    assert (store.is_deleted("ft:a"), store.is_deleted("ft:b")) == (True, False)

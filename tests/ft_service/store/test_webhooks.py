@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from ft_service.errors import NotFoundError
+from ft_service.ids import new_id
+from ft_service.job import State, Verb
+from ft_service.store.base import Change
+from ft_service.store.records import WebhookEndpoint
+from ft_service.store.webhooks import EVENT_TYPES
+from tests.ft_service.store.samples import OTHER, PROJECT, claim, new_job
+
+
+def add(store, *event_types: str, project: str = PROJECT) -> WebhookEndpoint:
+    types = list(event_types or EVENT_TYPES)
+    return store.add_webhook(
+        WebhookEndpoint(id=new_id("we_"), project_id=project, name="a", url="https://example.com", event_types=types)
+    )
+
+
+def cancel(store) -> str:
+    return store.request(PROJECT, store.create_job(new_job()).id, Verb.CANCEL).id
+
+
+def test_a_job_that_ends_leaves_a_delivery_to_each_endpoint_that_asks(store):
+    asked = {add(store).id, add(store, EVENT_TYPES[1]).id}
+    add(store, EVENT_TYPES[0])
+    add(store, project=OTHER)
+    store.create_job(new_job())
+    taken = claim(store)
+    assert store.apply(taken, Change(job=replace(taken.job, state=State.FAILED, finished_at=7.0)))
+
+    deliveries = store.claim_deliveries(limit=9, lease_seconds=60)
+
+    assert {delivery.endpoint.id for delivery in deliveries} == asked
+    assert len({delivery.id for delivery in deliveries}) == 2
+    assert len({delivery.body for delivery in deliveries}) == 1
+    assert [delivery.tries for delivery in deliveries] == [1, 1]
+    assert '"type": "fine_tuning.job.failed"' in deliveries[0].body
+    assert '"created_at": 7' in deliveries[0].body
+
+
+def test_one_delivery_is_claimed_by_one(store):
+    add(store)
+    for _ in range(12):
+        cancel(store)
+    with ThreadPoolExecutor(4) as pool:
+        claimed = [
+            d.id for batch in pool.map(lambda _: store.claim_deliveries(limit=8, lease_seconds=60), range(8)) for d in batch
+        ]
+    assert len(claimed) == len(set(claimed)) == 12
+
+
+def test_a_delivery_is_claimed_again_when_its_lease_or_its_wait_is_over(store):
+    add(store)
+    cancel(store)
+    (first,) = store.claim_deliveries(limit=1, lease_seconds=0)
+    (second,) = store.claim_deliveries(limit=1, lease_seconds=60)
+    assert (first.id, first.tries, second.tries) == (second.id, 1, 2)
+
+    store.settle_delivery(first, error=None, retry_seconds=None)  # too late
+    store.settle_delivery(second, error="away", retry_seconds=60)
+    assert store.claim_deliveries(limit=1, lease_seconds=60) == []
+    store.settle_delivery(second, error="away", retry_seconds=0)
+    (third,) = store.claim_deliveries(limit=1, lease_seconds=0)
+    store.settle_delivery(third, error=None, retry_seconds=None)
+    assert store.claim_deliveries(limit=1, lease_seconds=0) == []
+    store.forget_deliveries(older_than_seconds=60)
+    store.forget_deliveries(older_than_seconds=0)
+
+
+def test_an_endpoint_goes_with_its_deliveries(store):
+    endpoint = add(store)
+    cancel(store)
+    store.delete_webhook(PROJECT, endpoint.id)
+    assert store.claim_deliveries(limit=1, lease_seconds=0) == []
+    with pytest.raises(NotFoundError):
+        store.get_webhook(PROJECT, endpoint.id)
+
+
+def test_secrets_are_not_printed(store):
+    endpoint = add(store)
+    rotated = store.rotate_webhook_secret(PROJECT, endpoint.id, keep_seconds=60)
+    assert rotated.old_secret == endpoint.secret
+    assert "whsec_" not in repr(rotated)
+    assert store.rotate_webhook_secret(PROJECT, endpoint.id, keep_seconds=0).old_secret is None
+
+
+def test_a_change_that_changes_nothing_is_none(store):
+    endpoint = add(store)
+    assert store.update_webhook(PROJECT, endpoint.id, name="a") == endpoint
+    changed = store.update_webhook(PROJECT, endpoint.id, name="b")
+    assert (changed.name, changed.updated_at > endpoint.updated_at) == ("b", True)

@@ -1,0 +1,196 @@
+"""Specs: every refusal names the field, and what is resolved leaves nothing open."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ft_service.errors import SpecError
+from ft_service.spec import (
+    LEARNING_RATE,
+    NOT_YET,
+    BaseModelRef,
+    DataFileRef,
+    JobSpec,
+    match_pattern,
+    parse_request,
+    resolve,
+)
+
+BODY: dict[str, Any] = {"model": "tiny", "training_file": "file-1"}
+
+
+def resolved(gpus: int = 0, **more: Any) -> JobSpec:
+    return resolve(
+        parse_request(BODY | more),
+        job_id="ftjob-abc",
+        organization="acme",
+        model=BaseModelRef(name="meta/tiny", path="/models/meta/tiny"),
+        training_data=DataFileRef(name="a.jsonl", path="/files/a", sha256="0"),
+        validation_data=None,
+        seed=99,
+        gpus=gpus,
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "says"),
+    [
+        ({"learning_rate": 1}, "learning_rate", "no such option"),
+        ({"training": {"lr": 1}}, "training.lr", "no such option"),
+        ({"lora": {"r": 0}}, "lora.r", "lora.r = 0: .*greater than or equal to 1"),
+        ({"lora": {"r": True}}, "lora.r", "valid integer"),
+        ({"lora": {"lora_dropout": 0.1}}, "lora.lora_dropout", "lora.lora_dropout = 0.1"),
+        ({"training": {"batch_size": "8"}}, "training.batch_size", "valid integer"),
+        ({"training": {"learning_rate": float("nan")}}, "training.learning_rate", "finite"),
+        ({"training": {"max_length": 7}}, "training.max_length", "greater than or equal to 8"),
+        ({"precision": {"default": "int3"}}, "precision.default", "'bf16', 'fp8' or 'nf4'"),
+        ({"seed": -1}, "seed", "seed = -1"),
+        ({"suffix": "x" * 65}, "suffix", "at most 64"),
+        ({"suffix": "a:b"}, "suffix", "pattern"),
+        ({"metadata": {str(i): "v" for i in range(17)}}, "metadata", "at most 16"),
+        ({"training_file": None}, "training_file", "valid string"),
+        ({"hyperparameters": {"n_epochs": 51}}, "hyperparameters.n_epochs", "less than or equal to 50"),
+        ({"hyperparameters": {"batch_size": 257}}, "hyperparameters.batch_size", "less than or equal to 256"),
+        ({"method": {"type": "dpo"}}, "method.type", "not available in this version: use 'supervised'"),
+        ({"priority": 1001}, "priority", "less than or equal to 1000"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_place(change: dict[str, Any], param: str, says: str) -> None:
+    with pytest.raises(SpecError, match=says) as refused:
+        parse_request(BODY | change)
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("distributed", "param", "says"),
+    [
+        ({"replicate": 0}, "distributed.replicate", "greater than or equal to 1"),
+        ({"reshard_after_forward": 1}, "distributed.reshard_after_forward", "distributed.reshard_after_forward = 1: "),
+        ({"prefetch": {"forward": 0}}, "distributed.prefetch", "greater than or equal to 1"),
+        ({"wrap": {"min_params": 0}}, "distributed.wrap", "distributed.wrap"),
+        ({"ignored": ["("]}, "distributed.ignored.0", "RE2"),
+        ({"keep_unsharded": True, "reshard_after_forward": 2}, "distributed.reshard_after_forward", "no effect with keep_unsh"),
+        ({"wrap": "none", "reshard_after_forward": 2}, "distributed.reshard_after_forward", "no effect with wrap 'none'"),
+        ({"wrap": "none", "prefetch": {}}, "distributed.prefetch", "only one group"),
+        ({"wrap": {"min_params": 9}, "compile": True}, "distributed.compile", "whole decoder layers"),
+        ({"offload": True, "ignored": [".*"]}, "distributed.offload", "keep one"),
+    ],
+)
+def test_options_of_sharding_that_exclude_each_other_are_refused(distributed: dict[str, Any], param: str, says: str) -> None:
+    with pytest.raises(SpecError, match=says) as refused:
+        parse_request(BODY | {"distributed": distributed})
+    assert (refused.value.param or "").startswith(param)
+
+
+@pytest.mark.parametrize("precision", [{"default": "nf4"}, {"overrides": {".*": "fp8"}}])
+def test_resharding_to_a_number_of_ranks_is_refused_on_a_quantised_base(precision: dict[str, Any]) -> None:
+    with pytest.raises(
+        SpecError, match=r"reshard_after_forward = 2: .* stores some as (nf4|fp8)\. Use true or false"
+    ) as refused:
+        parse_request(BODY | {"precision": precision, "distributed": {"reshard_after_forward": 2}})
+    assert refused.value.param == "distributed.reshard_after_forward"
+
+
+def test_a_compute_type_by_module_is_refused_with_the_reason() -> None:
+    with pytest.raises(SpecError, match="one type for the whole job, not one by module") as refused:
+        parse_request(BODY | {"precision": {"compute": {".*norm": "fp32"}}})
+    assert refused.value.param == "precision.compute"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "distributed", "param", "says"),
+    [
+        (4, {"replicate": 3}, "distributed.replicate", "4 ranks cannot be divided into 3"),
+        (4, {"reshard_after_forward": 3}, "distributed.reshard_after_forward", "Use 2, true or false"),
+        (4, {"reshard_after_forward": 2, "replicate": 2}, "distributed.reshard_after_forward", "Use true or false"),
+        (0, {"offload": True}, "distributed.offload", "has no GPU"),
+        (1, {"offload": True}, "distributed.offload", "nothing is sharded"),
+        (4, {"offload": True, "replicate": -1}, "distributed.offload", "nothing is sharded"),
+    ],
+)
+def test_options_of_sharding_must_fit_the_ranks(gpus: int, distributed: dict[str, Any], param: str, says: str) -> None:
+    with pytest.raises(SpecError, match=says) as refused:
+        resolved(gpus, distributed=distributed)
+    assert refused.value.param == param
+
+
+def test_options_of_sharding_that_fit_are_kept() -> None:
+    distributed = {"replicate": 2, "reshard_after_forward": 2, "prefetch": {"forward": 2}, "wrap": {"min_params": 9}}
+    assert resolved(8, distributed=distributed).distributed.reshard_size == 2
+    assert resolved(1, distributed={"reshard_after_forward": 2}).distributed.reshard_size == 2, "ignored: nothing is sharded"
+    assert resolved(2, distributed={"offload": True}).distributed.offload
+
+
+@pytest.mark.parametrize("body", [None, [], "text", 3])
+def test_a_body_that_is_no_object_is_refused(body: object) -> None:
+    with pytest.raises(SpecError, match="must be an object"):
+        parse_request(body)
+
+
+@pytest.mark.parametrize("missing", ["model", "training_file"])
+def test_a_missing_field_is_named(missing: str) -> None:
+    with pytest.raises(SpecError, match=f"{missing} is required") as refused:
+        parse_request({key: value for key, value in BODY.items() if key != missing})
+    assert refused.value.param == missing
+
+
+@pytest.mark.parametrize("dotted", NOT_YET)
+def test_what_is_not_available_is_refused_by_name_with_a_way_out(dotted: str) -> None:
+    section, key = dotted.split(".")
+    with pytest.raises(SpecError, match=rf"{dotted} = .* is not available in this version: \w+") as refused:
+        parse_request(BODY | {section: {key: 1}})
+    assert (refused.value.param, refused.value.code) == (dotted, "not_available")
+
+
+@pytest.mark.parametrize("place", ["hyperparameters", "method"])
+def test_openai_hyperparameters_become_training_options(place: str) -> None:
+    given = {"n_epochs": 2, "batch_size": 4, "learning_rate_multiplier": 0.5}
+    change = {place: given if place == "hyperparameters" else {"type": "supervised", "supervised": {"hyperparameters": given}}}
+    training = parse_request(BODY | change).resolved_training()
+    assert (training.n_epochs, training.batch_size, training.learning_rate) == (2, 4, 0.5 * LEARNING_RATE)
+
+
+def test_auto_leaves_the_choice_to_training() -> None:
+    auto = {"n_epochs": "auto", "batch_size": "auto", "learning_rate_multiplier": "auto"}
+    request = parse_request(BODY | {"hyperparameters": auto, "training": {"n_epochs": 7}})
+    assert request.resolved_training().n_epochs == 7
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hyperparameters": {"batch_size": 4}, "training": {"batch_size": 4}},
+        {"hyperparameters": {"learning_rate_multiplier": 2}, "training": {"learning_rate": 1e-4}},
+        {"hyperparameters": {"n_epochs": 1}, "method": {"supervised": {"hyperparameters": {"n_epochs": 1}}}},
+    ],
+)
+def test_a_value_in_two_places_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=r"are both given: keep one"):
+        parse_request(BODY | change)
+
+
+def test_yaml_numbers_are_numbers() -> None:
+    assert parse_request(BODY | {"training": {"learning_rate": "2e-4"}}).resolved_training().learning_rate == 2e-4
+
+
+def test_resolving_leaves_nothing_open() -> None:
+    spec = resolved(suffix="mine")
+    assert spec.seed == 99
+    assert spec.tuned_name == "ft:tiny:acme:mine:abc"
+    assert spec.world_size == 1
+    assert resolved(gpus=4).world_size == 4
+    assert resolved(gpus=4, distributed={"nproc_per_node": 2}).world_size == 2
+    assert resolved(seed=5).seed == 5
+    assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
+def test_patterns_match_whole_names_in_linear_time() -> None:
+    names = ["model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"]
+    assert match_pattern(r".*up_proj", names) == names[:1]
+    assert match_pattern(r"up_proj", names) == []
+    assert match_pattern("(a*)*b", ["a" * 5000]) == []
+    with pytest.raises(SpecError, match="RE2") as refused:
+        parse_request(BODY | {"precision": {"overrides": {"(": "nf4"}}})
+    assert (refused.value.param or "").startswith("precision.overrides")

@@ -1,0 +1,164 @@
+"""Training steps of the real worker code on N ranks beside the same steps of an unsharded reference of stock parts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from ft_service.spec import JobSpec
+from tests.workers.models import VOCABULARY, adapter_value, reference
+from workers.data.batches import Tokens, collate, micro_batches
+from workers.model.build import BuiltModel
+from workers.model.load import adapters, plain_name
+from workers.parallel import make_mesh
+from workers.step import forward_backward
+from workers.train import construct
+
+CPU = torch.device("cpu")
+RATE = 0.5
+"""Of plain gradient descent between the steps: large enough that stale adapters would show in the next loss."""
+
+
+Collective = tuple[str, str, int, int]
+"""(gather | reduce | allreduce, dtype, bytes that this rank contributes, ranks in the group)"""
+
+
+@dataclass
+class Step:
+    loss: float
+    grads: dict[str, torch.Tensor]
+    collectives: list[Collective] = field(default_factory=list)
+    """In order; FSDP2's and our own."""
+
+
+def samples(count: int = 7, longest: int = 24) -> list[Tokens]:
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for i in range(count):
+        length = longest - 2 * i
+        ids = torch.randint(0, VOCABULARY, (length,), generator=generator).int().numpy()
+        targets = torch.rand(length, generator=generator).numpy() < 0.6
+        found.append(Tokens(ids, targets))
+    return found
+
+
+def constructed(spec: JobSpec, world: int, warnings: list[str] | None = None) -> BuiltModel:
+    """The worker's model, sharded and loaded, with adapters that are not zero. `warnings`: takes those of the construction."""
+    told: list[str] = [] if warnings is None else warnings
+    built = construct(spec, make_mesh("cpu", world, spec.distributed.replicate), CPU, told.append)
+    set_adapters(built.peft_model)
+    built.peft_model.train()
+    return built
+
+
+def train_steps(rank: int, world: int, spec: JobSpec, steps: int = 2) -> list[Step]:
+    """Steps of gradient descent by the real worker code, as this rank sees them."""
+    built = constructed(spec, world)
+    trained = dict(adapters(built.peft_model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # FSDP2 warns of what may go wrong silently
+        # A head with a bias returns a view, which would matter to somebody who writes into logits in place.
+        warnings.filterwarnings("ignore", message=".*returned a view tensor")
+        return [one_step(rank, world, spec, built, trained) for _ in range(steps)]
+
+
+def one_step(rank: int, world: int, spec: JobSpec, built: BuiltModel, trained: dict[str, torch.nn.Parameter]) -> Step:
+    data = samples()
+    mine = micro_batches(range(len(data)), rank, world, spec.training.per_device_train_batch_size)
+    batches = [collate([data[i] for i in part], CPU) for part in mine]
+    with counted_collectives() as collectives:
+        targets = sum(t.target_count for t in data)
+        kept = spec.distributed.keep_unsharded
+        sums = forward_backward(built.peft_model, batches, targets, world, keep_unsharded=kept)
+    found = Step(sums.mean_loss, {name: full(p.grad) for name, p in trained.items()}, collectives)
+    descend(trained)
+    return found
+
+
+@torch.no_grad()
+def descend(parameters: dict[str, torch.nn.Parameter]) -> None:
+    for parameter in parameters.values():
+        assert parameter.grad is not None
+        parameter.sub_(parameter.grad, alpha=RATE)
+        parameter.grad = None
+
+
+@torch.no_grad()
+def set_adapters(model: torch.nn.Module) -> None:
+    for name, parameter in adapters(model):
+        value = adapter_value(name, parameter.shape)
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            height = -(-parameter.shape[0] // mesh.size(mesh.ndim - 1))
+            local = parameter.to_local()
+            start = mesh.get_local_rank(mesh.ndim - 1) * height
+            local.copy_(value[start : start + local.shape[0]])
+        else:
+            parameter.copy_(value)
+
+
+def full(grad: Any) -> torch.Tensor:
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
+
+
+@contextmanager
+def counted_collectives() -> Iterator[list[Collective]]:
+    """Records what collectives of tensors carry. By patching: the compiler refuses to work below a dispatch mode."""
+    log: list[Collective] = []
+
+    def counting(kind: str, collective: Any, position: int) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sent = args[position] if len(args) > position else kwargs["input"]
+            log.append((kind, str(sent.dtype).removeprefix("torch."), sent.nbytes, dist.get_world_size(kwargs.get("group"))))
+            return collective(*args, **kwargs)
+
+        return call
+
+    gather, reduce = ("all_gather_single", "reduce_scatter_single")
+    if not hasattr(dist, gather):  # before torch 2.13
+        gather, reduce = ("all_gather_into_tensor", "reduce_scatter_tensor")
+    with (
+        patch.object(dist, gather, counting("gather", getattr(dist, gather), 1)),
+        patch.object(dist, reduce, counting("reduce", getattr(dist, reduce), 1)),
+        patch.object(dist, "all_reduce", counting("allreduce", dist.all_reduce, 0)),
+    ):
+        yield log
+
+
+def reference_steps(model: Path, spec: JobSpec, steps: int = 2) -> list[Step]:
+    """The same steps on one process, unsharded, from stock layers on dequantised weights."""
+    peft_model = reference(model, spec)
+    trained = {plain_name(n): p for n, p in peft_model.named_parameters() if p.requires_grad}
+    batch = collate(samples(), CPU)
+    found = []
+    for _ in range(steps):
+        logits = peft_model(input_ids=batch.ids).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels[:, 1:].flatten())
+        loss.backward()
+        found.append(Step(loss.item(), {name: full(p.grad) for name, p in trained.items()}))
+        descend(trained)
+    return found
+
+
+def assert_parity(ours: list[Step], truth: list[Step], *, loss: float = 1e-6, gradients: float = 1e-5) -> None:
+    """Loss and every adapter gradient of every step, within relative bounds."""
+    assert len({step.loss for step in truth}) == len(truth), "the steps change something"
+    for number, (step, expected) in enumerate(zip(ours, truth, strict=True)):
+        assert step.loss == pytest.approx(expected.loss, rel=loss), f"step {number}"
+        assert step.grads.keys() == expected.grads.keys()
+        for name, grad in step.grads.items():
+            assert relative_error(grad, expected.grads[name]) < gradients, f"step {number}: {name}"
+
+
+def relative_error(value: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((value - truth).norm() / truth.norm())

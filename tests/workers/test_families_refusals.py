@@ -1,0 +1,128 @@
+"""What a base or a spec asks for that cannot be done for an architecture is refused by name, before any weight is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from ft_service.errors import SpecError
+from tests.workers.models import COMMON, save_tiny, spec_for
+from workers.model.build import base_on_meta, build, decoder_layers
+from workers.model.load import load
+
+CPU = torch.device("cpu")
+
+
+def refusal(model: Path, **options: Any) -> SpecError:
+    with pytest.raises(SpecError) as caught:
+        build(spec_for(model, **options), CPU)
+    return caught.value
+
+
+def config_only(folder: Path, model_type: str, **values: Any) -> Path:
+    AutoConfig.for_model(model_type, **values).save_pretrained(folder)
+    return folder
+
+
+def load_all(model: Path, **options: Any) -> None:
+    spec = spec_for(model, **options)
+    load(build(spec, CPU).peft_model, model, seed=1, compute_dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "weight_format", "named"),
+    [
+        ("lm_head", "nf4", "lm_head"),
+        (".*embed_tokens", "fp8", "model.embed_tokens"),
+        (".*", "nf4", "model.embed_tokens"),
+        (r".*mlp\.gate", "nf4", "model.layers.0.mlp.gate"),
+        (".*q_prj", "nf4", "model.layers.0.self_attn.q_proj"),
+        (".*q_prj", "bf16", "model.layers.0.self_attn.q_proj"),
+    ],
+)
+def test_an_override_that_cannot_be_honoured(pattern: str, weight_format: str, named: str, tmp_path: Path) -> None:
+    model = save_tiny("mixtral", tmp_path / "base")
+    error = refusal(model, precision={"overrides": {pattern: weight_format}}, lora={"target_modules": ["q_proj"]})
+    assert error.param == "precision.overrides"
+    assert repr(pattern) in error.message
+    assert named in error.message
+
+
+def test_bf16_may_be_asked_for_where_it_is_the_format_anyway(tmp_path: Path) -> None:
+    model = save_tiny("mixtral", tmp_path / "base")
+    overrides = {"lm_head": "bf16", r".*mlp\.gate": "bf16", r".*experts\.down_proj": "fp8", r".*mlp.*gate.*": "fp8"}
+    built = build(spec_for(model, precision={"default": "nf4", "overrides": overrides}), CPU)
+    assert {name.split(".", 3)[3]: form for name, form in built.formats.items()} == {
+        **{f"self_attn.{p}_proj": "nf4" for p in "qkvo"},
+        "mlp.experts.gate_up_proj": "fp8",
+        "mlp.experts.down_proj": "fp8",
+    }, "the router stays as it is"
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [["gate_up_proj"], ["experts"], ["w1"], ["mlp.gate"], r".*experts.*", r".*(q_proj|down_proj)", ["q_proj", "down_proj"]],
+)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_adapters_on_experts(family: str, targets: Any, tmp_path: Path) -> None:
+    error = refusal(save_tiny(family, tmp_path / "base"), lora={"target_modules": targets})
+    assert error.param == "lora.target_modules"
+    assert "mixture of experts" in error.message
+
+
+def test_a_rank_pattern_that_matches_nothing(tmp_path: Path) -> None:
+    model = save_tiny("llama", tmp_path / "base")
+    error = refusal(model, lora={"target_modules": ["q_proj"], "rank_pattern": {"v_proj": 2}})
+    assert error.param == "lora.rank_pattern"
+    assert "'v_proj'" in error.message
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values", "words"),
+    [
+        ("t5", {}, "t5 model, which is no causal language model"),
+        ("gemma3", {}, "gemma3 model, made of several"),
+        ("phimoe", {}, "draws experts at random"),
+        ("gpt2", {"n_layer": 1, "n_embd": 16, "n_head": 2}, "GPT2LMHeadModel has no linear layers"),
+        ("gpt_oss", {**COMMON, "num_local_experts": 2, "num_key_value_heads": 2}, "GptOssExperts"),
+        ("llama4_text", {**COMMON, "num_local_experts": 2, "num_key_value_heads": 2, "head_dim": 12}, "Llama4TextExperts"),
+    ],
+)
+def test_an_architecture_that_cannot_be_tuned(model_type: str, values: dict[str, Any], words: str, tmp_path: Path) -> None:
+    error = refusal(config_only(tmp_path / "base", model_type, **values))
+    assert error.param == "model"
+    assert words in error.message
+
+
+def test_modules_that_peft_does_not_adapt(tmp_path: Path) -> None:
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 32}
+    error = refusal(config_only(tmp_path / "base", "mamba", **small))
+    assert error.param == "lora.target_modules"
+    assert "out_proj" in error.message
+
+
+def test_an_unknown_architecture(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
+    assert "no-such-model" in refusal(tmp_path).message
+
+
+def test_an_expert_that_is_missing(tmp_path: Path) -> None:
+    model = save_tiny("mixtral", tmp_path / "base")
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SpecError, match=r"lack some of the tensors that make model\.layers\.1\.mlp\.experts\.gate_up_proj"):
+        load_all(model)
+
+
+def test_decoder_layers_are_found_without_help_from_the_architecture(tmp_path: Path) -> None:
+    model = base_on_meta(str(save_tiny("mistral", tmp_path / "base")))
+    expected = decoder_layers(model)
+    model._no_split_modules = None  # type: ignore[assignment]
+    assert decoder_layers(model) == expected == list(model.model.layers)

@@ -1,0 +1,139 @@
+"""What leaves a finished job: adapters of its checkpoints, the merged model, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ft_service.errors import NotFoundError
+from ft_service.provenance import Manifest
+from ft_service.rundir import Outcome, Result, RunDir, Start, complete_checkpoints
+from ft_service.spec import JobSpec
+from ft_service.verify import verify
+from tests.ranks import run_on_ranks
+from tests.workers.models import save_chat_base, save_chats, spec_for
+from tests.workers.test_train import attempt_on_rank
+from workers import consolidate, merge
+from workers.checkpoint import restore
+from workers.export import gathered_adapter
+from workers.model.build import build
+from workers.model.load import adapters, load
+from workers.optim import JobState
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A job of two ranks with a checkpoint on the way; its 259 rows of vocabulary and rank 3 are shared out unevenly."""
+    folder = tmp_path_factory.mktemp("job")
+    spec = spec_for(
+        save_chat_base(folder / "base"),
+        save_chats(folder / "train.jsonl", 8),
+        valid=save_chats(folder / "valid.jsonl", 5),
+        ranks=2,
+        precision={"default": "nf4", "compute": "fp32"},
+        training={"max_steps": 4, "batch_size": 4, "learning_rate": 1e-2},
+        checkpoint={"save_steps": 2},
+        lora={"r": 3},
+    )
+    run = RunDir(folder / "run")
+    run.write("spec.json", spec)
+    run.write("attempts/1/start.json", Start(job_id=spec.job_id, attempt=1, world_size=2, generation=1, checkpoint=None))
+    outcomes = run_on_ranks(attempt_on_rank, 2, str(run.root), 1)
+    assert outcomes[0] == Outcome(kind="succeeded")
+    return run
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def restored(rank: int, world: int, root: str, name: str) -> dict[str, torch.Tensor]:
+    """The adapter of a checkpoint by the way that a resume takes."""
+    run = RunDir(root)
+    spec = run.read("spec.json", JobSpec)
+    assert spec is not None
+    model = build(spec, CPU).peft_model
+    load(model, spec.model.path, seed=spec.seed, compute_dtype=torch.float32, device=CPU)
+    job = JobState(dict(adapters(model)), spec.training)
+    restore(job, run, name, spec)
+    return dict(gathered_adapter(job))
+
+
+def test_the_last_checkpoint_s_adapter_is_the_job_s(finished: RunDir, tmp_path: Path) -> None:
+    consolidate.consolidate(finished, "step-4-a1", tmp_path / "out")
+    ours, published = weights(tmp_path / "out"), weights(finished.path("adapter"))
+    assert ours.keys() == published.keys()
+    assert all(torch.equal(tensor, published[name]) for name, tensor in ours.items())
+    configs = [(folder / "adapter_config.json").read_bytes() for folder in (tmp_path / "out", finished.path("adapter"))]
+    assert configs[0] == configs[1]
+
+
+def test_an_earlier_checkpoint_s_adapter_is_what_a_resume_would_begin_with(finished: RunDir, tmp_path: Path) -> None:
+    assert consolidate.main([str(finished.root), "step-2-a1", str(tmp_path / "out")]) == 0
+    ours = weights(tmp_path / "out")
+    (expected,) = run_on_ranks(restored, 1, str(finished.root), "step-2-a1")
+    assert ours.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in ours.items())
+    assert not torch.equal(*(w[next(n for n in ours if "lora_B" in n)] for w in (ours, weights(finished.path("adapter")))))
+    assert verify(tmp_path / "out").faults == []
+    manifest = RunDir(tmp_path / "out").read("manifest.json", Manifest)
+    assert manifest is not None
+    assert manifest.metrics is not None
+    assert (manifest.step, manifest.checkpoint, manifest.metrics.step) == (2, "step-2-a1", 2)
+
+
+def test_a_damaged_or_missing_checkpoint_is_not_read(
+    finished: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir(shutil.copytree(finished.root, tmp_path / "run"))
+    shard = run.path("checkpoints/step-2-a1/.metadata")
+    shard.write_bytes(shard.read_bytes()[::-1])
+    with pytest.raises(NotFoundError, match=r"damaged: \.metadata has other contents"):
+        consolidate.consolidate(run, "step-2-a1", tmp_path / "out")
+    assert consolidate.main([str(run.root), "step-3-a1", str(tmp_path / "out")]) == 64
+    assert "no complete checkpoint 'step-3-a1'" in json.loads(capsys.readouterr().out)["error"]
+    assert not list(tmp_path.glob("out*"))
+    assert complete_checkpoints(run) == ["step-2-a1", "step-4-a1"]
+
+
+@pytest.mark.parametrize("to", ["bf16", "fp8"])
+def test_a_merge_reports_the_losses_before_and_after(
+    finished: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str
+) -> None:
+    out = tmp_path / "merged"
+    assert merge.main([str(finished.path("adapter")), str(out), "--to", to]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report == json.loads((out / "fidelity.json").read_text())
+    result = finished.read("result.json", Result)
+    assert result is not None
+    losses = report["validation_loss"]
+    assert report["samples"] == 5
+    assert losses["adapter_on_base_as_trained"] == pytest.approx(result.valid_loss, rel=1e-6), "what training itself saw"
+    assert losses["adapter_on_bf16_base"] != pytest.approx(losses["adapter_on_base_as_trained"], rel=1e-5), (
+        "NF4 costs something"
+    )
+    assert losses["merged"] == pytest.approx(losses["adapter_on_bf16_base"], rel=1e-3 if to == "bf16" else 2e-2)
+    assert losses["merged"] != losses["adapter_on_bf16_base"], "rounding costs something"
+    assert (out / "tokenizer.json").is_file()
+    assert (out / "adapter_manifest.json").read_bytes() == finished.path("adapter/manifest.json").read_bytes()
+
+
+def test_a_merge_onto_another_base_is_refused(finished: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = finished.read("spec.json", JobSpec)
+    assert spec is not None
+    other = shutil.copytree(spec.model.path, tmp_path / "other")
+    weights = other / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    arguments = [str(finished.path("adapter")), str(tmp_path / "out"), "--to", "bf16", "--base", str(other)]
+    assert merge.main(arguments) == 64
+    assert (
+        "not the base that the adapter was trained on: model.safetensors differ" in json.loads(capsys.readouterr().out)["error"]
+    )
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,178 @@
+"""What the plan says against what the worker has: bytes per rank exactly, traffic, and what a forward keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ft_service.plan.job import Plan, plan_job
+from ft_service.plan.machines import MACHINES
+from ft_service.spec import JobSpec
+from tests.ranks import run_on_ranks
+from tests.workers.models import FAMILIES, VOCABULARY, save_tiny, save_tiny_llama, spec_for
+from tests.workers.parity import CPU, constructed, counted_collectives
+from workers.data.batches import Tokens, collate, micro_batches
+from workers.model.build import build
+from workers.model.load import adapters
+from workers.optim import JobState
+from workers.quant.rowwise import RowQuantized
+from workers.step import forward_backward
+
+LENGTH = 24
+
+
+def measure(rank: int, world: int, spec: JobSpec) -> dict[str, Any]:
+    """Bytes that the tensors of one rank take during a step of the real worker code, and what its collectives carried."""
+    built = constructed(spec, world)
+    job = JobState(dict(adapters(built.peft_model)), spec.training)
+    data = full_samples(spec.training.batch_size)
+    parts = micro_batches(range(len(data)), rank, world, spec.training.per_device_train_batch_size)
+    batches = [collate([data[i] for i in part], CPU) for part in parts]
+    with counted_collectives() as collectives:
+        forward_backward(built.peft_model, batches, sum(t.target_count for t in data), world)
+    frozen = {n: p for n, p in built.peft_model.named_parameters() if not p.requires_grad}
+    states = [value for state in job.optimizer.state.values() for value in state.values()]
+    return {
+        "quantised": held(p for p in frozen.values() if quantised(p)),
+        "plain": held(p for p in frozen.values() if not quantised(p)),
+        "adapters": held(job.parameters.values()),
+        "gradients": held(p.grad for p in job.parameters.values()),
+        "optimizer": held(states),
+        "collectives": collectives,
+    }
+
+
+def full_samples(count: int, length: int = LENGTH) -> list[Tokens]:
+    """Samples of full length whose every token is a target: what the plan reckons with."""
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randint(0, VOCABULARY, (count, length), generator=generator).int().numpy()
+    return [Tokens(ids, ids >= 0) for ids in drawn]
+
+
+def quantised(parameter: Tensor) -> bool:
+    return isinstance(local(parameter), RowQuantized)
+
+
+def local(tensor: Any) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else getattr(tensor, "data", tensor)
+
+
+def held(tensors: Any) -> int:
+    """Bytes of the storages behind tensors, each once: padding rows and all."""
+    storages: dict[int, int] = {}
+    for tensor in map(local, tensors):
+        for part in plain_parts(tensor):
+            storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+MIXED = {"default": "bf16", "overrides": {r".*self_attn.*": "fp8", r".*mlp\.(up|down)_proj": "nf4"}}
+ODD = {"vocab_size": VOCABULARY + 1, "intermediate_size": 200, "hidden_size": 72, "num_attention_heads": 4}
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "bf16 on one rank": (1, {"default": "bf16"}, {}, {}),
+    "nf4 on one rank, fp32": (1, {"default": "nf4", "compute": "fp32"}, {}, {}),
+    "nf4 on two": (2, {"default": "nf4"}, {}, {}),
+    "fp8 on three": (3, {"default": "fp8"}, {}, {}),
+    "all three formats, rows and columns that do not divide": (3, MIXED, ODD, {}),
+    "fewer rows than ranks": (4, {"default": "nf4"}, {"num_key_value_heads": 1, "head_dim": 2}, {}),
+    "tied embeddings": (2, MIXED, {"tie_word_embeddings": True}, {}),
+    "two copies of two": (4, MIXED, {"intermediate_size": 200}, {"replicate": 2}),
+    "two copies unsharded": (2, {"default": "nf4"}, {}, {"replicate": -1}),
+    "kept gathered until the backward": (2, {"default": "nf4"}, {}, {"reshard_after_forward": False}),
+}
+
+
+def job(base: Path, case: str) -> JobSpec:
+    world, precision, changes, distributed = CASES[case]
+    spec = spec_for(
+        save_tiny_llama(base, **changes),
+        ranks=world,
+        precision=precision,
+        training={"batch_size": 2 * world + 1, "per_device_train_batch_size": 2, "max_length": LENGTH},
+        lora={"r": 5},
+    )
+    return spec.model_copy(update={"distributed": spec.distributed.model_copy(update=distributed)})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_has_the_bytes_and_the_traffic_that_were_planned(case: str, tmp_path: Path) -> None:
+    spec = job(tmp_path / "base", case)
+    plan = plan_job(spec, MACHINES["H100"])
+    world = spec.world_size
+    results = run_on_ranks(measure, world, spec)
+    for result in results:
+        assert (result["quantised"], result["plain"]) == base_bytes(plan)
+        assert (result["adapters"], result["gradients"]) == (plan.rank.adapters, plan.rank.gradients)
+        between = sum(sent for kind, dtype, sent, _ in result["collectives"] if (kind, dtype) == ("allreduce", "float32"))
+        copies = plan.layout.replicate
+        assert 2 * between * (copies - 1) // copies == pytest.approx(plan.wire.all_reduce, rel=0.02)
+        gathered = [sent for kind, _, sent, _ in result["collectives"] if kind == "gather"]
+        reduced = [sent for kind, _, sent, _ in result["collectives"] if kind == "reduce"]
+        assert (len(gathered), len(reduced)) == (plan.wire.gathers, plan.wire.reduces)
+        shard = plan.layout.shard
+        assert sum(gathered) * (shard - 1) == pytest.approx(plan.wire.gather, rel=0.02)
+        assert sum(reduced) * (shard - 1) / shard == pytest.approx(plan.wire.reduce, rel=0.02)
+    assert max(result["optimizer"] for result in results) == plan.rank.optimizer
+    assert sum(module.bytes_per_rank for module in plan.modules) == sum(plan.rank.base.values())
+
+
+def base_bytes(plan: Plan) -> tuple[int, int]:
+    """Of quantised and of plain weights, per rank."""
+    plain = plan.rank.base.get("bf16", 0)
+    return sum(plan.rank.base.values()) - plain, plain
+
+
+@pytest.mark.parametrize(("compute", "changes"), [("bf16", {}), ("fp32", {"tie_word_embeddings": True})])
+def test_planned_activations_are_what_autograd_keeps(compute: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """The plan may be above what a forward keeps (attention of short samples, first layer), and not below."""
+    spec = spec_for(
+        save_tiny_llama(tmp_path / "base", num_hidden_layers=4, **changes),
+        precision={"default": "nf4", "compute": compute},
+        training={"batch_size": 8, "per_device_train_batch_size": 8, "max_length": 64},
+        lora={"r": 4},
+    )
+    plan = plan_job(spec, MACHINES["H100"])
+    [kept] = run_on_ranks(kept_for_backward, 1, spec)
+    log_probabilities = 4 * VOCABULARY * 8 * 63
+    assert 0.97 * kept <= plan.rank.activations + log_probabilities <= 1.15 * kept
+    assert log_probabilities * 3 == plan.rank.logits
+
+
+def kept_for_backward(rank: int, world: int, spec: JobSpec) -> int:
+    """Bytes of the storages that one forward saves for its backward, weights left out."""
+    built = constructed(spec, world)
+    weights = {part.untyped_storage().data_ptr() for p in built.peft_model.parameters() for part in plain_parts(p)}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    samples = full_samples(spec.training.batch_size, spec.training.max_length)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        forward_backward(built.peft_model, [collate(samples, CPU)], sum(t.target_count for t in samples), world)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def plain_parts(parameter: Tensor) -> tuple[Tensor, ...]:
+    data = local(parameter)
+    return data.parts if isinstance(data, RowQuantized) else (data,)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_headers_of_every_family_say_what_its_model_has(family: str, tmp_path: Path) -> None:
+    """The same modules to quantise, parameters to store and adapters to train, without looking at the model's code."""
+    options = {"precision": {"default": "nf4"}, "lora": {"r": 3, "target_modules": "all-linear"}}
+    spec = spec_for(save_tiny(family, tmp_path / family), **options)
+    plan = plan_job(spec, MACHINES["H100"])
+    built = build(spec, CPU)
+    assert {m.name for m in plan.modules if m.format == "nf4"} == set(built.formats)
+    frozen = {id(p): p.numel() for p in built.peft_model.parameters() if not p.requires_grad}
+    assert plan.frozen_parameters == sum(frozen.values())
+    assert plan.adapter_parameters == sum(p.numel() for _, p in adapters(built.peft_model))

@@ -1,0 +1,105 @@
+"""Which modules are gathered together: by decoder layers, by size, or all at once.
+
+Embedding and head are groups of their own because they are the largest tensors there are: in the root's group every rank would
+hold both for the whole step. Tied, they are one tensor and so one group.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from ft_service.spec import DistributedOptions, WrapBySize
+
+
+@dataclass(frozen=True)
+class Group:
+    """Modules that are gathered together."""
+
+    modules: list[nn.Module]
+    reshard_after_forward: bool | int
+    in_backward: bool = True
+    """Whether backward needs the weights."""
+
+    @property
+    def handle(self) -> FSDPModule:
+        """Once it is sharded: any of its modules, since they share their state."""
+        module = self.modules[0]
+        assert isinstance(module, FSDPModule)
+        return module
+
+    def shares_with(self, other: Group) -> bool:
+        mine = {id(p) for module in self.modules for p in module.parameters()}
+        return any(id(p) in mine for module in other.modules for p in module.parameters())
+
+
+def grouped(model: PeftModel, layers: Sequence[nn.Module], options: DistributedOptions) -> list[Group]:
+    """All groups but the root's, in the order of the forward; an outer one before those inside it."""
+    if options.wrap == "none":
+        return []
+    if isinstance(options.wrap, WrapBySize):
+        return _by_size(model, options.wrap.min_params, options.reshard_after_forward)
+    return _by_layers(model, layers, options.reshard_after_forward)
+
+
+def _by_layers(model: nn.Module, layers: Sequence[nn.Module], reshard_after_forward: bool | int) -> list[Group]:
+    """Embeddings, every decoder layer, the rest (norm and head), which are kept for backward since it begins with them."""
+    outer = list(_outer_modules(model, {id(layer) for layer in layers}))
+    embeddings: list[nn.Module] = [module for module in outer if isinstance(module, nn.Embedding)]
+    first = Group(embeddings, reshard_after_forward=True, in_backward=not _frozen(embeddings))
+    last = Group([module for module in outer if not isinstance(module, nn.Embedding)], reshard_after_forward=False)
+    if first.shares_with(last):
+        first, last = Group(first.modules + last.modules, reshard_after_forward=False), Group([], False)
+    middle = [Group([layer], reshard_after_forward) for layer in layers]
+    return [group for group in (first, *middle, last) if group.modules]
+
+
+def _outer_modules(module: nn.Module, layers: set[int]) -> Iterator[nn.Module]:
+    """Outside of the decoder layers, the outermost modules that hold parameters and contain no layer."""
+    if id(module) in layers:
+        return
+    holds = isinstance(module, BaseTunerLayer) or any(True for _ in module.parameters(recurse=False))
+    if holds and not any(id(inner) in layers for inner in module.modules()):
+        yield module
+        return
+    for child in module.children():
+        yield from _outer_modules(child, layers)
+
+
+def _by_size(model: PeftModel, min_params: int, reshard_after_forward: bool | int) -> list[Group]:
+    """Modules whose forward is called and that hold `min_params` beside inner groups. Tied weights stay with the root."""
+    base: nn.Module = model.get_base_model()
+    places = Counter(id(p) for m in base.modules() for p in m.parameters(recurse=False))
+    tied = {key for key, count in places.items() if count > 1}
+    chosen: set[int] = set()
+    for child in base.children():  # not the model itself: PEFT calls its forward past all hooks
+        _choose(child, min_params, tied, chosen)
+    found = [module for module in base.modules() if id(module) in chosen]
+    return [
+        Group([module], reshard_after_forward, in_backward=not (isinstance(module, nn.Embedding) and _frozen([module])))
+        for module in found
+    ]
+
+
+def _choose(module: nn.Module, min_params: int, tied: set[int], chosen: set[int]) -> int:
+    """Add to `chosen`, inner modules first; the number of parameters that are in none of them."""
+    whole = isinstance(module, BaseTunerLayer)  # uses its adapters' weights without calling them
+    own = list(module.parameters(recurse=whole))
+    left = sum(p.numel() for p in own)
+    if not whole:
+        left += sum(_choose(child, min_params, tied, chosen) for child in module.children())
+    container = isinstance(module, nn.ModuleList | nn.ModuleDict)  # has no forward
+    if left < min_params or container or any(id(p) in tied for p in own):
+        return left
+    chosen.add(id(module))
+    return 0
+
+
+def _frozen(modules: Sequence[nn.Module]) -> bool:
+    return not any(p.requires_grad for module in modules for p in module.parameters())

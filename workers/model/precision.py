@@ -1,0 +1,108 @@
+"""Which frozen weight is stored in which format, and the swap to it, on meta."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ft_service.errors import SpecError
+from ft_service.selection import WeightNames, assign_formats, kept_plain
+from ft_service.spec import PrecisionOptions, WeightFormat, match_pattern
+from workers.model.experts import PROJECTIONS, FrozenExperts, experts_of
+from workers.model.linear import FrozenLinear
+from workers.model.named_base import WeightsOnly, stored_as
+from workers.model.names import find_pieces
+from workers.model.source import Safetensors
+from workers.model.stored import Base
+from workers.quant.weights import QUANTIZED, StorageFormat
+
+
+def precision_map(
+    model: PreTrainedModel,
+    layers: list[nn.Module],
+    precision: PrecisionOptions,
+    of_base: Mapping[str, StorageFormat] | None = None,
+) -> dict[str, StorageFormat]:
+    """Format of every weight that can have one: linear layers and stacked experts of the decoder layers, by module name.
+
+    `of_base`: formats that the base comes in, which stay. Raises SpecError for a pattern that matches none of them, or one
+    outside the decoder layers, or that asks for another format than the base has.
+    """
+    of_base = of_base or {}
+    weighted = [n for n, m in model.named_modules() if any(p.ndim > 1 for p in m.parameters(recurse=False))]
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    outside = [n for n in weighted if id(model.get_submodule(n)) not in inside]
+    formats = assign_formats(WeightNames(_quantizable(model, layers), outside, weighted), precision)
+    _refuse_conflicts(precision, formats, of_base)
+    return {**formats, **of_base}
+
+
+def _refuse_conflicts(
+    precision: PrecisionOptions, formats: Mapping[str, WeightFormat], of_base: Mapping[str, StorageFormat]
+) -> None:
+    for pattern in precision.overrides:
+        for name in match_pattern(pattern, of_base.keys() & formats.keys()):
+            held, wanted = of_base[name], formats[name]
+            if held.removesuffix("_fp32") != wanted:
+                raise SpecError(
+                    f"precision.overrides: the pattern {pattern!r} asks for {wanted} in {name}, which the base holds in "
+                    f"{held} already. Leave these modules out of the pattern, or start from a base that is not quantised.",
+                    param="precision.overrides",
+                )
+
+
+def formats_of_base(model: PreTrainedModel, layers: list[nn.Module], path: str) -> dict[str, StorageFormat]:
+    """Format of every linear layer and stack of experts that the checkpoint holds quantised; none for a plain one.
+
+    Reads headers only, and those of a plain base not even. Raises SpecError for a layout that is not known.
+    """
+    with Safetensors(path) as checkpoint:
+        base = Base.open(checkpoint, path)
+        if not base.declared:
+            return {}
+        stacks = {id(module) for module in experts_of(layers)}
+        module_of: dict[str, str] = {}
+        for name, module in model.named_modules():
+            if id(module) in stacks:
+                module_of |= {f"{name}.{projection}": f"{name}.{projection}" for projection in PROJECTIONS}
+            elif type(module) is nn.Linear and not kept_plain(name):
+                module_of[f"{name}.weight"] = name
+        pieces = find_pieces(model, module_of, WeightsOnly(base).names())
+        stored = {module_of[parameter]: stored_as(base, found) for parameter, found in pieces.items()}
+        return {name: weight.format for name, weight in stored.items() if weight is not None}
+
+
+def _quantizable(model: PreTrainedModel, layers: list[nn.Module]) -> list[str]:
+    """Module names of the weights that can be stored in any format. Raises SpecError where the model has none.
+
+    Not among them: what `kept_plain` names, and classes of a linear layer's kind that compute something else.
+    """
+    stacks = {id(module) for module in experts_of(layers)}
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    names: list[str] = []
+    for name, module in model.named_modules():
+        if id(module) in stacks:
+            names += [f"{name}.{projection}" for projection in PROJECTIONS]
+        elif id(module) in inside and type(module) is nn.Linear and not kept_plain(name):
+            names.append(name)
+    if not names:
+        raise SpecError(f"{type(model).__name__} has no linear layers (nn.Linear) in its decoder layers.", param="model")
+    return names
+
+
+def swap(model: nn.Module, layers: list[nn.Module], formats: Mapping[str, StorageFormat]) -> None:
+    """Put modules on storage of the given formats in place of transformers' linear layers and experts."""
+    stacks = {id(module) for module in experts_of(layers)}
+    for name, module in list(model.named_modules()):
+        if id(module) in stacks:
+            classes = {p: QUANTIZED.get(formats[f"{name}.{p}"]) for p in PROJECTIONS}
+            _replace(model, name, FrozenExperts(module, classes))
+        elif isinstance(module, nn.Linear) and formats.get(name) in QUANTIZED:
+            _replace(model, name, FrozenLinear.on_meta(module, QUANTIZED[formats[name]]))
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)

@@ -58,7 +58,7 @@ def identify(spec: JobSpec) -> Base:
 
 
 def stored_layers(built: BuiltModel) -> list[Layer]:
-    """Every linear layer of the base with the format it is stored in and the bytes that takes over all ranks."""
+    """Every linear layer of the base with its format, the bytes that takes over all ranks, and its error."""
     found: list[tuple[str, Any, int]] = []
     base: Any = built.peft_model.get_base_model()
     modules = {plain_name(name): module for name, module in base.named_modules()}
@@ -67,10 +67,18 @@ def stored_layers(built: BuiltModel) -> list[Layer]:
         weight = getattr(module, "base_layer", module).weight
         local = weight.to_local() if isinstance(weight, DTensor) else weight
         found.append((name, weight, local.stored_bytes if isinstance(local, RowQuantized) else local.nbytes))
+    assert built.loaded is not None, "its layers have weights"
+    changed = built.loaded.changed
     total = torch.tensor([own for _, _, own in found], dtype=torch.int64)
     dist.all_reduce(total)
     return [
-        Layer(module=name, format=built.formats[name], shape=list(weight.shape), bytes=whole)
+        Layer(
+            module=name,
+            format=built.formats[name],
+            shape=list(weight.shape),
+            bytes=whole,
+            relative_error=changed.get(f"{name}.weight", 0.0),
+        )
         for (name, weight, _), whole in zip(found, total.tolist(), strict=True)
     ]
 

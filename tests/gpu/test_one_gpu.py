@@ -64,5 +64,5 @@ def supervise(run: RunDir, attempt: int, checkpoint: str | None) -> int:
     start = Start(job_id="ftjob-test", attempt=attempt, world_size=1, generation=1, checkpoint=checkpoint)
     run.write(f"attempts/{attempt}/start.json", start)
     command = [sys.executable, "-m", "ft_service.supervisor", str(run.root), str(attempt)]
-    environment: dict[str, Any] = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    environment: dict[str, Any] = {**os.environ, "FT_CACHE": "", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     return subprocess.run(command, env=environment, timeout=300).returncode

@@ -115,6 +115,7 @@ def test_the_manifest_describes_the_job(finished: RunDir, spec: JobSpec) -> None
     layers = manifest.frozen_linear_layers
     assert len(layers) == 14
     assert {layer.format for layer in layers} == {"nf4"}
+    assert all(layer.relative_error is not None and 0.05 < layer.relative_error < 0.12 for layer in layers)
     assert manifest.quantiser == {"nf4": 1}
     assert sum(layer.bytes for layer in layers) < 0.6 * sum(layer.shape[0] * layer.shape[1] for layer in layers)
     assert [(file.role, file.name, file.samples) for file in manifest.data] == [

@@ -12,9 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ft_service.errors import SpecError
-from ft_service.spec import JobSpec, WeightFormat
+from ft_service.spec import JobSpec
+from workers.model.frozen import Loaded
 from workers.model.lora import add_adapters
-from workers.model.precision import precision_map, swap
+from workers.model.precision import formats_of_base, precision_map, swap
+from workers.quant.weights import StorageFormat
 from workers.runtime import COMPUTE_DTYPE
 
 STORAGE_DTYPE = torch.bfloat16
@@ -31,8 +33,11 @@ class BuiltModel:
     peft_model: PeftModel
     layers: list[nn.Module]
     """The decoder layers, in order: the units of sharding."""
-    formats: Mapping[str, WeightFormat]
-    """Base module name → format of its weight, for every linear layer and every stack of experts of the decoder layers."""
+    formats: Mapping[str, StorageFormat]
+    """Base module name → format of its weight: every linear layer and every stack of experts of the decoder layers, and linear
+    layers elsewhere that the base holds quantised."""
+    loaded: Loaded | None = None
+    """What loading did, once that is done."""
 
 
 def build(spec: JobSpec, device: torch.device) -> BuiltModel:
@@ -40,7 +45,7 @@ def build(spec: JobSpec, device: torch.device) -> BuiltModel:
     base = base_on_meta(spec.model.path)
     restore_buffers(base, device, COMPUTE_DTYPE[spec.precision.compute])
     layers = decoder_layers(base)
-    formats = precision_map(base, layers, spec.precision)
+    formats = precision_map(base, layers, spec.precision, formats_of_base(base, layers, spec.model.path))
     swap(base, layers, formats)
     peft_model = add_adapters(base, spec.lora)
     return BuiltModel(peft_model, layers, formats)
@@ -58,11 +63,7 @@ def base_on_meta(path: str) -> PreTrainedModel:
             f"The base in {path} has a config.json that transformers does not know: {error}", param="model"
         ) from None
     if getattr(config, "quantization_config", None) is not None:
-        raise SpecError(
-            f"The base in {path} is stored quantised already; this version reads bf16, fp16 and fp32 bases. "
-            "Use the original weights with precision.default.",
-            param="model",
-        )
+        delattr(config, "quantization_config")  # the modules are those of a plain base; see `formats_of_base`
     _require_text_decoder(config)
     config.use_cache = False
     _without_noise(config)

@@ -9,21 +9,69 @@ from transformers import PreTrainedModel
 
 from ft_service.errors import SpecError
 from ft_service.selection import WeightNames, assign_formats, kept_plain
-from ft_service.spec import PrecisionOptions, WeightFormat
+from ft_service.spec import PrecisionOptions, WeightFormat, match_pattern
 from workers.model.experts import PROJECTIONS, FrozenExperts, experts_of
 from workers.model.linear import FrozenLinear
-from workers.quant.weights import QUANTIZED
+from workers.model.named_base import WeightsOnly, stored_as
+from workers.model.names import find_pieces
+from workers.model.source import Safetensors
+from workers.model.stored import Base
+from workers.quant.weights import QUANTIZED, StorageFormat
 
 
-def precision_map(model: PreTrainedModel, layers: list[nn.Module], precision: PrecisionOptions) -> dict[str, WeightFormat]:
+def precision_map(
+    model: PreTrainedModel,
+    layers: list[nn.Module],
+    precision: PrecisionOptions,
+    of_base: Mapping[str, StorageFormat] | None = None,
+) -> dict[str, StorageFormat]:
     """Format of every weight that can have one: linear layers and stacked experts of the decoder layers, by module name.
 
-    Raises SpecError for a pattern that matches none of them, or one outside the decoder layers.
+    `of_base`: formats that the base comes in, which stay. Raises SpecError for a pattern that matches none of them, or one
+    outside the decoder layers, or that asks for another format than the base has.
     """
+    of_base = of_base or {}
     weighted = [n for n, m in model.named_modules() if any(p.ndim > 1 for p in m.parameters(recurse=False))]
     inside = {id(module) for layer in layers for module in layer.modules()}
     outside = [n for n in weighted if id(model.get_submodule(n)) not in inside]
-    return assign_formats(WeightNames(_quantizable(model, layers), outside, weighted), precision)
+    formats = assign_formats(WeightNames(_quantizable(model, layers), outside, weighted), precision)
+    _refuse_conflicts(precision, formats, of_base)
+    return {**formats, **of_base}
+
+
+def _refuse_conflicts(
+    precision: PrecisionOptions, formats: Mapping[str, WeightFormat], of_base: Mapping[str, StorageFormat]
+) -> None:
+    for pattern in precision.overrides:
+        for name in match_pattern(pattern, of_base.keys() & formats.keys()):
+            held, wanted = of_base[name], formats[name]
+            if held.removesuffix("_fp32") != wanted:
+                raise SpecError(
+                    f"precision.overrides: the pattern {pattern!r} asks for {wanted} in {name}, which the base holds in "
+                    f"{held} already. Leave these modules out of the pattern, or start from a base that is not quantised.",
+                    param="precision.overrides",
+                )
+
+
+def formats_of_base(model: PreTrainedModel, layers: list[nn.Module], path: str) -> dict[str, StorageFormat]:
+    """Format of every linear layer and stack of experts that the checkpoint holds quantised; none for a plain one.
+
+    Reads headers only, and those of a plain base not even. Raises SpecError for a layout that is not known.
+    """
+    with Safetensors(path) as checkpoint:
+        base = Base.open(checkpoint, path)
+        if not base.declared:
+            return {}
+        stacks = {id(module) for module in experts_of(layers)}
+        module_of: dict[str, str] = {}
+        for name, module in model.named_modules():
+            if id(module) in stacks:
+                module_of |= {f"{name}.{projection}": f"{name}.{projection}" for projection in PROJECTIONS}
+            elif type(module) is nn.Linear and not kept_plain(name):
+                module_of[f"{name}.weight"] = name
+        pieces = find_pieces(model, module_of, WeightsOnly(base).names())
+        stored = {module_of[parameter]: stored_as(base, found) for parameter, found in pieces.items()}
+        return {name: weight.format for name, weight in stored.items() if weight is not None}
 
 
 def _quantizable(model: PreTrainedModel, layers: list[nn.Module]) -> list[str]:
@@ -44,7 +92,7 @@ def _quantizable(model: PreTrainedModel, layers: list[nn.Module]) -> list[str]:
     return names
 
 
-def swap(model: nn.Module, layers: list[nn.Module], formats: Mapping[str, WeightFormat]) -> None:
+def swap(model: nn.Module, layers: list[nn.Module], formats: Mapping[str, StorageFormat]) -> None:
     """Put modules on storage of the given formats in place of transformers' linear layers and experts."""
     stacks = {id(module) for module in experts_of(layers)}
     for name, module in list(model.named_modules()):

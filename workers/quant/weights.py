@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
 from ft_service.spec import WeightFormat
-from workers.quant import fp8, nf4
+from workers.quant import fp8, nf4, nf4_fp32
 from workers.quant.frozen_linear import Numerics, frozen_linear
 from workers.quant.rowwise import RowQuantized
+
+StorageFormat = WeightFormat | Literal["nf4_fp32"]
+"""What a weight may be stored in: what users choose from, and what only a base that is quantised already comes in."""
 
 
 class _Weight(RowQuantized):
@@ -54,8 +57,19 @@ class FP8Weight(_Weight):
     scale: Tensor
 
 
-QUANTIZED: dict[WeightFormat, type[RowQuantized]] = {"nf4": NF4Weight, "fp8": FP8Weight}
+class NF4FP32Weight(_Weight):
+    """A frozen weight [rows, cols] in NF4 with fp32 block scales (see `workers.quant.nf4_fp32` for the parts)."""
+
+    PARTS = ("codes", "block_max")
+    NUMERICS = Numerics.register(
+        "nf4_fp32", nf4_fp32.NF4FP32Parts, nf4_fp32.empty_parts, nf4_fp32.quantize, nf4_fp32.dequantize
+    )
+    codes: Tensor
+    block_max: Tensor
+
+
+QUANTIZED: dict[StorageFormat, type[RowQuantized]] = {"nf4": NF4Weight, "fp8": FP8Weight, "nf4_fp32": NF4FP32Weight}
 """Format name → the weight class that stores it. "bf16" is not here: it is stored as a plain tensor."""
 
-VERSIONS: dict[str, int] = {"nf4": 1, "fp8": 1}
+VERSIONS: dict[str, int] = {"nf4": 1, "fp8": 1, "nf4_fp32": 1}
 """Storage format → version of its arithmetic. It counts up when an equal weight would be stored as other values."""

@@ -59,12 +59,13 @@ class Layer(_Document):
     """One linear layer of the base's decoder layers, or one elsewhere that the base comes quantised in."""
 
     module: str
-    format: WeightFormat | Literal["nf4_fp32"]
-    """nf4_fp32: NF4 with fp32 block scales, in which bases that come in NF4 are kept."""
+    format: WeightFormat
     shape: list[int]
     """[out, in]"""
     bytes: int
     """Stored, over the ranks of the first attempt, padding included."""
+    multiplied_in: str | None = None
+    """bf16, fp32 or fp8, in the first attempt; None: not recorded then."""
     relative_error: float | None = None
     """‖stored - read‖ / ‖read‖ of the weight; 0.0: stored as the base's files hold it. None: not measured then."""
 

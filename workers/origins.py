@@ -27,7 +27,7 @@ def record(run: RunDir, spec: JobSpec, built: BuiltModel, train: Sequence[Tokens
     Raises SpecError on all ranks if the base is not the one that the first attempt trained on.
     """
     base = identify(spec)
-    layers = stored_layers(built)
+    layers = stored_layers(built, spec.precision.compute)
     before = run.read(ORIGINS, Origins)
     if before is not None and before.base.digest != base.digest:
         changed = sorted(
@@ -57,19 +57,22 @@ def identify(spec: JobSpec) -> Base:
     return base_of(spec.model.name, folder, {name: found for files in everyone for name, found in files.items()})
 
 
-def stored_layers(built: BuiltModel) -> list[Layer]:
-    """Every linear layer of the base with its format, the bytes that takes over all ranks, and its error."""
-    found: list[tuple[str, Any, int]] = []
+def stored_layers(built: BuiltModel, compute: str) -> list[Layer]:
+    """Every linear layer of the base with its format, the bytes that takes over all ranks, and its error.
+
+    `compute`: what those multiply in that are dequantised, or not quantised.
+    """
+    found: list[tuple[str, Any, Any, int]] = []
     base: Any = built.peft_model.get_base_model()
     modules = {plain_name(name): module for name, module in base.named_modules()}
     for name in built.formats:
-        module = modules[name]
-        weight = getattr(module, "base_layer", module).weight
+        module = getattr(modules[name], "base_layer", modules[name])
+        weight = module.weight
         local = weight.to_local() if isinstance(weight, DTensor) else weight
-        found.append((name, weight, local.stored_bytes if isinstance(local, RowQuantized) else local.nbytes))
+        found.append((name, module, weight, local.stored_bytes if isinstance(local, RowQuantized) else local.nbytes))
     assert built.loaded is not None, "its layers have weights"
     changed = built.loaded.changed
-    total = torch.tensor([own for _, _, own in found], dtype=torch.int64)
+    total = torch.tensor([own for *_, own in found], dtype=torch.int64)
     dist.all_reduce(total)
     return [
         Layer(
@@ -77,9 +80,10 @@ def stored_layers(built: BuiltModel) -> list[Layer]:
             format=built.formats[name],
             shape=list(weight.shape),
             bytes=whole,
+            multiplied_in="fp8" if getattr(module, "in_fp8", False) else compute,
             relative_error=changed.get(f"{name}.weight", 0.0),
         )
-        for (name, weight, _), whole in zip(found, total.tolist(), strict=True)
+        for (name, module, weight, _), whole in zip(found, total.tolist(), strict=True)
     ]
 
 

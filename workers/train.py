@@ -64,6 +64,8 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
 
     cache = Cache.from_environment(os.environ)
     built = construct(spec, runtime.mesh, runtime.device, warn=lambda text: reporter.message(text, "warn"), cache=cache)
+    if built.products is not None:
+        reporter.message(built.products)
     for level, text in built.loaded.messages() if built.loaded else ():
         reporter.message(text, level)
     check_gathered_weights(built.peft_model, runtime.compute_dtype)

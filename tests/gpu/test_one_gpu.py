@@ -13,8 +13,9 @@ import torch
 
 from ft_service.rundir import Result, RunDir, Start
 from tests.workers.models import save_chat_base, save_chats, spec_for
-from workers.quant import nf4
-from workers.quant.weights import NF4Weight
+from workers.quant import fp8, nf4
+from workers.quant.fp8_products import why_not
+from workers.quant.weights import FP8Weight, NF4Weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -40,6 +41,26 @@ def test_linear_forward_and_backward_on_cuda() -> None:
     y.square().sum().backward()
     assert x.grad is not None
     assert torch.allclose(x.grad, 2 * expected @ weight.dequantize(), rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.skipif(why_not(torch.bfloat16, torch.device("cuda")) is not None, reason="needs a GPU that multiplies FP8")
+def test_products_in_fp8_are_those_of_the_formula() -> None:
+    weight = FP8Weight.quantize(torch.randn(96, 160).cuda().bfloat16())
+    x = torch.randn(7, 160, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y, dense = weight.linear_in_fp8(x), weight.dequantize(torch.float32)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    assert x.grad is not None
+    assert distance(y, rounded(x) @ dense.t()) < 0.01
+    assert distance(x.grad, rounded(grad.float() * weight.scale.t()) @ weight.codes.float()) < 0.01
+
+
+def rounded(factor: torch.Tensor) -> torch.Tensor:
+    return fp8.dequantize(fp8.quantize(factor), factor.shape[1], torch.float32)
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.detach().float() - expected).norm() / expected.norm())
 
 
 def test_an_attempt_trains_stops_and_resumes(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ft_service.errors import SpecError
-from ft_service.spec import JobSpec
+from ft_service.selection import refuse_resharding_of_held
+from ft_service.spec import JobSpec, WeightFormat
 from workers.model.frozen import Loaded
 from workers.model.lora import add_adapters
-from workers.model.precision import formats_of_base, precision_map, swap
-from workers.quant.weights import StorageFormat
+from workers.model.precision import choose_products, formats_of_base, precision_map, swap
 from workers.runtime import COMPUTE_DTYPE
 
 STORAGE_DTYPE = torch.bfloat16
@@ -33,9 +33,11 @@ class BuiltModel:
     peft_model: PeftModel
     layers: list[nn.Module]
     """The decoder layers, in order: the units of sharding."""
-    formats: Mapping[str, StorageFormat]
+    formats: Mapping[str, WeightFormat]
     """Base module name → format of its weight: every linear layer and every stack of experts of the decoder layers, and linear
     layers elsewhere that the base holds quantised."""
+    products: str | None = None
+    """How layers stored in FP8 multiply, in words; None: there are none."""
     loaded: Loaded | None = None
     """What loading did, once that is done."""
 
@@ -45,10 +47,13 @@ def build(spec: JobSpec, device: torch.device) -> BuiltModel:
     base = base_on_meta(spec.model.path)
     restore_buffers(base, device, COMPUTE_DTYPE[spec.precision.compute])
     layers = decoder_layers(base)
-    formats = precision_map(base, layers, spec.precision, formats_of_base(base, layers, spec.model.path))
+    held = formats_of_base(base, layers, spec.model.path)
+    refuse_resharding_of_held(spec.distributed.reshard_size, held)
+    formats = precision_map(base, layers, spec.precision, held)
     swap(base, layers, formats)
+    products = choose_products(base, spec.precision, COMPUTE_DTYPE[spec.precision.compute], device)
     peft_model = add_adapters(base, spec.lora)
-    return BuiltModel(peft_model, layers, formats)
+    return BuiltModel(peft_model, layers, formats, products)
 
 
 def base_on_meta(path: str) -> PreTrainedModel:

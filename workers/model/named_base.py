@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from ft_service.published import is_companion
+from ft_service.spec import WeightFormat
 from workers.model.names import NamedTensors, Piece, by_parameter
 from workers.model.stored import Base, StoredWeight
-from workers.quant.weights import StorageFormat
-
-_COMPANION = re.compile(r"\.weight\.|_scale(_inv)?$")
-"""Tensors that belong to a quantised weight, and are no parameters of a model."""
 
 
 class WeightsOnly:
@@ -23,7 +20,7 @@ class WeightsOnly:
         self._base = base
 
     def names(self) -> list[str]:
-        return [name for name in self._base.names() if not _COMPANION.search(name)]
+        return [name for name in self._base.names() if not is_companion(name)]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._base.shape(name)
@@ -69,7 +66,7 @@ class Stacked:
     def __init__(self, weights: Sequence[StoredWeight]) -> None:
         self._weights = weights
         self.layout = weights[0].layout
-        self.format: StorageFormat = weights[0].format
+        self.format: WeightFormat = weights[0].format
         self.exact = all(weight.exact for weight in weights)
         self.shape = (sum(weight.shape[0] for weight in weights), weights[0].shape[1])
 

@@ -4,56 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ft_service.errors import SpecError
 from ft_service.selection import WeightNames, assign_formats, kept_plain
-from ft_service.spec import PrecisionOptions, WeightFormat, match_pattern
+from ft_service.spec import PrecisionOptions, WeightFormat
 from workers.model.experts import PROJECTIONS, FrozenExperts, experts_of
 from workers.model.linear import FrozenLinear
 from workers.model.named_base import WeightsOnly, stored_as
 from workers.model.names import find_pieces
 from workers.model.source import Safetensors
 from workers.model.stored import Base
-from workers.quant.weights import QUANTIZED, StorageFormat
+from workers.quant.fp8_products import MULTIPLE, fits, why_not
+from workers.quant.weights import QUANTIZED, FP8Weight
 
 
 def precision_map(
     model: PreTrainedModel,
     layers: list[nn.Module],
     precision: PrecisionOptions,
-    of_base: Mapping[str, StorageFormat] | None = None,
-) -> dict[str, StorageFormat]:
+    held: Mapping[str, WeightFormat] | None = None,
+) -> dict[str, WeightFormat]:
     """Format of every weight that can have one: linear layers and stacked experts of the decoder layers, by module name.
 
-    `of_base`: formats that the base comes in, which stay. Raises SpecError for a pattern that matches none of them, or one
+    `held`: formats that the base comes in, which stay. Raises SpecError for a pattern that matches none of them, or one
     outside the decoder layers, or that asks for another format than the base has.
     """
-    of_base = of_base or {}
     weighted = [n for n, m in model.named_modules() if any(p.ndim > 1 for p in m.parameters(recurse=False))]
     inside = {id(module) for layer in layers for module in layer.modules()}
     outside = [n for n in weighted if id(model.get_submodule(n)) not in inside]
-    formats = assign_formats(WeightNames(_quantizable(model, layers), outside, weighted), precision)
-    _refuse_conflicts(precision, formats, of_base)
-    return {**formats, **of_base}
+    return assign_formats(WeightNames(_quantizable(model, layers), outside, weighted), precision, held)
 
 
-def _refuse_conflicts(
-    precision: PrecisionOptions, formats: Mapping[str, WeightFormat], of_base: Mapping[str, StorageFormat]
-) -> None:
-    for pattern in precision.overrides:
-        for name in match_pattern(pattern, of_base.keys() & formats.keys()):
-            held, wanted = of_base[name], formats[name]
-            if held.removesuffix("_fp32") != wanted:
-                raise SpecError(
-                    f"precision.overrides: the pattern {pattern!r} asks for {wanted} in {name}, which the base holds in "
-                    f"{held} already. Leave these modules out of the pattern, or start from a base that is not quantised.",
-                    param="precision.overrides",
-                )
-
-
-def formats_of_base(model: PreTrainedModel, layers: list[nn.Module], path: str) -> dict[str, StorageFormat]:
+def formats_of_base(model: PreTrainedModel, layers: list[nn.Module], path: str) -> dict[str, WeightFormat]:
     """Format of every linear layer and stack of experts that the checkpoint holds quantised; none for a plain one.
 
     Reads headers only, and those of a plain base not even. Raises SpecError for a layout that is not known.
@@ -92,7 +77,7 @@ def _quantizable(model: PreTrainedModel, layers: list[nn.Module]) -> list[str]:
     return names
 
 
-def swap(model: nn.Module, layers: list[nn.Module], formats: Mapping[str, StorageFormat]) -> None:
+def swap(model: nn.Module, layers: list[nn.Module], formats: Mapping[str, WeightFormat]) -> None:
     """Put modules on storage of the given formats in place of transformers' linear layers and experts."""
     stacks = {id(module) for module in experts_of(layers)}
     for name, module in list(model.named_modules()):
@@ -101,6 +86,21 @@ def swap(model: nn.Module, layers: list[nn.Module], formats: Mapping[str, Storag
             _replace(model, name, FrozenExperts(module, classes))
         elif isinstance(module, nn.Linear) and formats.get(name) in QUANTIZED:
             _replace(model, name, FrozenLinear.on_meta(module, QUANTIZED[formats[name]]))
+
+
+def choose_products(model: nn.Module, options: PrecisionOptions, compute: torch.dtype, device: torch.device) -> str | None:
+    """Let layers stored in FP8 multiply in it where they can; what the job's events say of it. None: there are none."""
+    layers = [m for m in model.modules() if isinstance(m, FrozenLinear) and isinstance(m.weight, FP8Weight)]
+    if not layers:
+        return None
+    reason = "precision.fp8_products is off" if options.fp8_products == "off" else why_not(compute, device)
+    if reason is not None:
+        return f"The {len(layers)} layers stored in fp8 are dequantised to multiply: {reason}."
+    for layer in layers:
+        layer.in_fp8 = fits(layer.out_features, layer.in_features)
+    others = sum(not layer.in_fp8 for layer in layers)
+    rest = f"; {others} are dequantised, their sizes being no multiples of {MULTIPLE}" if others else ""
+    return f"{len(layers) - others} layers stored in fp8 multiply in FP8 ({torch.cuda.get_device_name(device)}){rest}."
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

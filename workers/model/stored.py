@@ -12,24 +12,30 @@ the checkpoint stands for, to be quantised again. Scales of activations, which s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ft_service.errors import SpecError
+from ft_service.published import (
+    FP8_DTYPE,
+    KINDS,
+    NO_SCALE,
+    PLAIN_DTYPES,
+    SCALES,
+    STATE,
+    Bitsandbytes,
+    quantization_of,
+    unknown_layout,
+)
+from ft_service.spec import WeightFormat
 from workers.model.source import Safetensors
 from workers.quant import kernels as kernels  # registers torch.ops.bitsandbytes
 from workers.quant.nf4 import BLOCK
-from workers.quant.weights import StorageFormat
 
-METHODS = ("bitsandbytes", "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt")
-"""Values of `quantization_config.quant_method` whose layouts may be among ours; the tensors themselves decide."""
-PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
 FP8_BLOCK = 128
-_STATE = ".quant_state.bitsandbytes__"
 _NESTED_BLOCK = 256
 
 
@@ -39,7 +45,7 @@ class StoredWeight(Protocol):
     layout: str
     """In words, for messages."""
     shape: tuple[int, int]
-    format: StorageFormat
+    format: WeightFormat
     """The format that it is kept in."""
     exact: bool
     """Whether `parts` gives that format's parts; otherwise the values are quantised again."""
@@ -67,18 +73,9 @@ class Base:
     @classmethod
     def open(cls, checkpoint: Safetensors, folder: str | Path) -> Base:
         """With what the folder's config.json says of quantisation. Raises SpecError for a method that is not known here."""
-        config = json.loads((Path(folder) / "config.json").read_text())
-        found = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
+        found = quantization_of(json.loads((Path(folder) / "config.json").read_text()))
         if found is None:
             return cls(checkpoint)
-        method = found.get("quant_method")
-        if method not in METHODS or found.get("load_in_8bit") or found.get("_load_in_8bit"):
-            shown = "bitsandbytes in 8 bits" if method == "bitsandbytes" else method
-            raise SpecError(
-                f"The base in {folder} is quantised by {shown}. Bases can be plain (bf16, fp16, fp32), bitsandbytes 4-bit, "
-                "or FP8 with scales by rows, tensors or blocks.",
-                param="model",
-            )
         base = cls(checkpoint, _block_size(found))
         base.declared = True
         return base
@@ -105,7 +102,7 @@ class Base:
         return self._stored[name]
 
 
-def _block_size(config: dict[str, Any]) -> tuple[int, int]:
+def _block_size(config: Mapping[str, Any]) -> tuple[int, int]:
     found = config.get("weight_block_size")
     for group in (config.get("config_groups") or {}).values():
         found = found or (group.get("weights") or {}).get("block_structure")
@@ -113,36 +110,28 @@ def _block_size(config: dict[str, Any]) -> tuple[int, int]:
 
 
 def _recognise(checkpoint: Safetensors, name: str, block: tuple[int, int]) -> StoredWeight | None:
-    for kind in ("nf4", "fp4"):
-        if f"{name}{_STATE}{kind}" in checkpoint:
+    for kind in KINDS:
+        if f"{name}{STATE}{kind}" in checkpoint:
             return Bitsandbytes4Bit(checkpoint, name, kind)
     dtype = checkpoint.dtype(name)
-    if dtype == "F8_E4M3":
+    if dtype == FP8_DTYPE:
         return _fp8(checkpoint, name, block)
     if dtype not in PLAIN_DTYPES:
-        raise _unknown(name, f"it is stored as {dtype}")
+        raise unknown_layout(name, f"it is stored as {dtype}")
     return None
-
-
-def _unknown(name: str, why: str) -> SpecError:
-    return SpecError(f"The base's tensor {name} is quantised in a layout that is not supported: {why}.", param="model")
 
 
 class Bitsandbytes4Bit:
     """A `Params4bit` as `save_pretrained` writes it. Blocks run through the row-major weight and know no rows."""
 
-    format: StorageFormat = "nf4_fp32"
+    format: WeightFormat = "nf4_fp32"
 
     def __init__(self, checkpoint: Safetensors, name: str, kind: str) -> None:
-        state: dict[str, Any] = json.loads(bytes(checkpoint.whole(f"{name}{_STATE}{kind}").tolist()))
-        if len(state["shape"]) != 2 or int(state["blocksize"]) % 16:
-            raise _unknown(name, f"bitsandbytes {kind} of shape {state['shape']} in blocks of {state['blocksize']}")
+        state = Bitsandbytes.read(name, kind, bytes(checkpoint.whole(f"{name}{STATE}{kind}").tolist()))
+        if state.nested_block not in (None, _NESTED_BLOCK):
+            raise unknown_layout(name, f"nested statistics in blocks of {state.nested_block}")
         self._checkpoint, self._name, self._kind = checkpoint, name, kind
-        self._block = int(state["blocksize"])
-        self._offset: float | None = state.get("nested_offset")
-        if self._offset is not None and int(state["nested_blocksize"]) != _NESTED_BLOCK:
-            raise _unknown(name, f"nested statistics in blocks of {state['nested_blocksize']}")
-        self.shape = (int(state["shape"][0]), int(state["shape"][1]))
+        self._block, self._offset, self.shape = state.block, state.nested_offset, state.shape
         self.layout = f"bitsandbytes {kind.upper()}"
         self.exact = kind == "nf4" and self._block % BLOCK == 0 and self.shape[1] % self._block == 0
 
@@ -185,23 +174,23 @@ class Bitsandbytes4Bit:
 
 def _fp8(checkpoint: Safetensors, name: str, block: tuple[int, int]) -> StoredWeight:
     module = name.removesuffix(".weight")
-    scale = next((s for s in (f"{module}.weight_scale_inv", f"{module}.weight_scale") if s in checkpoint), None)
+    scale = next((s for s in (f"{module}.{last}" for last in SCALES) if s in checkpoint), None)
     if scale is None:
-        raise _unknown(name, "there is no weight_scale or weight_scale_inv beside the FP8 codes")
+        raise unknown_layout(name, NO_SCALE)
     codes, scales = checkpoint.shape(name), checkpoint.shape(scale)
     if len(codes) != 2:
-        raise _unknown(name, f"FP8 codes of shape {codes}")
+        raise unknown_layout(name, f"FP8 codes of shape {codes}")
     if scales in ((), (1,), (1, 1)):
         return FP8ByTensor(checkpoint, name, scale)
     if scales in ((codes[0],), (codes[0], 1)):
         return FP8ByRow(checkpoint, name, scale)
     if scales == (-(-codes[0] // block[0]), -(-codes[1] // block[1])):
         return FP8ByBlock(checkpoint, name, scale, block)
-    raise _unknown(name, f"{scale} has shape {scales}, which are neither rows, nor one, nor blocks of {block[0]} x {block[1]}")
+    raise unknown_layout(name, f"{scale} {scales} are neither rows, nor one, nor blocks of {block[0]} x {block[1]}")
 
 
 class _FP8:
-    format: StorageFormat = "fp8"
+    format: WeightFormat = "fp8"
     layout: str
     exact: bool
 

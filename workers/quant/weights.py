@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from ft_service.spec import WeightFormat
 from workers.quant import fp8, nf4, nf4_fp32
+from workers.quant.fp8_products import InFP8
 from workers.quant.frozen_linear import Numerics, frozen_linear
 from workers.quant.rowwise import RowQuantized
-
-StorageFormat = WeightFormat | Literal["nf4_fp32"]
-"""What a weight may be stored in: what users choose from, and what only a base that is quantised already comes in."""
 
 
 class _Weight(RowQuantized):
@@ -53,8 +51,13 @@ class FP8Weight(_Weight):
 
     PARTS = ("codes", "scale")
     NUMERICS = Numerics.register("fp8", fp8.FP8Parts, fp8.empty_parts, fp8.quantize, fp8.dequantize)
+    IN_FP8 = InFP8.register("fp8_products", fp8.FP8Parts, fp8.empty_parts, fp8.quantize, fp8.dequantize)
     codes: Tensor
     scale: Tensor
+
+    def linear_in_fp8(self, x: Tensor) -> Tensor:
+        """As `linear`, the product itself in FP8 (see `workers.quant.fp8_products`)."""
+        return frozen_linear(x, list(self.parts), self.IN_FP8.name, self.shape[1])
 
 
 class NF4FP32Weight(_Weight):
@@ -68,7 +71,7 @@ class NF4FP32Weight(_Weight):
     block_max: Tensor
 
 
-QUANTIZED: dict[StorageFormat, type[RowQuantized]] = {"nf4": NF4Weight, "fp8": FP8Weight, "nf4_fp32": NF4FP32Weight}
+QUANTIZED: dict[WeightFormat, type[RowQuantized]] = {"nf4": NF4Weight, "fp8": FP8Weight, "nf4_fp32": NF4FP32Weight}
 """Format name → the weight class that stores it. "bf16" is not here: it is stored as a plain tensor."""
 
 VERSIONS: dict[str, int] = {"nf4": 1, "fp8": 1, "nf4_fp32": 1}

@@ -22,11 +22,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 if __name__ == "__main__":  # the repository's root, for tests and benchmarks started by path
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.bases import Llama, write_llama
 from benchmarks.machine import machine, save
 
 HIDDEN, WIDTH, HEADS, VOCABULARY = 2048, 5632, 16, 32_000
@@ -45,7 +45,7 @@ def main() -> None:
     result = machine()
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder, "base")
-        result["base_bytes"] = write_base(base, options.megabytes)
+        result["base_bytes"] = write_llama(base, of_size(options.megabytes))
         runs: dict[str, list[dict[str, float]]] = {name: [] for name in CONTENDERS}
         for repeat in range(options.repeats):
             cache = Path(folder, f"cache-{repeat}")
@@ -59,41 +59,11 @@ def main() -> None:
     save("load", result)
 
 
-def write_base(folder: Path, megabytes: int) -> int:
-    """A Llama of about this size in bf16, with random weights, in one file; its bytes."""
-    from transformers import LlamaConfig
-
+def of_size(megabytes: int) -> Llama:
+    """A Llama of about this size in bf16."""
     of_a_layer = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * WIDTH
     layers = max(1, round((megabytes * 1e6 / 2 - 2 * VOCABULARY * HIDDEN) / of_a_layer))
-    config = LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=WIDTH,
-        num_hidden_layers=layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=False,
-        architectures=["LlamaForCausalLM"],
-    )
-    config.save_pretrained(folder)
-    (folder / "generation_config.json").write_text("{}")
-    generator = torch.Generator().manual_seed(0)
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
-        "lm_head.weight": (VOCABULARY, HIDDEN),
-    }
-    shapes["model.norm.weight"] = (HIDDEN,)
-    for i in range(layers):
-        layer = f"model.layers.{i}"
-        shapes |= {f"{layer}.self_attn.{n}_proj.weight": (HIDDEN, HIDDEN) for n in "qkvo"}
-        shapes |= {f"{layer}.mlp.{n}_proj.weight": (WIDTH, HIDDEN) for n in ("gate", "up")}
-        shapes |= {f"{layer}.mlp.down_proj.weight": (HIDDEN, WIDTH)}
-        shapes |= {f"{layer}.{n}_layernorm.weight": (HIDDEN,) for n in ("input", "post_attention")}
-    tensors = {
-        name: torch.empty(shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator) for name, shape in shapes.items()
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return (folder / "model.safetensors").stat().st_size
+    return Llama(HIDDEN, WIDTH, layers, HEADS, VOCABULARY)
 
 
 def in_fresh_process(contender: str, base: Path, cache: Path) -> dict[str, float]:

@@ -22,6 +22,7 @@ from workers.data.batches import Tokens, collate, micro_batches
 from workers.model.build import build
 from workers.model.load import adapters
 from workers.optim import JobState
+from workers.origins import stored_modules
 from workers.quant.rowwise import RowQuantized
 from workers.step import forward_backward
 
@@ -46,6 +47,7 @@ def measure(rank: int, world: int, spec: JobSpec) -> dict[str, Any]:
         "adapters": held(job.parameters.values()),
         "gradients": held(p.grad for p in job.parameters.values()),
         "optimizer": held(states),
+        "modules": {m.module: (m.format, m.bytes) for m in stored_modules(built, spec.precision.compute)},
         "collectives": collectives,
     }
 
@@ -125,6 +127,10 @@ def test_a_rank_has_the_bytes_and_the_traffic_that_were_planned(case: str, tmp_p
         assert sum(reduced) * (shard - 1) / shard == pytest.approx(plan.wire.reduce, rel=0.02)
     assert max(result["optimizer"] for result in results) == plan.rank.optimizer
     assert sum(module.bytes_per_rank for module in plan.modules) == sum(plan.rank.base.values())
+    recorded = results[0]["modules"]
+    assert {module.name: module.format for module in plan.modules} == {name: kept for name, (kept, _) in recorded.items()}
+    quantised_bytes = sum(count for kept, count in recorded.values() if kept != "bf16")
+    assert quantised_bytes == sum(result["quantised"] for result in results)
 
 
 def base_bytes(plan: Plan) -> tuple[int, int]:

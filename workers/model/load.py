@@ -67,7 +67,9 @@ def load(
             load_buffers(model, NamedBase(model, base, checkpoint_name).tensors, checkpoint_name, device)
         loaded = _load_base(model, weights, Path(folder), base, cache)
         loaded = loaded if loaded.cached else replace(loaded, bytes_read=checkpoint.bytes_read)
-    for weight in weights.values():
+    for name, weight in weights.items():
+        if isinstance(weight.storage, RowQuantized):
+            weight.storage.name = name
         _replace(weight.parameter, weight.storage, weight.places)
     return loaded
 

@@ -136,6 +136,24 @@ def test_training_lowers_the_loss(finished: RunDir) -> None:
     assert found[STEPS] < 0.95 * found[1]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefetch": {"forward": 2, "backward": 2}, "activation_checkpointing": "full", "keep_unsharded": True},
+        {"wrap": {"min_params": 5000}, "activation_checkpointing": "selective", "ignored": [r".*norm\.weight"]},
+    ],
+    ids=["gathered ahead, kept, recomputed", "in groups by size, norms whole"],
+)
+def test_how_a_job_is_sharded_does_not_change_its_numbers(
+    options: dict[str, Any], finished: RunDir, spec: JobSpec, tmp_path: Path
+) -> None:
+    changed = {**spec.distributed.model_dump(), **options}
+    run = RunDir(tmp_path)
+    run.write("spec.json", JobSpec.model_validate({**spec.model_dump(), "distributed": changed}))
+    assert run_attempt(run, 1, 2) == Outcome(kind="succeeded")
+    assert losses(run) == pytest.approx(losses(finished), rel=1e-6)
+
+
 def test_a_checkpoint_holds_the_job_and_not_the_base(finished: RunDir, spec: JobSpec) -> None:
     marker = finished.read("checkpoints/step-8-a1/COMPLETE", CheckpointMarker)
     assert marker is not None

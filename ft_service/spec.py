@@ -19,7 +19,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from ft_service.errors import SpecError
 from ft_service.mesh import check_reshard_size, mesh_shape
 
-WeightFormat = Literal["bf16", "fp8", "nf4"]
+WeightFormat = Literal["bf16", "fp8", "nf4", "nf4_fp32"]
+"""nf4_fp32: NF4 with fp32 block scales, in which bases that come in bitsandbytes NF4 are kept without a loss."""
 
 LEARNING_RATE = 2e-4
 """The learning rate that `learning_rate_multiplier: 1` stands for; the usual one for LoRA with AdamW."""
@@ -128,6 +129,9 @@ class PrecisionOptions(Strict):
     compute: Annotated[Literal["bf16", "fp32"], BeforeValidator(_one_compute_type)] = "bf16"
     """Element type of activations and matrix products in all modules: FSDP2 has one for all that is gathered together.
     Adapters are fp32 masters either way."""
+    fp8_products: Literal["auto", "off"] = "auto"
+    """auto: layers stored in fp8 multiply in FP8 where the GPU can and compute is bf16, inputs and gradients rounded to FP8 row
+    by row; off: they are always dequantised first. The job's events say which it is."""
 
 
 class TrainingOptions(Strict):

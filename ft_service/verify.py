@@ -132,7 +132,7 @@ def shape_faults(folder: Path, manifest: Manifest | None) -> list[str]:
             others.append(name)
         else:
             pairs.setdefault(match["module"], {})[match["which"]] = shape
-    layers = {layer.module: layer.shape for layer in manifest.frozen_linear_layers} if manifest else {}
+    layers = {layer.module: layer.shape for layer in manifest.frozen_modules} if manifest else {}
     faults = [
         fault for module, pair in pairs.items() for fault in _pair_faults(module, pair, ranks[module], layers.get(module))
     ]

@@ -6,8 +6,10 @@ Everything it needs is in the run directory, and everything it leaves is there t
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 from ft_service.lifetime import die_with_parent, hold_rank_lock
 
@@ -30,6 +32,7 @@ from workers.export import publish
 from workers.guards import AdapterWatch, check_gathered_weights
 from workers.loop import Schedule, Trainer
 from workers.model.build import BuiltModel, build
+from workers.model.cache import Cache
 from workers.model.load import adapters, load
 from workers.optim import JobState
 from workers.parallel import shard
@@ -60,7 +63,12 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
     stop = StopRequest(runtime)
     train_set, valid_set = _data(runtime, reporter)  # first: the cheapest way to find out that a job cannot run
 
-    built = construct(spec, runtime.mesh, runtime.device, warn=lambda text: reporter.message(text, "warn"))
+    cache = Cache.from_environment(os.environ)
+    built = construct(spec, runtime.mesh, runtime.device, warn=lambda text: reporter.message(text, "warn"), cache=cache)
+    if built.products is not None:
+        reporter.message(built.products)
+    for level, text in built.loaded.messages() if built.loaded else ():
+        reporter.message(text, level)
     check_gathered_weights(built.peft_model, runtime.compute_dtype)
     origins.record(runtime.run, spec, built, train_set, valid_set)  # a job goes on only on the base that it began with
     job = JobState(dict(adapters(built.peft_model)), spec.training)  # on the final parameters: loading replaced them
@@ -84,8 +92,13 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
     return Outcome(kind="succeeded")
 
 
-def construct(spec: JobSpec, mesh: DeviceMesh, device: torch.device, warn: Callable[[str], None]) -> BuiltModel:
-    """The model of a job, sharded over the mesh and loaded. Called by all ranks together. `warn`: is told of fallbacks."""
+def construct(
+    spec: JobSpec, mesh: DeviceMesh, device: torch.device, warn: Callable[[str], None], cache: Cache | None = None
+) -> BuiltModel:
+    """The model of a job, sharded over the mesh and loaded. Called by all ranks together.
+
+    `warn`: is told of fallbacks. `cache`: of quantised bases.
+    """
     options = spec.distributed
     compute_dtype = COMPUTE_DTYPE[spec.precision.compute]
     built = build(spec, device)  # on meta: formats and adapters are in place before any memory is taken
@@ -96,8 +109,8 @@ def construct(spec: JobSpec, mesh: DeviceMesh, device: torch.device, warn: Calla
     shard(built.peft_model, built.layers, mesh, options, compute_dtype)
     # Each rank reads and quantises its own rows, which needs the shards' shapes.
     place = torch.device("cpu") if options.offload else device
-    load(built.peft_model, spec.model.path, seed=spec.seed, compute_dtype=compute_dtype, device=place)
-    return built
+    loaded = load(built.peft_model, spec.model.path, seed=spec.seed, compute_dtype=compute_dtype, device=place, cache=cache)
+    return replace(built, loaded=loaded)
 
 
 def _data(runtime: Runtime, reporter: Reporter) -> tuple[list[Tokens], list[Tokens]]:

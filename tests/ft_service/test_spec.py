@@ -45,7 +45,7 @@ def resolved(gpus: int = 0, **more: Any) -> JobSpec:
         ({"training": {"batch_size": "8"}}, "training.batch_size", "valid integer"),
         ({"training": {"learning_rate": float("nan")}}, "training.learning_rate", "finite"),
         ({"training": {"max_length": 7}}, "training.max_length", "greater than or equal to 8"),
-        ({"precision": {"default": "int3"}}, "precision.default", "'bf16', 'fp8' or 'nf4'"),
+        ({"precision": {"default": "int3"}}, "precision.default", "'bf16', 'fp8', 'nf4' or 'nf4_fp32'"),
         ({"seed": -1}, "seed", "seed = -1"),
         ({"suffix": "x" * 65}, "suffix", "at most 64"),
         ({"suffix": "a:b"}, "suffix", "pattern"),

@@ -73,8 +73,9 @@ def test_a_base_in_the_hosts_memory_trains_to_the_same_losses(tmp_path: Path) ->
     found: list[dict[str, str]] = []
     for offload in (False, True):
         options: dict[str, Any] = {"max_steps": 6, "batch_size": 4}
-        distributed = {"offload": offload}
-        spec = spec_for(folder, data, ranks=2, precision={"default": "nf4"}, training=options, distributed=distributed)
+        spec = spec_for(folder, data, ranks=2, precision={"default": "nf4"}, training=options)
+        placed = spec.distributed.model_copy(update={"offload": offload})
+        spec = spec.model_copy(update={"distributed": placed})
         run = RunDir(tmp_path / f"offload-{offload}")
         run.write("spec.json", spec)
         assert supervise(run, 1, None, world=2) == 0

@@ -29,10 +29,7 @@ NOT_YET: Mapping[str, str] = {
     "lora.use_dora": "leave it out; plain LoRA and rsLoRA (lora.use_rslora) work",
     "lora.modules_to_save": "leave it out; only LoRA matrices train",
     "training.packing": "leave it out; samples are padded to the longest of their micro-batch",
-    "training.early_stopping_patience": "leave it out and cancel the job when validation loss stops falling",
     "distributed.nnodes": "leave it out; a job runs on one host",
-    "checkpoint.keep_best": "leave it out; the newest checkpoint.save_total_limit are kept",
-    "checkpoint.async_save": "leave it out; a checkpoint holds only adapters and optimizer and takes a moment",
 }
 """Options that the design names and this version refuses: dotted name → what to do instead."""
 
@@ -163,6 +160,13 @@ class TrainingOptions(Strict):
     optim: Literal["adamw_torch"] = "adamw_torch"
     eval_steps: Annotated[int, Field(ge=1)] | None = None
     """Optimizer steps between validations; None: at the end of every epoch. Ignored without a validation file."""
+    early_stopping_patience: Annotated[int, Field(ge=1)] | None = None
+    """Validations in a row without progress after which training ends, as a success; None: never. Needs a validation file."""
+    early_stopping_threshold: Annotated[Number, Field(ge=0)] = 0.0
+    """Progress is a validation loss (nats) lower by more than this than the one that last was progress."""
+    load_best_model_at_end: bool = False
+    """The job's adapter is that of the step with the lowest validation loss, not the last step's. Implies checkpoint.keep_best.
+    Needs a validation file."""
 
 
 class Prefetch(Strict):
@@ -222,7 +226,16 @@ class CheckpointOptions(Strict):
     save_steps: Annotated[int, Field(ge=1)] | None = None
     """Optimizer steps between checkpoints; None: at the end of every epoch. One is always written at the last step."""
     save_total_limit: Annotated[int, Field(ge=1, le=1000)] = 3
-    """Complete checkpoints kept; older ones are removed once a newer one is complete."""
+    """Complete checkpoints kept; older ones are removed once a newer one is complete, unless keep_every or keep_best keeps
+    them."""
+    keep_every: Annotated[int, Field(ge=1)] | None = None
+    """Optimizer steps: a checkpoint is written at every multiple, and stays. None: none stays for its step."""
+    keep_best: bool = False
+    """A checkpoint is written at every validation that is the best so far, and stays until there is a better one. Needs a
+    validation file."""
+    async_save: bool = True
+    """Checkpoints are written while training goes on, which stops only for a copy in the host's memory (as large as adapters
+    and optimizer state); one at a time. The last one, and that of a stop, are waited for."""
 
 
 class JobOptions(Strict):
@@ -253,6 +266,14 @@ class JobOptions(Strict):
             raise ValueError("distributed.compile works on whole decoder layers: leave it out, or use wrap 'layers'")
         if options.offload and options.ignored:
             raise ValueError("distributed.offload moves shards only, and distributed.ignored weights have none: keep one")
+        return self
+
+    @model_validator(mode="after")
+    def _patience_with_its_threshold(self) -> JobOptions:
+        if self.training.early_stopping_threshold and self.training.early_stopping_patience is None:
+            raise ValueError(
+                "training.early_stopping_threshold has no effect without training.early_stopping_patience: give both or neither"
+            )
         return self
 
 
@@ -303,6 +324,19 @@ class JobRequest(JobOptions):
     @model_validator(mode="after")
     def _one_place_per_value(self) -> JobRequest:
         self.resolved_training()
+        return self
+
+    @model_validator(mode="after")
+    def _validation_file_where_needed(self) -> JobRequest:
+        if self.validation_file is not None:
+            return self
+        for section, name in (
+            ("training", "early_stopping_patience"),
+            ("training", "load_best_model_at_end"),
+            ("checkpoint", "keep_best"),
+        ):
+            if getattr(getattr(self, section), name):
+                raise ValueError(f"{section}.{name} goes by validation loss: give a validation_file, or leave it out")
         return self
 
     def given_hyperparameters(self) -> dict[str, tuple[str, Any]]:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ft_service.rundir import Outcome, RunDir
+from ft_service.rundir import Outcome, RunDir, set_damaged_aside
 from ft_service.spec import JobSpec
 from workers import checkpoint, origins
 from workers.activations import checkpoint_activations
@@ -38,6 +38,7 @@ from workers.optim import JobState
 from workers.parallel import shard
 from workers.report import Reporter
 from workers.runtime import COMPUTE_DTYPE, Runtime, enter, leave, report_failure
+from workers.saver import Saver
 from workers.stop import StopRequest
 
 
@@ -75,16 +76,19 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
     _resume(runtime, reporter, job, schedule)
 
     built.peft_model.train()
-    trainer = Trainer(
-        runtime, built.peft_model, job, train_set, valid_set, schedule, reporter, stop, AdapterWatch(job.parameters)
-    )
-    stopped_at = trainer.fit()
+    saver, watch = Saver(runtime, reporter), AdapterWatch(job.parameters)
+    stopped_at = Trainer(runtime, built.peft_model, job, train_set, valid_set, schedule, reporter, stop, saver, watch).fit()
     if stopped_at is not None:
         reporter.message(f"Stopped at step {job.step}; checkpoint {stopped_at} is complete.")
         return Outcome(kind="stopped", checkpoint=stopped_at)
+    if job.step < schedule.total_steps:
+        waited = job.validations.without_progress
+        reporter.message(f"Validation loss has made no progress {waited} times: training ends at step {job.step}.")
     reporter.flush()  # the metrics table is made from the events
-    publish(runtime.run, runtime.start.attempt, spec, built, job)
-    reporter.message(f"Training is complete after {job.step} steps; the adapter is written.")
+    steps = job.step
+    published = publish(runtime.run, runtime.start.attempt, spec, built, job)
+    which = "" if published == steps else f" of step {published}, with the lowest validation loss,"
+    reporter.message(f"Training is complete after {steps} steps; the adapter{which} is written.")
     return Outcome(kind="succeeded")
 
 
@@ -128,7 +132,18 @@ def _warn_of_losses(reporter: Reporter, data: Dataset, name: str, max_length: in
         reporter.message(f"{name}: {data.dropped} samples are left out: no assistant token within {max_length} tokens.", "warn")
 
 
+def _set_damaged_aside(runtime: Runtime, reporter: Reporter) -> None:
+    """Say which checkpoints were passed over for the one that this attempt begins with."""
+    begins = runtime.start.checkpoint or "the first step"
+    for name, faults in set_damaged_aside(runtime.run, runtime.start.checkpoint).items():
+        reporter.message(
+            f"Checkpoint {name} is damaged ({'; '.join(faults)}) and not used: training begins with {begins}.", "warn"
+        )
+
+
 def _resume(runtime: Runtime, reporter: Reporter, job: JobState, schedule: Schedule) -> None:
+    if runtime.rank == 0:
+        _set_damaged_aside(runtime, reporter)
     where = f"on {runtime.world} rank{'s' if runtime.world > 1 else ''} ({runtime.device.type})"
     if runtime.start.checkpoint is None:
         reporter.message(f"Training starts {where}: {schedule.total_steps} steps.")

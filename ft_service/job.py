@@ -95,6 +95,10 @@ class Job:
     trained_tokens: int | None = None
     result_file: str | None = None
     """File id of the metrics, once succeeded."""
+    queued_at: float | None = None
+    """When it entered the queue last; written by the store. None: it never did."""
+    pending: str | None = None
+    """Why it stays in the queue although its turn has come, for the user; None: it waits for its turn."""
     version: int = 1
     """Raised by every write; a write names the version it read and changes nothing if another came first."""
 
@@ -117,7 +121,7 @@ def request(job: Job, verb: Verb, now: float) -> Job:
     wish = {Verb.CANCEL: Desired.CANCEL, Verb.PAUSE: Desired.PAUSE, Verb.RESUME: Desired.RUN}[verb]
     if job.desired is wish:
         return job
-    job = replace(job, desired=wish, generation=job.generation + 1)
+    job = replace(job, desired=wish, generation=job.generation + 1, pending=None)
     if wish is Desired.CANCEL:
         phase = Phase.STOPPING if job.state is State.RUNNING else None
         return replace(job, state=State.CANCELLED, phase=phase, reason=Reason.USER_CANCELLED, finished_at=now)
@@ -356,6 +360,16 @@ def placed(job: Job, host: str) -> Job:
         ingested=-1,
         host=host,
         signalled=job.generation,
+        pending=None,
+    )
+
+
+def too_large(job: Job) -> Job:
+    """The job, left in the queue: no host that could observe it has as many slots as it needs."""
+    return replace(
+        job,
+        pending=f"It needs {job.slots} slots at once, more than this host has now (FT_SLOTS). Smaller jobs go first. It starts "
+        "when the host has enough; or cancel it, and ask for fewer ranks (distributed.nproc_per_node).",
     )
 
 

@@ -12,9 +12,10 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from ft_service.events import Metrics
 from ft_service.job import Job, Verb
-from ft_service.store.records import Delivery, Permission, Upload, UploadPart, WebhookEndpoint
+from ft_service.store.records import Delivery, Permission, Statistics, Upload, UploadPart, WebhookEndpoint
 
-Scope = Literal["admin", "user"]
+Scope = Literal["admin", "user", "metrics"]
+"""admin: everything in its project; user: all but who else may use its models; metrics: only GET /metrics, of all projects."""
 Order = Literal["asc", "desc"]
 Item = TypeVar("Item")
 
@@ -331,13 +332,18 @@ class Store(Protocol):
         """
         ...
 
-    def claim_next(self, *, host: str, owner: str, lease_seconds: float, max_slots: int) -> Claim | None:
-        """Claim the queued job that comes next (priority, then creation) among those that are due.
+    def claim_next(self, *, host: str, owner: str, lease_seconds: float, max_slots: int, host_slots: int) -> Claim | None:
+        """Claim the queued job that comes next (priority, then creation) among those that are due and that the host, which has
+        `host_slots`, can run at all.
 
         None if it needs more than `max_slots`: a job at the head that needs more is waited for, not overtaken. A job whose
         last attempt ran on another host is left to that host while it is queued with an attempt (its processes can be
         observed only there).
         """
+        ...
+
+    def claim_too_large(self, *, host: str, owner: str, lease_seconds: float, host_slots: int) -> Claim | None:
+        """Claim a queued job that needs more than all the slots of the host, and has not been told why it waits."""
         ...
 
     def apply(self, claim: Claim, change: Change) -> bool:
@@ -356,5 +362,9 @@ class Store(Protocol):
         """Slot numbers that a job holds on its host, ascending."""
         ...
 
-    def queue_depth(self) -> int: ...
+    # The operator's side
+    def statistics(self) -> Statistics:
+        """Counts over all projects, as they are now."""
+        ...
+
     def close(self) -> None: ...

@@ -43,7 +43,7 @@ def check(job) -> None:
     settings.home.joinpath("checking").touch()
     threading.Event().wait()
 
-def reconcile(settings, store, stop: threading.Event) -> None:
+def reconcile(settings, store, meters, stop: threading.Event) -> None:
     Reconciler(store, LocalLauncher(2), settings.runs_dir, settings.files_dir, check=check).run(stop)
 
 settings = Settings()
@@ -54,7 +54,7 @@ FAILING_RECONCILER = """
 from api.server import serve
 from ft_service.settings import Settings
 
-def fail(settings, store, stop) -> None:
+def fail(settings, store, meters, stop) -> None:
     raise RuntimeError("no launcher here")
 
 serve(Settings(), fail)
@@ -65,7 +65,7 @@ import threading
 from api.server import serve
 from ft_service.settings import Settings
 
-def wait(settings, store, stop: threading.Event) -> None:
+def wait(settings, store, meters, stop: threading.Event) -> None:
     stop.wait()
 
 serve(Settings(), wait)

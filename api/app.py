@@ -9,7 +9,7 @@ from api import describe, errors
 from api.auth import authenticated
 from api.deps import Services
 from api.middleware import RequestContext
-from api.routes import files, fine_tuning, graders, health, inference, models, permissions, uploads, webhooks
+from api.routes import checkpoints, files, fine_tuning, graders, health, inference, models, permissions, uploads, webhooks
 from api.views import ErrorView
 from ft_service import __version__
 from ft_service.catalogue import Catalogue
@@ -40,7 +40,7 @@ def create_app(settings: Settings, store: Store, meters: Meters | None = None) -
     )
     app.state.services = Services(settings, store, Catalogue.from_settings(settings), meters)
     app.include_router(health.router)
-    for routes in (files, uploads, fine_tuning, permissions, graders, models, webhooks, inference):
+    for routes in (files, uploads, fine_tuning, permissions, checkpoints, graders, models, webhooks, inference):
         # Here and not only in the routes, so that nobody without a key gets as far as sending a body.
         app.include_router(routes.router, dependencies=[Depends(authenticated)])
     errors.install(app)

@@ -11,10 +11,12 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Literal
 
+from ft_service import offline
 from ft_service.dataset import check_file
+from ft_service.errors import FtError
 from ft_service.job import Job
 from ft_service.rundir import ErrorInfo
-from ft_service.spec import DataFileRef, JobSpec
+from ft_service.spec import AdapterRef, DataFileRef, JobSpec
 
 SMALL_CHECK_SECONDS = 0.2
 """How long a check is waited for before the loop turns to other jobs."""
@@ -23,12 +25,25 @@ Check = Callable[[Job], ErrorInfo | None]
 
 
 def check_data(job: Job) -> ErrorInfo | None:
-    """Read a job's data files. The error of the first that cannot be trained on, or None."""
+    """Read a job's data files, and get the adapter ready that it goes on from. The first error, or None."""
     spec = JobSpec.model_validate(job.spec)
-    error = _check_one("training_file", spec.training_data)
+    error = _prepare(spec.parent) if spec.parent else None
+    error = error or _check_one("training_file", spec.training_data)
     if error is None and spec.validation_data is not None:
         error = _check_one("validation_file", spec.validation_data)
     return error
+
+
+def _prepare(parent: AdapterRef) -> ErrorInfo | None:
+    """Make the adapter of a checkpoint, unless it is there already; a job's outcome always is."""
+    folder = Path(parent.path)
+    if folder.is_dir():
+        return None
+    try:
+        offline.checkpoint_adapter(folder.parents[1], folder.name)
+    except FtError as error:
+        return ErrorInfo(code="model_not_found", message=f"{parent.name}: {error.message}", param="model")
+    return None
 
 
 def _check_one(param: Literal["training_file", "validation_file"], data: DataFileRef) -> ErrorInfo | None:

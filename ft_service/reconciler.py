@@ -49,6 +49,8 @@ IDLE_SECONDS = 0.5
 """How often a running job is looked at."""
 LEASE_SECONDS = 30.0
 """How long a job is left alone after its turn ended in an error."""
+TELL_SECONDS = 5.0
+"""How often jobs are looked for that this host can never start."""
 MAX_REST_SECONDS = 10.0
 
 
@@ -79,6 +81,7 @@ class Reconciler:
         self._owner = f"{platform.node()}:{os.getpid()}"
         self._wake = threading.Event()
         self._queue_first = False
+        self._tell_at = 0.0
         self._checks = Checks(check, self.wake)
 
     def wake(self) -> None:
@@ -140,8 +143,10 @@ class Reconciler:
         host = self._launcher.host
         total = self._launcher.slots
         who = {"host": host, "owner": self._owner, "lease_seconds": self._lease_seconds}
-        if claim := self._store.claim_too_large(**who, host_slots=total):
-            return claim
+        if time.monotonic() >= self._tell_at:
+            if claim := self._store.claim_too_large(**who, host_slots=total):
+                return claim
+            self._tell_at = time.monotonic() + TELL_SECONDS
         free = len(self._store.free_slots(host, total))
         return self._store.claim_next(**who, max_slots=free, host_slots=total) if free else None
 

@@ -33,7 +33,16 @@ from ft_service.spec.request import (
     SupervisedMethod,
     parse_request,
 )
-from ft_service.spec.resolved import BaseModelRef, DataFileRef, JobSpec, Resolved, check_distributed, resolve
+from ft_service.spec.resolved import (
+    AdapterRef,
+    BaseModelRef,
+    DataFileRef,
+    JobSpec,
+    Resolved,
+    check_distributed,
+    inherit,
+    resolve,
+)
 from ft_service.spec.values import Number, Pattern, Strict, WeightFormat, compile_pattern, match_pattern
 
 __all__ = [
@@ -41,6 +50,7 @@ __all__ = [
     "LEARNING_RATE",
     "NOT_YET",
     "NOT_YET_VALUES",
+    "AdapterRef",
     "BaseModelRef",
     "CheckpointOptions",
     "DataFileRef",
@@ -65,6 +75,7 @@ __all__ = [
     "WrapBySize",
     "check_distributed",
     "compile_pattern",
+    "inherit",
     "match_pattern",
     "parse_request",
     "resolve",

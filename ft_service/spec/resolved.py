@@ -34,6 +34,16 @@ class DataFileRef(Resolved):
     """Of the bytes at submission: the worker refuses anything else."""
 
 
+class AdapterRef(Resolved):
+    """A tuned model that a job goes on from."""
+
+    name: str
+    """`ft:…`, or `ft:…:ckpt-step-<n>`."""
+    job_id: str
+    path: str
+    """Absolute folder with PEFT's two files and their manifest, as the worker sees it."""
+
+
 class JobSpec(Resolved):
     """`spec.json`: everything a worker needs to know, resolved and immutable."""
 
@@ -51,6 +61,8 @@ class JobSpec(Resolved):
     distributed: DistributedOptions
     """nproc_per_node is a number here."""
     checkpoint: CheckpointOptions
+    parent: AdapterRef | None = None
+    """Whose adapter training starts from; None: a new one. The optimizer, the schedule and the data are this job's own."""
 
     @property
     def world_size(self) -> int:
@@ -69,6 +81,7 @@ def resolve(
     validation_data: DataFileRef | None,
     seed: int,
     gpus: int,
+    parent: AdapterRef | None = None,
 ) -> JobSpec:
     """Fill in every default. `gpus`: GPUs of the host that will train, for `nproc_per_node: auto`.
 
@@ -90,7 +103,28 @@ def resolve(
         training=request.resolved_training(),
         distributed=request.distributed.model_copy(update={"nproc_per_node": ranks}),
         checkpoint=request.checkpoint,
+        parent=parent,
     )
+
+
+def inherit(request: JobRequest, parent: JobSpec, name: str) -> JobRequest:
+    """A request that goes on from the adapter `name`, which `parent` trained: the adapter's shape is kept, and so is the base's
+    precision unless the request says another.
+
+    Raises SpecError naming an option of lora that asks for another shape.
+    """
+    for field in sorted(request.lora.model_fields_set - {"lora_dropout"}):
+        wanted, there = getattr(request.lora, field), getattr(parent.lora, field)
+        if wanted != there:
+            raise SpecError(
+                f"lora.{field} = {wanted!r}: {name} has {there!r}, and a job that goes on from an adapter keeps its shape. "
+                "Leave it out, or name a base model to begin anew.",
+                param=f"lora.{field}",
+            )
+    given = request.lora.model_fields_set & {"lora_dropout"}
+    lora = parent.lora.model_copy(update={field: getattr(request.lora, field) for field in given})
+    precision = request.precision if "precision" in request.model_fields_set else parent.precision
+    return request.model_copy(update={"lora": lora, "precision": precision})
 
 
 def check_distributed(options: DistributedOptions, ranks: int, gpus: int) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from ft_service.events import Metrics
-from ft_service.job import Job, Verb
+from ft_service.job import Job, State, Verb
 from ft_service.store.records import Delivery, Permission, Statistics, Upload, UploadPart, WebhookEndpoint
 
 Scope = Literal["admin", "user", "metrics"]
@@ -302,8 +302,10 @@ class Store(Protocol):
         after: str | None = None,
         limit: int = 20,
         metadata: dict[str, str] | Literal["none"] | None = None,
+        state: State | None = None,
     ) -> Page[Job]:
-        """Newest first. `metadata`: only jobs whose metadata hold all these pairs; "none": only jobs without any."""
+        """Newest first. `metadata`: only jobs whose metadata hold all these pairs; "none": only jobs without any. `state`: only
+        jobs in it."""
         ...
 
     def request(self, project_id: str, job_id: str, verb: Verb) -> Job:
@@ -318,6 +320,11 @@ class Store(Protocol):
 
     def list_checkpoints(self, project_id: str, job_id: str, *, after: str | None = None, limit: int = 10) -> Page[Checkpoint]:
         """Newest (highest step) first; of a step that several attempts reached only the newest attempt's."""
+        ...
+
+    def get_checkpoint(self, project_id: str, checkpoint_id: str) -> Checkpoint: ...
+    def checkpoint_at(self, job_id: str, step: int) -> Checkpoint | None:
+        """A job's checkpoint at a step, the newest attempt's; None if there is none."""
         ...
 
     def latest_metrics(self, job_id: str) -> Metrics | None: ...

@@ -8,9 +8,9 @@ from typing import Literal
 from sqlalchemy import Connection, and_, exists, insert, select, update
 
 from ft_service import job as rules
-from ft_service.errors import ConflictError
+from ft_service.errors import ConflictError, NotFoundError
 from ft_service.events import Metrics
-from ft_service.job import Job, Verb
+from ft_service.job import Job, State, Verb
 from ft_service.store.base import Checkpoint, NewEvent, Order, Page, StoredEvent
 from ft_service.store.database import Database, database_time
 from ft_service.store.rows import (
@@ -65,14 +65,18 @@ class JobStore(Database):
         after: str | None = None,
         limit: int = 20,
         metadata: dict[str, str] | Literal["none"] | None = None,
+        state: State | None = None,
     ) -> Page[Job]:
-        """Newest first. `metadata`: only jobs whose metadata hold all these pairs; "none": only jobs without any."""
+        """Newest first. `metadata`: only jobs whose metadata hold all these pairs; "none": only jobs without any. `state`: only
+        jobs in it."""
         place = jobs.c.position
         query = select(*JOB).where(jobs.c.project_id == project_id).order_by(place.desc())
         for key, value in (_WITHOUT if metadata == "none" else metadata or {}).items():
             pair = job_metadata.alias()
             mine = (pair.c.project_id == project_id, pair.c.key == key, pair.c.value == value)
             query = query.join(pair, and_(pair.c.job_position == place, *mine))
+        if state is not None:
+            query = query.where(jobs.c.state == state.value)
         with self.reading() as connection:
             if after is not None:
                 query = query.where(
@@ -124,6 +128,23 @@ class JobStore(Database):
                     step < cursor(connection, step, checkpoints.c.id == after, checkpoints.c.job_id == job_id, after=after)
                 )
             return page(connection, query, limit, to_checkpoint)
+
+    def get_checkpoint(self, project_id: str, checkpoint_id: str) -> Checkpoint:
+        query = select(*CHECKPOINT).where(checkpoints.c.id == checkpoint_id, checkpoints.c.project_id == project_id)
+        with self.reading() as connection:
+            row = connection.execute(query).mappings().one_or_none()
+        if row is None:
+            message = f"There is no checkpoint {checkpoint_id!r} in this project."
+            raise NotFoundError(message, param="checkpoint_id", code="no_checkpoint")
+        return to_checkpoint(row)
+
+    def checkpoint_at(self, job_id: str, step: int) -> Checkpoint | None:
+        """A job's checkpoint at a step, the newest attempt's; None if there is none."""
+        mine = (checkpoints.c.job_id == job_id, checkpoints.c.step == step)
+        query = select(*CHECKPOINT).where(*mine).order_by(checkpoints.c.attempt.desc()).limit(1)
+        with self.reading() as connection:
+            row = connection.execute(query).mappings().one_or_none()
+        return None if row is None else to_checkpoint(row)
 
     def latest_metrics(self, job_id: str) -> Metrics | None:
         """Of the newest event that has any."""

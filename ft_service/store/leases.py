@@ -54,7 +54,9 @@ _CLAIM_NEXT = _claim_first(
     _DUE,
     jobs.c.slots <= bindparam("max_slots"),
 )
-_CLAIM_TOO_LARGE = _claim_first(select(jobs.c.id).where(_TOO_LARGE).order_by(jobs.c.position), _TOO_LARGE)
+_CLAIM_TOO_LARGE = _claim_first(
+    select(jobs.c.id).where(_TOO_LARGE).order_by(jobs.c.priority.desc(), jobs.c.position), _TOO_LARGE
+)
 
 
 class LeaseStore(Database):

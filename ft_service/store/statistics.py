@@ -23,7 +23,7 @@ class StatisticsStore(Database):
                 jobs={(state, reason): count for state, reason, count in connection.execute(by_state)},
                 oldest_queued_seconds=max(0.0, connection.scalars(waiting).one() or 0.0),
                 overdue_seconds=max(0.0, connection.scalars(overdue).one() or 0.0),
-                slots_in_use=dict(connection.execute(by_host).tuples()),
+                slots_in_use={row[0]: row[1] for row in connection.execute(by_host)},
                 file_bytes=int(connection.scalars(kept).one()),
                 webhooks_waiting=connection.scalars(unsent).one(),
             )

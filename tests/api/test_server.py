@@ -141,7 +141,10 @@ def test_a_first_start_makes_a_key_and_a_restart_keeps_it(tmp_path: Path) -> Non
         out, err = ended(process, signal.SIGTERM)
     assert first["base_url"] in out
     assert first["api_key"] not in out + err
-    assert err == ""
+    lines = [json.loads(line) for line in err.splitlines()]
+    assert {line["level"] for line in lines} == {"info"}
+    created = next(line for line in lines if line.get("method") == "POST" and line["route"].endswith("/jobs"))
+    assert created["request_id"].startswith("req_")
     assert (tmp_path / "credentials").stat().st_mode & 0o777 == 0o600
     assert not (tmp_path / "server.json").exists()
 

@@ -204,7 +204,9 @@ def test_a_change_is_written_whole(store):
     assert store.apply(claimed, change)
 
     job = store.get_job(PROJECT, claimed.job.id)
-    assert job == replace(claimed.job, state=State.QUEUED, version=claimed.job.version + 1)
+    assert job == replace(claimed.job, state=State.QUEUED, version=claimed.job.version + 1, queued_at=job.queued_at)
+    assert job.queued_at is not None
+    assert job.queued_at >= claimed.now
     assert store.list_events(PROJECT, job.id).data[0].message == "Files are valid."
     assert store.list_checkpoints(PROJECT, job.id).data[0].step == 3
     stored = store.get_file(PROJECT, file.id)
@@ -266,7 +268,8 @@ def test_back_off_and_foreign_hosts_are_passed_over(store):
     ("statement", "index", "values"),
     [
         (leases._CLAIM, "ix_jobs_attention", {"idle_seconds": 0.5}),
-        (leases._CLAIM_NEXT, "ix_jobs_queue", {"max_slots": 4}),
+        (leases._CLAIM_NEXT, "ix_jobs_queue", {"max_slots": 4, "host_slots": 8}),
+        (leases._CLAIM_TOO_LARGE, "ix_jobs_queue", {"host_slots": 8}),
     ],
 )
 def test_claims_go_by_their_index(store, store_url, statement, index, values):

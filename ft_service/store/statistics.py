@@ -12,7 +12,7 @@ from ft_service.store.tables import NEEDS_ATTENTION, QUEUED, UNSENT, files, jobs
 class StatisticsStore(Database):
     def statistics(self) -> Statistics:
         """Counts over all projects, as they are now."""
-        by_state = select(jobs.c.state, func.coalesce(jobs.c.reason, ""), func.count()).group_by(jobs.c.state, jobs.c.reason)
+        by_state = select(jobs.c.state, func.coalesce(jobs.c.reason, ""), func.count()).group_by(jobs.c.reason, jobs.c.state)
         by_host = select(slots.c.host, func.count()).group_by(slots.c.host)
         waiting = select(database_time() - func.min(jobs.c.queued_at)).where(QUEUED)
         overdue = select(database_time() - func.min(jobs.c.looked_at)).where(NEEDS_ATTENTION, jobs.c.looked_at > 0)

@@ -185,7 +185,8 @@ NEEDS_ATTENTION = or_(jobs.c.phase.is_not(None), jobs.c.state == literal_column(
 QUEUED = jobs.c.state == literal_column(f"'{State.QUEUED.value}'")
 UNFINISHED = or_(jobs.c.finished_at.is_(None), jobs.c.phase.is_not(None))
 Index(None, jobs.c.project_id, jobs.c.position)
-Index("ix_jobs_state_reason", jobs.c.state, jobs.c.reason)
+# By reason first: led by the state, SQLite would take it for the queue too, and sort.
+Index("ix_jobs_reason_state", jobs.c.reason, jobs.c.state)
 Index("ix_jobs_attention", jobs.c.looked_at, sqlite_where=NEEDS_ATTENTION, postgresql_where=NEEDS_ATTENTION)
 Index("ix_jobs_queue", jobs.c.priority.desc(), jobs.c.position, sqlite_where=QUEUED, postgresql_where=QUEUED)
 Index("ix_jobs_unfinished", jobs.c.project_id, sqlite_where=UNFINISHED, postgresql_where=UNFINISHED)

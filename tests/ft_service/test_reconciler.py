@@ -470,14 +470,16 @@ def test_a_change_that_names_no_new_attempt_writes_each_event_once(
 
 
 def test_a_job_larger_than_the_host_says_so_and_lets_others_pass(
-    tmp_path: Path, store: SqlStore, launcher: FakeLauncher
+    tmp_path: Path, store: SqlStore, launcher: FakeLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FT_SLOTS was lowered after it was accepted."""
+    monkeypatch.setattr("ft_service.reconciler.TELL_SECONDS", 0.0)
     meters = Meters()
     reconciler = new_reconciler(tmp_path, store, launcher, meters=meters)
     add_job(store, "ftjob-large", slots=3, priority=1)
     add_job(store, "ftjob-1")
     start_running(reconciler, store, launcher)
+    wait_for(lambda: reconciler.step() and get(store, "ftjob-large").pending)
     large = get(store, "ftjob-large")
     assert large.state is State.QUEUED
     assert "more than this host has now" in (large.pending or "")

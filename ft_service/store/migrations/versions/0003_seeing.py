@@ -24,14 +24,14 @@ PAIRS = sa.table(
 def upgrade() -> None:
     op.add_column("jobs", sa.Column("queued_at", sa.Double(), nullable=True))
     op.add_column("jobs", sa.Column("pending", sa.Text(), nullable=True))
-    op.create_index("ix_jobs_state_reason", "jobs", ["state", "reason"])
+    op.create_index("ix_jobs_reason_state", "jobs", ["reason", "state"])
     _create_metadata()
     _fill_metadata()
 
 
 def downgrade() -> None:
     op.drop_table("job_metadata")
-    op.drop_index("ix_jobs_state_reason", "jobs")
+    op.drop_index("ix_jobs_reason_state", "jobs")
     op.drop_column("jobs", "pending")
     op.drop_column("jobs", "queued_at")
 

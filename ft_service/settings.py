@@ -11,7 +11,10 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 
 class Settings(BaseSettings):
-    """Every field is an environment variable: `home` is FT_HOME."""
+    """Every field is an environment variable: `home` is FT_HOME.
+
+    FT_CACHE and FT_CACHE_BYTES are not here: they are the workers' (workers/model/cache.py); supervisors pass them on.
+    """
 
     model_config = SettingsConfigDict(env_prefix="FT_", frozen=True, extra="ignore")
 

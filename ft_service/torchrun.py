@@ -19,6 +19,8 @@ from ft_service.rundir import Start
 LOG = "torchrun.log"
 INIT_METHOD = "FT_INIT_METHOD"
 """Environment variable with the `init_method` of the ranks' process group."""
+CACHE = "FT_CACHE"
+"""Environment variable with the folder in which ranks keep quantised bases: the host's, so that no file of a job names it."""
 TAIL_LINES = 30
 _LOOPBACK = "127.0.0.1"
 
@@ -36,12 +38,13 @@ def command(start: Start, logs: Path) -> list[str]:
 
 
 def environment(inherited: Mapping[str, str], start: Start, rendezvous: Path) -> dict[str, str]:
-    """The environment of torchrun and its ranks. What the caller set for the number of threads and for interfaces stays."""
+    """The environment of torchrun and its ranks. What the caller set for threads, interfaces and the cache stays."""
     rendezvous.mkdir(parents=True, exist_ok=True)
     defaults = {
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // start.world_size)),
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
+        CACHE: str(Path(inherited.get("FT_HOME") or "~/.ft").expanduser().absolute() / "cache"),
     }
     fixed = {
         "PYTHONSAFEPATH": "1",

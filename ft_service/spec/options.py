@@ -61,6 +61,9 @@ class PrecisionOptions(Strict):
     compute: Annotated[Literal["bf16", "fp32"], BeforeValidator(_one_compute_type)] = "bf16"
     """Element type of activations and matrix products in all modules: FSDP2 has one for all that is gathered together.
     Adapters are fp32 masters either way."""
+    fp8_products: Literal["auto", "off"] = "auto"
+    """auto: layers stored in fp8 multiply in FP8 where the GPU can and compute is bf16, inputs and gradients rounded to FP8 row
+    by row; off: they are always dequantised first. The job's events say which it is."""
 
 
 class TrainingOptions(Strict):
@@ -89,6 +92,13 @@ class TrainingOptions(Strict):
     optim: Literal["adamw_torch"] = "adamw_torch"
     eval_steps: Annotated[int, Field(ge=1)] | None = None
     """Optimizer steps between validations; None: at the end of every epoch. Ignored without a validation file."""
+    early_stopping_patience: Annotated[int, Field(ge=1)] | None = None
+    """Validations in a row without progress after which training ends, as a success; None: never. Needs a validation file."""
+    early_stopping_threshold: Annotated[Number, Field(ge=0)] = 0.0
+    """Progress is a validation loss (nats) lower by more than this than the one that last was progress."""
+    load_best_model_at_end: bool = False
+    """The job's adapter is that of the step with the lowest validation loss, not the last step's. Implies checkpoint.keep_best.
+    Needs a validation file."""
 
 
 class Prefetch(Strict):
@@ -148,7 +158,16 @@ class CheckpointOptions(Strict):
     save_steps: Annotated[int, Field(ge=1)] | None = None
     """Optimizer steps between checkpoints; None: at the end of every epoch. One is always written at the last step."""
     save_total_limit: Annotated[int, Field(ge=1, le=1000)] = 3
-    """Complete checkpoints kept; older ones are removed once a newer one is complete."""
+    """Complete checkpoints kept; older ones are removed once a newer one is complete, unless keep_every or keep_best keeps
+    them."""
+    keep_every: Annotated[int, Field(ge=1)] | None = None
+    """Optimizer steps: a checkpoint is written at every multiple, and stays. None: none stays for its step."""
+    keep_best: bool = False
+    """A checkpoint is written at every validation that is the best so far, and stays until there is a better one. Needs a
+    validation file."""
+    async_save: bool = True
+    """Checkpoints are written while training goes on, which stops only for a copy in the host's memory (as large as adapters
+    and optimizer state); one at a time. The last one, and that of a stop, are waited for."""
 
 
 class JobOptions(Strict):
@@ -179,4 +198,12 @@ class JobOptions(Strict):
             raise ValueError("distributed.compile works on whole decoder layers: leave it out, or use wrap 'layers'")
         if options.offload and options.ignored:
             raise ValueError("distributed.offload moves shards only, and distributed.ignored weights have none: keep one")
+        return self
+
+    @model_validator(mode="after")
+    def _patience_with_its_threshold(self) -> JobOptions:
+        if self.training.early_stopping_threshold and self.training.early_stopping_patience is None:
+            raise ValueError(
+                "training.early_stopping_threshold has no effect without training.early_stopping_patience: give both or neither"
+            )
         return self

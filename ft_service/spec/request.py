@@ -20,10 +20,7 @@ NOT_YET: Mapping[str, str] = {
     "lora.use_dora": "leave it out; plain LoRA and rsLoRA (lora.use_rslora) work",
     "lora.modules_to_save": "leave it out; only LoRA matrices train",
     "training.packing": "leave it out; samples are padded to the longest of their micro-batch",
-    "training.early_stopping_patience": "leave it out and cancel the job when validation loss stops falling",
     "distributed.nnodes": "leave it out; a job runs on one host",
-    "checkpoint.keep_best": "leave it out; the newest checkpoint.save_total_limit are kept",
-    "checkpoint.async_save": "leave it out; a checkpoint holds only adapters and optimizer and takes a moment",
 }
 """Options that the design names and this version refuses: dotted name → what to do instead."""
 
@@ -81,6 +78,19 @@ class JobRequest(JobOptions):
     @model_validator(mode="after")
     def _one_place_per_value(self) -> JobRequest:
         self.resolved_training()
+        return self
+
+    @model_validator(mode="after")
+    def _validation_file_where_needed(self) -> JobRequest:
+        if self.validation_file is not None:
+            return self
+        for section, name in (
+            ("training", "early_stopping_patience"),
+            ("training", "load_best_model_at_end"),
+            ("checkpoint", "keep_best"),
+        ):
+            if getattr(getattr(self, section), name):
+                raise ValueError(f"{section}.{name} goes by validation loss: give a validation_file, or leave it out")
         return self
 
     def given_hyperparameters(self) -> dict[str, tuple[str, Any]]:

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 import re2
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-WeightFormat = Literal["bf16", "fp8", "nf4"]
+WeightFormat = Literal["bf16", "fp8", "nf4", "nf4_fp32"]
+"""nf4_fp32: NF4 with fp32 block scales, in which bases that come in bitsandbytes NF4 are kept without a loss."""
 
 
 def compile_pattern(pattern: str) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import signal
 import socket
@@ -12,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,16 +22,18 @@ from api import housekeeping, webhooks
 from api.app import create_app
 from api.bootstrap import PROJECT, prepare, write_private
 from api.uploads import TEMPORARY_PREFIX
+from ft_service import logs
 from ft_service.errors import SpecError, UnavailableError
 from ft_service.hardware import default_slots
 from ft_service.job import Phase, State
 from ft_service.launcher.local import LocalLauncher
+from ft_service.meters import Meters
 from ft_service.reconciler import Reconciler
 from ft_service.settings import Settings
 from ft_service.store.base import Store
 from ft_service.store.sql import migrate, open_store
 
-Work = Callable[[Settings, Store, threading.Event], None]
+Work = Callable[[Settings, Store, Meters, threading.Event], None]
 """Goes on until the event is set, in a thread of its own."""
 
 _STREAM_GRACE_SECONDS = 3
@@ -40,10 +42,10 @@ _THREAD_GRACE_SECONDS = 10.0
 _STALE_UPLOAD_SECONDS = 24 * 3600.0
 
 
-def reconcile_here(settings: Settings, store: Store, stop: threading.Event) -> None:
+def reconcile_here(settings: Settings, store: Store, meters: Meters, stop: threading.Event) -> None:
     """Run jobs as processes of this host."""
     launcher = LocalLauncher(settings.slots or default_slots(), stop_grace_seconds=settings.stop_grace_seconds)
-    Reconciler(store, launcher, settings.runs_dir, settings.files_dir).run(stop)
+    Reconciler(store, launcher, settings.runs_dir, settings.files_dir, meters=meters).run(stop)
 
 
 def serve(settings: Settings, reconcile: Work = reconcile_here) -> None:
@@ -51,7 +53,7 @@ def serve(settings: Settings, reconcile: Work = reconcile_here) -> None:
 
     Raises SpecError if a setting is wrong or the port is taken, UnavailableError if the database does not answer.
     """
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logs.configure(settings.log_level, settings.log_format)
     settings.home.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(_bound(settings))
@@ -59,14 +61,15 @@ def serve(settings: Settings, reconcile: Work = reconcile_here) -> None:
         migrate(settings.resolved_database_url())
         store = open_store(settings.resolved_database_url())
         stack.callback(store.close)
-        app = create_app(settings, store)
+        meters = Meters()
+        app = create_app(settings, store, meters)
         key = prepare(settings, store, base_url=f"{url}/v1")
         _remove_stale_uploads(settings.files_dir)
         web = _web_server(app)
         stack.enter_context(_announced(settings.home / "server.json", url))
         stack.enter_context(_ended_by_signals(web))
         for name, work in (("housekeeping", housekeeping.run), ("webhooks", webhooks.run), ("reconciler", reconcile)):
-            stack.enter_context(_in_thread(name, work, settings, store, web))
+            stack.enter_context(_in_thread(name, partial(work, settings, store, meters), web))
         _greet(url, key)
         web.run(sockets=[listener])
         _say_what_goes_on(store)
@@ -74,7 +77,12 @@ def serve(settings: Settings, reconcile: Work = reconcile_here) -> None:
 
 def _web_server(app: Any) -> uvicorn.Server:
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=_STREAM_GRACE_SECONDS
+        app,
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=_STREAM_GRACE_SECONDS,
     )
     return uvicorn.Server(config)
 
@@ -132,7 +140,7 @@ def _ended_by_signals(web: uvicorn.Server) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _in_thread(name: str, work: Work, settings: Settings, store: Store, web: uvicorn.Server) -> Iterator[None]:
+def _in_thread(name: str, work: Callable[[threading.Event], None], web: uvicorn.Server) -> Iterator[None]:
     """Work beside the server. If it fails, the process ends: a server whose jobs stand still must not look well.
 
     Raises UnavailableError at the end if it has failed.
@@ -142,7 +150,7 @@ def _in_thread(name: str, work: Work, settings: Settings, store: Store, web: uvi
 
     def run() -> None:
         try:
-            work(settings, store, stop)
+            work(stop)
         except Exception as error:
             failures.append(error)
             web.should_exit = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -51,6 +51,12 @@ class Settings(BaseSettings):
     passed on to it. Empty: they are refused with what to do."""
     inference_api_key: SecretStr | None = None
     """What that server wants as its key; None: nothing."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """debug also logs the health checks and the scrapes of /metrics."""
+    log_format: Literal["auto", "json", "text"] = "auto"
+    """json: one object a line, on stderr; text: for people; auto: text on a terminal, json anywhere else."""
+    metrics_open: bool = False
+    """Answer /metrics without a key. It shows numbers of all projects, and no names."""
     stop_grace_seconds: float = Field(default=60.0, gt=0)
     """How long an attempt may take to checkpoint and leave when asked to, before it is killed."""
 

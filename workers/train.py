@@ -27,7 +27,7 @@ from workers import checkpoint, origins
 from workers.activations import checkpoint_activations
 from workers.compiling import compile_layers
 from workers.data.batches import Tokens
-from workers.data.tokenize import Dataset, load_dataset, load_tokenizer
+from workers.data.tokenize import load_dataset, load_tokenizer
 from workers.export import publish
 from workers.guards import AdapterWatch, check_gathered_weights
 from workers.loop import Schedule, Trainer
@@ -116,20 +116,15 @@ def construct(
 def _data(runtime: Runtime, reporter: Reporter) -> tuple[list[Tokens], list[Tokens]]:
     spec = runtime.spec
     tokenizer = load_tokenizer(spec.model.path)
-    train_set = load_dataset(tokenizer, spec.training_data, spec.training.max_length)
-    _warn_of_losses(reporter, train_set, spec.training_data.name, spec.training.max_length)
-    if spec.validation_data is None:
-        return train_set.samples, []
-    valid_set = load_dataset(tokenizer, spec.validation_data, spec.training.max_length)
-    _warn_of_losses(reporter, valid_set, spec.validation_data.name, spec.training.max_length)
-    return train_set.samples, valid_set.samples
-
-
-def _warn_of_losses(reporter: Reporter, data: Dataset, name: str, max_length: int) -> None:
-    if data.truncated:
-        reporter.message(f"{name}: {data.truncated} samples were cut to training.max_length = {max_length} tokens.", "warn")
-    if data.dropped:
-        reporter.message(f"{name}: {data.dropped} samples are left out: no assistant token within {max_length} tokens.", "warn")
+    found: list[list[Tokens]] = []
+    for file in (spec.training_data, spec.validation_data):
+        data = load_dataset(tokenizer, file, spec.training.max_length) if file else None
+        found.append(data.samples if data else [])
+        if data and file:
+            reporter.message(data.summary(file.name))
+            for warning in data.warnings(file.name, spec.training.max_length):
+                reporter.message(warning, "warn")
+    return found[0], found[1]
 
 
 def _set_damaged_aside(runtime: Runtime, reporter: Reporter) -> None:

@@ -13,7 +13,16 @@ from ft_service.job import Job, State
 from ft_service.plan.admit import admit
 from ft_service.rundir import RunDir, complete_checkpoints
 from ft_service.settings import Settings
-from ft_service.spec import AdapterRef, DataFileRef, JobRequest, JobSpec, inherit, parse_request, resolve
+from ft_service.spec import (
+    AdapterRef,
+    DataFileRef,
+    JobRequest,
+    JobSpec,
+    check_distributed,
+    inherit,
+    parse_request,
+    resolve,
+)
 from ft_service.store.base import NewEvent, Principal, Store
 
 
@@ -75,12 +84,25 @@ def _resolve(
         gpus=min(hardware.gpu_count(), slots),
         parent=parent,
     )
-    if spec.world_size > slots:
+    _check_slots(spec.world_size, slots)
+    return spec
+
+
+def ranks_to_resume_with(job: Job, ranks: int, settings: Settings) -> int:
+    """`ranks`, if the job can go on with so many on this host. Raises SpecError."""
+    slots = settings.slots or hardware.default_slots()
+    _check_slots(ranks, slots)
+    options = JobSpec.model_validate(job.spec).distributed
+    check_distributed(options, ranks, min(hardware.gpu_count(), slots))
+    return ranks
+
+
+def _check_slots(ranks: int, slots: int) -> None:
+    if ranks > slots:
         raise SpecError(
-            f"distributed.nproc_per_node = {spec.world_size}: this host runs at most {slots} ranks at once. Ask for fewer.",
+            f"distributed.nproc_per_node = {ranks}: this host runs at most {slots} ranks at once. Ask for fewer.",
             param="distributed.nproc_per_node",
         )
-    return spec
 
 
 def _find_parent(name: str, principal: Principal, store: Store, settings: Settings) -> tuple[JobSpec, AdapterRef]:

@@ -35,6 +35,8 @@ class Server:
             "FT_PORT": "0",
             "FT_SLOTS": str(slots),
             "CUDA_VISIBLE_DEVICES": "",
+            # Threads that wait for each other on a busy machine cost more than they compute.
+            "OMP_NUM_THREADS": "1",
         }
         self._process: subprocess.Popen[bytes] | None = None
 

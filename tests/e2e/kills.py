@@ -191,7 +191,7 @@ class _Strikes:
         """Let the ranks write only small files until a checkpoint has failed of it, by the kernel's own limit."""
         attempt = last_attempt(self._run)
         self._limit_files(FULL_BYTES)
-        wait_for(lambda: self._story.finished or last_attempt(self._run) > attempt or self._refused(attempt), SECONDS)
+        wait_for(lambda: self._story.finished or last_attempt(self._run) > attempt or self._refused(attempt) > 0, SECONDS)
         self._story.refused_saves += self._refused(attempt)
         self._failures += last_attempt(self._run) > attempt
         self._limit_files(resource.RLIM_INFINITY)

@@ -41,6 +41,8 @@ TERMINAL = frozenset({State.SUCCEEDED, State.FAILED, State.CANCELLED})
 class Phase(StrEnum):
     LAUNCHING = "launching"
     """Slots are held; the workers have not reported yet."""
+    WAITING = "waiting"
+    """The cluster has no place for the attempt yet; users see the job as queued."""
     TRAINING = "training"
     STOPPING = "stopping"
     """The attempt was asked to stop and has not ended."""
@@ -214,12 +216,16 @@ class Absent:
 
 @dataclass(frozen=True)
 class Running:
-    """Its supervisor lives."""
+    """Its supervisor lives, or is to come to life without a further start."""
 
     reported: bool = False
     """Rank 0 has written at least one event."""
     silent_seconds: float = 0.0
     """Since the last new event, on the observer's monotonic clock."""
+    note: str | None = None
+    """What its place says about it, for the user: why it does not run yet, or that it is being taken away."""
+    admitted: bool = True
+    """False: its place keeps it waiting, and nothing of it runs yet."""
 
 
 @dataclass(frozen=True)
@@ -339,6 +345,10 @@ def _decide_alive(job: Job, seen: Running) -> Action:
         return Signal()
     if seen.silent_seconds > SILENCE_LIMIT_SECONDS:
         return Kill(Reason.STALLED)
+    if job.phase is Phase.LAUNCHING and not seen.admitted:
+        return Become(replace(job, phase=Phase.WAITING))
+    if job.phase is Phase.WAITING and seen.admitted:
+        return Become(replace(job, phase=Phase.LAUNCHING), message="The cluster has a place for the attempt.")
     if job.phase is Phase.LAUNCHING and seen.reported:
         return Become(replace(job, phase=Phase.TRAINING))
     return Wait()

@@ -14,13 +14,14 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Literal, assert_never
 
 from ft_service import job as rules
 from ft_service.dataset import check_file
-from ft_service.ingest import Report, collect_result, read_report
+from ft_service.ingest import Report, collect_result, note_event, read_report
 from ft_service.job import (
     Absent,
     Become,
@@ -30,12 +31,14 @@ from ft_service.job import (
     Launch,
     Observation,
     Place,
+    Running,
     Signal,
     State,
     Validate,
     Wait,
 )
 from ft_service.launcher.base import Launcher, LaunchError
+from ft_service.places import Places
 from ft_service.rundir import Control, ErrorInfo, RunDir, Start, newest_checkpoint, newest_step
 from ft_service.scheduling import choose_slots
 from ft_service.spec import DataFileRef, JobSpec
@@ -56,18 +59,18 @@ SMALL_CHECK_SECONDS = 0.2
 Check = Callable[[Job], ErrorInfo | None]
 
 
-def check_data(job: Job) -> ErrorInfo | None:
+def check_data(job: Job, places: Places) -> ErrorInfo | None:
     """Read a job's data files. The error of the first that cannot be trained on, or None."""
     spec = JobSpec.model_validate(job.spec)
-    error = _check_one("training_file", spec.training_data)
+    error = _check_one("training_file", spec.training_data, places)
     if error is None and spec.validation_data is not None:
-        error = _check_one("validation_file", spec.validation_data)
+        error = _check_one("validation_file", spec.validation_data, places)
     return error
 
 
-def _check_one(param: Literal["training_file", "validation_file"], data: DataFileRef) -> ErrorInfo | None:
+def _check_one(param: Literal["training_file", "validation_file"], data: DataFileRef, places: Places) -> ErrorInfo | None:
     try:
-        return check_file(Path(data.path)).error(param, data.name)
+        return check_file(places.fetched(Path(data.path))).error(param, data.name)
     except OSError as error:
         return ErrorInfo(code=f"invalid_{param}", message=f"{data.name} cannot be read: {error.strerror}.", param=param)
 
@@ -79,24 +82,22 @@ class Reconciler:
         self,
         store: Store,
         launcher: Launcher,
-        runs_dir: Path,
-        files_dir: Path,
+        places: Places,
         *,
-        check: Check = check_data,
+        check: Check | None = None,
         idle_seconds: float = IDLE_SECONDS,
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
-        """`runs_dir`: run directories, named after job ids. `files_dir`: where the store's files lie, named after their ids."""
+        """`check`: of a job's data files; None: `check_data`."""
         self._store = store
         self._launcher = launcher
-        self._runs_dir = runs_dir
-        self._files_dir = files_dir
+        self._places = places
         self._idle_seconds = idle_seconds
         self._lease_seconds = lease_seconds
         self._owner = f"{platform.node()}:{os.getpid()}"
         self._wake = threading.Event()
         self._queue_first = False
-        self._checks = _Checks(check, self.wake)
+        self._checks = _Checks(check or partial(check_data, places=places), self.wake)
 
     def wake(self) -> None:
         """There may be something to do: end the loop's rest early."""
@@ -159,10 +160,12 @@ class Reconciler:
         return self._store.claim_next(host=host, owner=self._owner, lease_seconds=self._lease_seconds, max_slots=free)
 
     def _reconcile(self, claim: Claim) -> None:
-        run = RunDir(self._runs_dir / claim.job.id)
+        run = self._places.run(claim.job.id)
         seen = self._launcher.observe(run, claim.job.attempt) if claim.job.attempt else Absent()
         # Read after observing: what an attempt wrote before it ended is then all there.
         report = read_report(run, claim.job)
+        if isinstance(seen, Running) and seen.note:
+            report = replace(report, events=[*report.events, note_event(seen.note)])
         if isinstance(seen, Ended) and report.more:
             self._apply(claim, report, report.job)
             return
@@ -224,6 +227,7 @@ class Reconciler:
             generation=job.generation,
             checkpoint=newest_checkpoint(run),
             slots=self._store.held_slots(job.id),
+            nodes=JobSpec.model_validate(job.spec).distributed.nnodes,
         )
         run.write_if_absent(f"attempts/{job.attempt}/start.json", start)
         try:
@@ -251,10 +255,12 @@ class Reconciler:
                 return
         job, files = action.job, []
         if job.state is State.SUCCEEDED:
-            job, files = collect_result(run, job, self._files_dir)
+            job, files = collect_result(run, job, self._places)
         if not self._apply(claim, report, job, _events(action), files=files, release_slots=action.release):
             for file in files:
-                (self._files_dir / file.id).unlink()
+                self._places.remove(file.id)
+        elif action.release:
+            self._launcher.clean(run, report.job.attempt)
 
     def _apply(
         self,

@@ -29,7 +29,6 @@ NOT_YET: Mapping[str, str] = {
     "lora.modules_to_save": "leave it out; only LoRA matrices train",
     "training.packing": "leave it out; samples are padded to the longest of their micro-batch",
     "training.early_stopping_patience": "leave it out and cancel the job when validation loss stops falling",
-    "distributed.nnodes": "leave it out; a job runs on one host",
     "checkpoint.keep_best": "leave it out; the newest checkpoint.save_total_limit are kept",
     "checkpoint.async_save": "leave it out; a checkpoint holds only adapters and optimizer and takes a moment",
 }
@@ -179,11 +178,14 @@ class DistributedOptions(Strict):
     """How many processes train, and how they keep the base. Where nothing is sharded (one rank, or replicate -1), what says
     how to shard or gather is ignored."""
 
+    nnodes: Annotated[int, Field(ge=1, le=512)] = 1
+    """Hosts (on Kubernetes: pods) that train together, with nproc_per_node ranks each."""
     nproc_per_node: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = "auto"
-    """Ranks on the host. "auto": one per GPU of the host; 1 without a GPU."""
+    """Ranks on each host. "auto": one per GPU of the host; 1 without a GPU."""
     replicate: Annotated[int, Field(ge=1, le=4096)] | Literal[-1, "auto"] = "auto"
     """Copies of the model (HSDP), each sharded over ranks / replicate ranks; gradients are averaged over all. Must divide the
-    number of ranks. -1: one copy a rank, so nothing is sharded; "auto": one copy in all."""
+    number of ranks. -1: one copy a rank, so nothing is sharded; "auto": one copy a host, so that weights are gathered within
+    hosts only and what crosses the network is the adapters' gradients."""
     wrap: Literal["layers", "none"] | WrapBySize = "layers"
     """What is gathered together. "layers": every decoder layer, the embedding, norm with head; "none": everything at once, held
     for the whole step; or by size."""
@@ -365,14 +367,14 @@ class JobSpec(Resolved):
     precision: PrecisionOptions
     training: TrainingOptions
     distributed: DistributedOptions
-    """nproc_per_node is a number here."""
+    """nproc_per_node and replicate are numbers here."""
     checkpoint: CheckpointOptions
 
     @property
     def world_size(self) -> int:
-        """Ranks of one attempt."""
+        """Ranks of one attempt, over all hosts."""
         assert isinstance(self.distributed.nproc_per_node, int), "a resolved spec names a number of ranks"
-        return self.distributed.nproc_per_node
+        return self.distributed.nnodes * self.distributed.nproc_per_node
 
 
 def parse_request(body: object) -> JobRequest:
@@ -402,9 +404,7 @@ def resolve(
 
     Raises SpecError for options that do not fit the number of ranks.
     """
-    ranks = request.distributed.nproc_per_node
-    ranks = max(1, gpus) if ranks == AUTO else ranks
-    check_distributed(request.distributed, ranks, gpus)
+    distributed = _resolve_distributed(request.distributed, gpus)
     base = model.name.rsplit("/", 1)[-1]
     return JobSpec(
         job_id=job_id,
@@ -416,9 +416,17 @@ def resolve(
         lora=request.lora,
         precision=request.precision,
         training=request.resolved_training(),
-        distributed=request.distributed.model_copy(update={"nproc_per_node": ranks}),
+        distributed=distributed,
         checkpoint=request.checkpoint,
     )
+
+
+def _resolve_distributed(options: DistributedOptions, gpus: int) -> DistributedOptions:
+    ranks = max(1, gpus) if options.nproc_per_node == AUTO else options.nproc_per_node
+    replicate = options.nnodes if options.replicate == AUTO else options.replicate
+    resolved = options.model_copy(update={"nproc_per_node": ranks, "replicate": replicate})
+    check_distributed(resolved, options.nnodes * ranks, gpus)
+    return resolved
 
 
 def check_distributed(options: DistributedOptions, ranks: int, gpus: int) -> None:

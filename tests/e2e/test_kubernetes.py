@@ -22,7 +22,7 @@ from tests.e2e.service import eventually
 from tests.reconciling import PROJECT, get, messages, new_store
 
 JOB = "ftjob-1"
-STEPS = 24
+STEPS = 60
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 # make quickstart   one fine-tuning job on this machine, from upload to adapter
 # make serve        the server in the foreground, with the sample base model
 # make test         every test that needs no GPU        make test-all   the long ones too
+# make bench        every benchmark; results go to benchmarks/results
 # make check        format, lint, types and the direction of imports
 #
 # Everything is installed into .venv, state is kept in .ft. Variables:
@@ -24,7 +25,7 @@ LOG := $(VENV)/install.log
 CLIENTS := $(VENV)/clients/1 $(VENV)/clients/2
 GPU := $(wildcard /dev/nvidia0)
 
-.PHONY: help quickstart serve test test-all check
+.PHONY: help quickstart serve test test-all bench check
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '1,/^$$/p'
@@ -41,6 +42,10 @@ test: $(READY)
 
 test-all: $(READY) $(CLIENTS)
 	@$(BIN)/python -m pytest $(if $(GPU),,-m "not gpu")
+
+bench: $(READY)
+	@$(PIP_INSTALL) -q -c constraints.txt -e '.[bench]'
+	@for benchmark in $$(grep -l '^def main' benchmarks/*.py); do echo "$$benchmark"; $(BIN)/python "$$benchmark"; done
 
 check: $(READY)
 	@$(BIN)/ruff format --check .

@@ -9,10 +9,11 @@ from api import describe, errors
 from api.auth import authenticated
 from api.deps import Services
 from api.middleware import RequestContext
-from api.routes import files, fine_tuning, graders, health, inference, models, permissions, uploads, webhooks
+from api.routes import checkpoints, files, fine_tuning, graders, health, inference, models, permissions, uploads, webhooks
 from api.views import ErrorView
 from ft_service import __version__
 from ft_service.catalogue import Catalogue
+from ft_service.meters import Meters
 from ft_service.settings import Settings
 from ft_service.store.base import Store
 
@@ -23,8 +24,12 @@ What OpenAI's API does not have says so, and carries the mark `x-beyond-openai`.
 """
 
 
-def create_app(settings: Settings, store: Store) -> FastAPI:
-    """The application over a store whose schema is up to date. Raises SpecError if FT_MODEL_ALIASES is wrong."""
+def create_app(settings: Settings, store: Store, meters: Meters | None = None) -> FastAPI:
+    """The application over a store whose schema is up to date. `meters`: None: new ones, for this application alone.
+
+    Raises SpecError if FT_MODEL_ALIASES is wrong.
+    """
+    meters = meters or Meters()
     app = FastAPIOffline(
         title="ft-service",
         version=__version__,
@@ -33,12 +38,12 @@ def create_app(settings: Settings, store: Store) -> FastAPI:
         redirect_slashes=False,
         responses={"4XX": {"model": ErrorView}, "5XX": {"model": ErrorView}},
     )
-    app.state.services = Services(settings, store, Catalogue.from_settings(settings))
+    app.state.services = Services(settings, store, Catalogue.from_settings(settings), meters)
     app.include_router(health.router)
-    for routes in (files, uploads, fine_tuning, permissions, graders, models, webhooks, inference):
+    for routes in (files, uploads, fine_tuning, permissions, checkpoints, graders, models, webhooks, inference):
         # Here and not only in the routes, so that nobody without a key gets as far as sending a body.
         app.include_router(routes.router, dependencies=[Depends(authenticated)])
     errors.install(app)
-    app.add_middleware(RequestContext)
+    app.add_middleware(RequestContext, meters=meters)
     describe.install(app)
     return app

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from ft_service.catalogue import Catalogue
 from ft_service.errors import SpecError
+from ft_service.meters import Meters
 from ft_service.settings import Settings
 from ft_service.spec import Strict, spec_error
 from ft_service.store.base import Store
@@ -31,6 +32,7 @@ class Services:
     settings: Settings
     store: Store
     catalogue: Catalogue
+    meters: Meters = field(default_factory=Meters)
 
 
 def services(request: Request) -> Services:

@@ -27,13 +27,14 @@ _BODIES: tuple[type[Strict], ...] = (
 )
 _JOBS = "/v1/fine_tuning/jobs"
 _OPERATIONS = (
-    *("/livez", "/readyz", f"{_JOBS}/{{job_id}}/adapter", f"{_JOBS}/{{job_id}}/logs"),
-    f"{_JOBS}/{{job_id}}/checkpoints/{{checkpoint_id}}/adapter",
+    *("/livez", "/readyz", "/metrics"),
+    *(f"{_JOBS}/{{job_id}}/adapter", f"{_JOBS}/{{job_id}}/logs", f"{_JOBS}/{{job_id}}/checkpoints/{{checkpoint_id}}/adapter"),
+    "/v1/fine_tuning/checkpoints/{checkpoint}/adapter",
 )
 _PARAMETERS = ("stream", "last-event-id", "idempotency-key")
 _PROPERTIES = {
     "JobRequest": tuple(JobOptions.model_fields),
-    "JobView": ("phase", "reason", "attempt", "progress", *JobOptions.model_fields),
+    "JobView": ("phase", "reason", "attempt", "progress", "pending_reason", *JobOptions.model_fields),
     "ModelView": ("root",),
 }
 _METADATA = {

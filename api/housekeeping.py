@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 
 from api.webhooks import KEEP_SECONDS
+from ft_service.meters import Meters
 from ft_service.settings import Settings
 from ft_service.store.base import Store
 
@@ -16,7 +17,7 @@ log = logging.getLogger("ft_service.housekeeping")
 SWEEP_SECONDS = 60.0
 
 
-def run(settings: Settings, store: Store, stop: threading.Event) -> None:
+def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event) -> None:
     """Sweep now and then until `stop` is set. What fails is tried again by the next sweep."""
     while not stop.is_set():
         try:

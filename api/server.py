@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import signal
 import socket
@@ -13,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, TypeVar
@@ -23,16 +23,18 @@ from api import housekeeping, webhooks
 from api.app import create_app
 from api.bootstrap import PROJECT, prepare, write_private
 from api.uploads import TEMPORARY_PREFIX
+from ft_service import logs
 from ft_service.errors import SpecError, UnavailableError
 from ft_service.job import Phase, State
 from ft_service.launcher.choice import new_launcher
+from ft_service.meters import Meters
 from ft_service.places import Places
 from ft_service.reconciler import Reconciler
 from ft_service.settings import Settings
 from ft_service.store.base import Store
 from ft_service.store.sql import migrate, open_store
 
-Work = Callable[[Settings, Store, threading.Event], None]
+Work = Callable[[Settings, Store, Meters, threading.Event], None]
 """Goes on until the event is set, in a thread of its own."""
 
 _Ended = TypeVar("_Ended", bound="_Ending")
@@ -49,18 +51,18 @@ class _Ending(Protocol):
     should_exit: bool
 
 
-def reconcile_here(settings: Settings, store: Store, stop: threading.Event) -> None:
+def reconcile_here(settings: Settings, store: Store, meters: Meters, stop: threading.Event) -> None:
     """Run jobs where FT_LAUNCHER says."""
-    Reconciler(store, new_launcher(settings), Places.of(settings)).run(stop)
+    Reconciler(store, new_launcher(settings), Places.of(settings), meters=meters).run(stop)
 
 
 def serve(settings: Settings, reconcile: Work = reconcile_here, *, api_only: bool = False) -> None:
     """Serve until SIGINT or SIGTERM. Only for a process's main thread.
 
-    `api_only`: other processes bring the database up to date (`migrate`) and move jobs (`reconcile_only`). Raises SpecError if a
-    setting is wrong or the port is taken, UnavailableError if the database does not answer, or is not up to date.
+    `api_only`: other processes bring the database up to date (`migrate`) and move jobs (`reconcile_only`). Raises SpecError
+    if a setting is wrong or the port is taken, UnavailableError if the database does not answer or is not up to date.
     """
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logs.configure(settings.log_level, settings.log_format)
     settings.home.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(_bound(settings))
@@ -68,14 +70,15 @@ def serve(settings: Settings, reconcile: Work = reconcile_here, *, api_only: boo
         if not api_only:
             migrate(settings.resolved_database_url())
         store = stack.enter_context(_opened(settings))
-        app = create_app(settings, store)
+        meters = Meters()
+        app = create_app(settings, store, meters)
         key = prepare(settings, store, base_url=f"{url}/v1")
         _remove_stale_uploads(settings.files_dir)
         web = _web_server(app)
         stack.enter_context(_announced(settings.home / "server.json", url))
         stack.enter_context(_ended_by_signals(web))
         if not api_only:
-            _work_beside(stack, settings, store, reconcile, web)
+            _work_beside(stack, settings, store, meters, reconcile, web)
         _greet(url, key)
         web.run(sockets=[listener])
         if not api_only:
@@ -87,12 +90,12 @@ def reconcile_only(settings: Settings, reconcile: Work = reconcile_here) -> None
 
     Raises UnavailableError if the database does not answer or is not up to date, and if a part of the work has failed.
     """
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logs.configure(settings.log_level, settings.log_format)
     settings.home.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(_opened(settings))
         end = stack.enter_context(_ended_by_signals(_End()))
-        _work_beside(stack, settings, store, reconcile, end)
+        _work_beside(stack, settings, store, Meters(), reconcile, end)
         print("Moving jobs.", flush=True)
         while not end.should_exit:
             time.sleep(_END_POLL_SECONDS)
@@ -116,14 +119,21 @@ def _opened(settings: Settings) -> Iterator[Store]:
         store.close()
 
 
-def _work_beside(stack: contextlib.ExitStack, settings: Settings, store: Store, reconcile: Work, end: _Ending) -> None:
+def _work_beside(
+    stack: contextlib.ExitStack, settings: Settings, store: Store, meters: Meters, reconcile: Work, end: _Ending
+) -> None:
     for name, work in (("housekeeping", housekeeping.run), ("webhooks", webhooks.run), ("reconciler", reconcile)):
-        stack.enter_context(_in_thread(name, work, settings, store, end))
+        stack.enter_context(_in_thread(name, partial(work, settings, store, meters), end))
 
 
 def _web_server(app: Any) -> uvicorn.Server:
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=_STREAM_GRACE_SECONDS
+        app,
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=_STREAM_GRACE_SECONDS,
     )
     return uvicorn.Server(config)
 
@@ -181,7 +191,7 @@ def _ended_by_signals(web: _Ended) -> Iterator[_Ended]:
 
 
 @contextlib.contextmanager
-def _in_thread(name: str, work: Work, settings: Settings, store: Store, web: _Ending) -> Iterator[None]:
+def _in_thread(name: str, work: Callable[[threading.Event], None], web: _Ending) -> Iterator[None]:
     """Work beside the server. If it fails, the process ends: a server whose jobs stand still must not look well.
 
     Raises UnavailableError at the end if it has failed.
@@ -191,7 +201,7 @@ def _in_thread(name: str, work: Work, settings: Settings, store: Store, web: _En
 
     def run() -> None:
         try:
-            work(settings, store, stop)
+            work(stop)
         except Exception as error:
             failures.append(error)
             web.should_exit = True

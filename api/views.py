@@ -15,6 +15,7 @@ from ft_service.job import Job, Phase, State
 from ft_service.spec import LEARNING_RATE, JobSpec, TrainingOptions
 from ft_service.store.base import Checkpoint, File, StoredEvent
 from ft_service.store.records import Permission, Upload, UploadPart
+from ft_service.tuned import checkpoint_model
 
 View = TypeVar("View", bound=BaseModel)
 
@@ -152,6 +153,7 @@ class JobView(BaseModel):
     finished_at: int | None
     hyperparameters: HyperparametersView
     model: str
+    """The base, or the tuned model that the job goes on from."""
     organization_id: str
     result_files: list[str]
     seed: int
@@ -171,6 +173,8 @@ class JobView(BaseModel):
     attempt: int
     """Runs of the workers so far; 0: none yet."""
     progress: ProgressView | None
+    pending_reason: str | None
+    """Why a queued job does not start although its turn has come; null: it waits for its turn."""
     priority: int
     lora: dict[str, Any]
     precision: dict[str, Any]
@@ -268,7 +272,7 @@ def job_view(job: Job, *, organization: str, metrics: Metrics | None, now: float
         fine_tuned_model=spec.tuned_name if job.state is State.SUCCEEDED else None,
         finished_at=_whole(job.finished_at),
         hyperparameters=hyperparameters,
-        model=spec.model.name,
+        model=spec.parent.name if spec.parent else spec.model.name,
         organization_id=organization,
         result_files=[job.result_file] if job.result_file else [],
         seed=spec.seed,
@@ -284,6 +288,7 @@ def job_view(job: Job, *, organization: str, metrics: Metrics | None, now: float
         reason=job.reason.value if job.reason else None,
         attempt=job.attempt,
         progress=_progress(metrics) if metrics else None,
+        pending_reason=job.pending if job.state is State.QUEUED or job.phase is Phase.WAITING else None,
         priority=job.priority,
         lora=spec.lora.model_dump(),
         precision=spec.precision.model_dump(),
@@ -326,10 +331,6 @@ def checkpoint_view(checkpoint: Checkpoint, tuned_name: str) -> CheckpointView:
 
 def permission_view(permission: Permission) -> PermissionView:
     return PermissionView(id=permission.id, created_at=int(permission.created_at), project_id=permission.grantee)
-
-
-def checkpoint_model(tuned_name: str, step: int) -> str:
-    return f"{tuned_name}:ckpt-step-{step}"
 
 
 def _hyperparameters(training: TrainingOptions) -> HyperparametersView:

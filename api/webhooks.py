@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import httpx2
 
 from ft_service.errors import SpecError
+from ft_service.meters import Meters
 from ft_service.settings import Settings
 from ft_service.store.base import Store
 from ft_service.store.records import Delivery, WebhookEndpoint
@@ -125,7 +126,7 @@ async def post(endpoint: WebhookEndpoint, message_id: str, body: str, *, allow_p
         raise DeliveryError(str(error) or type(error).__name__) from error
 
 
-def run(settings: Settings, store: Store, stop: threading.Event) -> None:
+def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event) -> None:
     """Deliver what is due until `stop` is set. A try that the end of the process interrupts is made again."""
     while not stop.is_set():
         busy = False

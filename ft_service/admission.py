@@ -5,14 +5,16 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
+from ft_service import tuned
 from ft_service.capacity import Capacity, capacity_of, refuse_too_many
-from ft_service.catalogue import Base, Catalogue
+from ft_service.catalogue import Catalogue
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.job import Job, State
 from ft_service.plan.admit import admit
+from ft_service.rundir import RunDir, complete_checkpoints
 from ft_service.settings import Settings
-from ft_service.spec import DataFileRef, JobRequest, JobSpec, parse_request, resolve
+from ft_service.spec import AdapterRef, DataFileRef, JobRequest, JobSpec, inherit, parse_request, resolve
 from ft_service.store.base import NewEvent, Principal, Store
 
 
@@ -59,7 +61,12 @@ def _resolve(
     catalogue: Catalogue,
     capacity: Capacity,
 ) -> JobSpec:
-    model = _find_model(request, catalogue)
+    parent: AdapterRef | None = None
+    base = request.model
+    if base.startswith(tuned.PREFIX):
+        before, parent = _find_parent(base, principal, store, settings)
+        request, base = inherit(request, before, parent.name), before.model.name
+    model = catalogue.find(base)
     training = _find_file(request.training_file, "training_file", principal, store, settings)
     validation = None
     if request.validation_file is not None:
@@ -73,18 +80,25 @@ def _resolve(
         validation_data=validation,
         seed=secrets.randbelow(2**31),
         gpus=capacity.gpus,
+        parent=parent,
     )
     refuse_too_many(spec, capacity)
     return spec
 
 
-def _find_model(request: JobRequest, catalogue: Catalogue) -> Base:
-    if request.model.startswith("ft:"):
-        message = (
-            f"model = {request.model!r}: training on top of a tuned model is not available in this version: name a base model."
-        )
-        raise SpecError(message, param="model", code="not_available")
-    return catalogue.find(request.model)
+def _find_parent(name: str, principal: Principal, store: Store, settings: Settings) -> tuple[JobSpec, AdapterRef]:
+    """The job that trained a tuned model, and where its adapter lies or will lie once it was made from its checkpoint."""
+    try:
+        found = tuned.find(name, principal, store)
+    except NotFoundError as error:
+        raise SpecError(error.message, param="model", code="model_not_found") from None
+    run = RunDir(settings.runs_dir / found.job.id)
+    there = run.path(found.adapter_key).is_dir()
+    if not there and (found.checkpoint is None or found.checkpoint.name not in complete_checkpoints(run)):
+        message = f"model = {name[:120]!r}: its adapter is gone from the service's disk. Name another checkpoint of that job."
+        raise SpecError(message, param="model", code="model_not_found")
+    ref = AdapterRef(name=found.name, job_id=found.job.id, path=str(run.path(found.adapter_key)))
+    return JobSpec.model_validate(found.job.spec), ref
 
 
 def _find_file(file_id: str, param: str, principal: Principal, store: Store, settings: Settings) -> DataFileRef:

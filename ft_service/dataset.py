@@ -10,8 +10,8 @@ from typing import BinaryIO, Literal
 from ft_service.chatlines import MAX_LINE_BYTES, LineError, parse_line
 from ft_service.rundir import ErrorInfo
 
-_SHOWN_FAULTS = 3
-"""Faults that the error message spells out."""
+SHOWN_FAULTS = 20
+"""Faults that are kept, and spelled out in the error message; the rest is counted."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ class DataReport:
         """The job's error, naming file, lines and reasons; None if every line is fine."""
         if not self.faults_total:
             return None
-        shown = "; ".join(str(fault) for fault in self.faults[:_SHOWN_FAULTS])
-        hidden = self.faults_total - min(len(self.faults), _SHOWN_FAULTS)
+        shown = "; ".join(str(fault) for fault in self.faults)
+        hidden = self.faults_total - len(self.faults)
         more = f"; and {hidden} more" if hidden else ""
         lines = "line" if self.faults_total == 1 else "lines"
         count = f" ({self.faults_total} {lines} at fault, {self.examples} fine)" if self.faults[0].line else ""
         return ErrorInfo(code=f"invalid_{param}", message=f"{filename}: {shown}{more}{count}.", param=param)
 
 
-def check_file(path: Path, limit: int = 20) -> DataReport:
+def check_file(path: Path, limit: int = SHOWN_FAULTS) -> DataReport:
     """Read a file of chat lines. Keeps the first `limit` faults and counts the rest. Raises OSError if it cannot be read."""
     examples, total = 0, 0
     faults: list[Fault] = []

@@ -38,6 +38,10 @@ class Metrics(BaseModel):
     step_seconds: float | None = None
     epoch: float | None = None
     """Passes over the training file so far."""
+    checkpoint_stall_seconds: float | None = None
+    """With kind checkpoint: for how long training stood still for it, waiting for the one before it included."""
+    checkpoint_seconds: float | None = None
+    """With kind checkpoint: from when it was due to when it was complete."""
 
 
 class Event(BaseModel):

@@ -18,6 +18,7 @@ from enum import StrEnum
 from typing import Any, assert_never
 
 from ft_service.errors import SpecError
+from ft_service.reasons import ERROR_CODE, RETRY, USER_TEXT, Reason, Retry, failure_text, reason_of
 from ft_service.rundir import ErrorInfo, Exit
 
 
@@ -54,78 +55,9 @@ class Desired(StrEnum):
     CANCEL = "cancel"
 
 
-class Reason(StrEnum):
-    """Why a job is in its final state, or why its last attempt ended."""
-
-    SUCCEEDED = "succeeded"
-    USER_CANCELLED = "user_cancelled"
-    INVALID_FILE = "invalid_file"
-    """A data file's contents cannot be trained on."""
-    PERMANENT_ERROR = "permanent_error"
-    """The worker says that trying again cannot help."""
-    WORKER_ERROR = "worker_error"
-    """A rank raised an error."""
-    WORKER_KILLED = "worker_killed"
-    """A rank or torchrun was killed from outside (out of memory, by hand)."""
-    SUPERVISOR_LOST = "supervisor_lost"
-    """The supervisor vanished without an exit record (killed, or the host restarted)."""
-    STALLED = "stalled"
-    """The attempt lived, and said nothing for longer than allowed."""
-    STOP_TIMEOUT = "stop_timeout"
-    """The attempt was asked to stop and had to be killed."""
-    LAUNCH_FAILED = "launch_failed"
-    """The launcher could not start the attempt."""
-
-
-class Retry(StrEnum):
-    NEVER = "never"
-    COUNTED = "counted"
-    """Again, as long as fewer than MAX_FAILURES attempts in a row ended without a new checkpoint."""
-
-
 MAX_FAILURES = 3
 BACKOFF_SECONDS = 1.0
 """Wait before the second try; doubled for each further one."""
-
-RETRY: dict[Reason, Retry] = {
-    Reason.SUCCEEDED: Retry.NEVER,
-    Reason.USER_CANCELLED: Retry.NEVER,
-    Reason.INVALID_FILE: Retry.NEVER,
-    Reason.PERMANENT_ERROR: Retry.NEVER,
-    Reason.WORKER_ERROR: Retry.COUNTED,
-    Reason.WORKER_KILLED: Retry.COUNTED,
-    Reason.SUPERVISOR_LOST: Retry.COUNTED,
-    Reason.STALLED: Retry.COUNTED,
-    Reason.STOP_TIMEOUT: Retry.COUNTED,
-    Reason.LAUNCH_FAILED: Retry.COUNTED,
-}
-
-ERROR_CODE: dict[Reason, str] = {
-    Reason.SUCCEEDED: "none",
-    Reason.USER_CANCELLED: "cancelled",
-    Reason.INVALID_FILE: "invalid_training_file",
-    Reason.PERMANENT_ERROR: "training_failed",
-    Reason.WORKER_ERROR: "training_failed",
-    Reason.WORKER_KILLED: "worker_killed",
-    Reason.SUPERVISOR_LOST: "worker_lost",
-    Reason.STALLED: "worker_stalled",
-    Reason.STOP_TIMEOUT: "worker_stalled",
-    Reason.LAUNCH_FAILED: "launch_failed",
-}
-"""`error.code` of a failed job, unless the worker gave a more precise one."""
-
-USER_TEXT: dict[Reason, str] = {
-    Reason.SUCCEEDED: "The job has succeeded.",
-    Reason.USER_CANCELLED: "The job was cancelled.",
-    Reason.INVALID_FILE: "A data file cannot be used.",
-    Reason.PERMANENT_ERROR: "Training cannot go on.",
-    Reason.WORKER_ERROR: "Training stopped with an error.",
-    Reason.WORKER_KILLED: "A training process was killed from outside; often the host ran out of memory.",
-    Reason.SUPERVISOR_LOST: "The training processes vanished; the host may have restarted.",
-    Reason.STALLED: "Training reported nothing for too long and was stopped.",
-    Reason.STOP_TIMEOUT: "Training did not stop when asked and was killed.",
-    Reason.LAUNCH_FAILED: "The training processes could not be started.",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +97,11 @@ class Job:
     trained_tokens: int | None = None
     result_file: str | None = None
     """File id of the metrics, once succeeded."""
+    queued_at: float | None = None
+    """When it entered the queue last; written by the store. None: it never did."""
+    pending: str | None = None
+    """Why it waits although its turn has come (its host is too small; the cluster has no place yet), for the user; None: it
+    waits for its turn, or does not wait."""
     version: int = 1
     """Raised by every write; a write names the version it read and changes nothing if another came first."""
 
@@ -187,7 +124,7 @@ def request(job: Job, verb: Verb, now: float) -> Job:
     wish = {Verb.CANCEL: Desired.CANCEL, Verb.PAUSE: Desired.PAUSE, Verb.RESUME: Desired.RUN}[verb]
     if job.desired is wish:
         return job
-    job = replace(job, desired=wish, generation=job.generation + 1)
+    job = replace(job, desired=wish, generation=job.generation + 1, pending=None)
     if wish is Desired.CANCEL:
         phase = Phase.STOPPING if job.state is State.RUNNING else None
         return replace(job, state=State.CANCELLED, phase=phase, reason=Reason.USER_CANCELLED, finished_at=now)
@@ -345,10 +282,12 @@ def _decide_alive(job: Job, seen: Running) -> Action:
         return Signal()
     if seen.silent_seconds > SILENCE_LIMIT_SECONDS:
         return Kill(Reason.STALLED)
-    if job.phase is Phase.LAUNCHING and not seen.admitted:
-        return Become(replace(job, phase=Phase.WAITING))
-    if job.phase is Phase.WAITING and seen.admitted:
-        return Become(replace(job, phase=Phase.LAUNCHING), message="The cluster has a place for the attempt.")
+    if job.phase in (Phase.LAUNCHING, Phase.WAITING) and not seen.admitted:
+        waiting = replace(job, phase=Phase.WAITING, pending=seen.note)
+        return Wait() if waiting == job else Become(waiting)
+    if job.phase is Phase.WAITING:
+        launching = replace(job, phase=Phase.LAUNCHING, pending=None)
+        return Become(launching, message="The cluster has a place for the attempt.")
     if job.phase is Phase.LAUNCHING and seen.reported:
         return Become(replace(job, phase=Phase.TRAINING))
     return Wait()
@@ -404,7 +343,7 @@ def _after_failure(job: Job, checkpoint_step: int, reason: Reason, error: ErrorI
 def _at_rest(job: Job) -> Job:
     """Where a job goes whose attempt has ended before its time."""
     state = State.PAUSED if job.desired is Desired.PAUSE else State.QUEUED
-    return replace(job, state=state, phase=None, signalled=job.generation)
+    return replace(job, state=state, phase=None, signalled=job.generation, pending=None)
 
 
 def fail(job: Job, reason: Reason, error: ErrorInfo | None, now: float, text: str | None = None) -> Job:
@@ -417,21 +356,11 @@ def fail(job: Job, reason: Reason, error: ErrorInfo | None, now: float, text: st
     return replace(job, state=State.FAILED, phase=None, reason=reason, error=shown, finished_at=now)
 
 
-def failure_text(reason: Reason, error: ErrorInfo | None) -> str:
-    return f"{USER_TEXT[reason]} {error.message}" if error else USER_TEXT[reason]
-
-
-def reason_of(exit: Exit | None) -> Reason | None:
-    """An exit record as a reason; None: ended because somebody asked for it, which is no failure."""
-    if exit is None:
-        return Reason.SUPERVISOR_LOST
-    return None if exit.reason in ("stopped", "cancelled") else Reason(exit.reason)
-
-
 def validated(job: Job, error: ErrorInfo | None, now: float) -> Job:
     """The job after its data files were read: failed, or on its way."""
     if error is not None:
-        return fail(job, Reason.INVALID_FILE, error, now, error.message)
+        reason = Reason.PERMANENT_ERROR if error.param == "model" else Reason.INVALID_FILE
+        return fail(job, reason, error, now, error.message)
     return replace(job, state=State.PAUSED if job.desired is Desired.PAUSE else State.QUEUED)
 
 
@@ -445,6 +374,16 @@ def placed(job: Job, host: str) -> Job:
         ingested=-1,
         host=host,
         signalled=job.generation,
+        pending=None,
+    )
+
+
+def too_large(job: Job) -> Job:
+    """The job, left in the queue: no host that could observe it has as many slots as it needs."""
+    return replace(
+        job,
+        pending=f"It needs {job.slots} slots at once, more than this host has now (FT_SLOTS). Smaller jobs go first. It starts "
+        "when the host has enough; or cancel it, and ask for fewer ranks (distributed.nproc_per_node).",
     )
 
 

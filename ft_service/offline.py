@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_service.errors import FtError, NotFoundError, SpecError
+from ft_service.lifetime import exclusive
 from ft_service.rundir import CHECKPOINT_NAME, RunDir, complete_checkpoints
 
 WRONG = 64
@@ -49,13 +50,15 @@ def checkpoint_adapter(run_dir: Path, checkpoint: str | int) -> Path:
         raise NotFoundError(f"There is no checkpoint {name!r}.", param="checkpoint", code="no_checkpoint")
     folder = run.path(f"adapters/{name}")
     if not folder.is_dir():  # it appears whole or not at all, and outlives the checkpoint
-        run_worker("workers.consolidate", [str(run.root), name, str(folder)])
+        with exclusive(run.path(f"adapters/{name}.lock")):  # of several who ask at once, one makes it
+            if not folder.is_dir():
+                run_worker("workers.consolidate", [str(run.root), name, str(folder)])
     return folder
 
 
 def _name_of_step(run: RunDir, step: int) -> str:
     """The newest attempt's checkpoint of a step, among those on disk and those whose adapter was made before."""
-    kept = [folder.name for folder in run.path("adapters").glob("step-*")]
+    kept = [folder.name for folder in run.path("adapters").glob("step-*") if CHECKPOINT_NAME.fullmatch(folder.name)]
     names = [name for name in {*complete_checkpoints(run), *kept} if name.startswith(f"step-{step}-a")]
     if not names:
         steps = ", ".join(name.split("-")[1] for name in complete_checkpoints(run)) or "none"

@@ -85,8 +85,13 @@ class Places:
         return path
 
     def fetched(self, path: Path) -> Path:
-        """A path that a spec names, with its bytes there if they are a stored file's."""
-        return self.file(path.name) if path.parent == self.files_dir else path
+        """A path that a spec names, with what belongs there: a stored file, or something of a run directory."""
+        if path.parent == self.files_dir:
+            return self.file(path.name)
+        if self._objects is not None and path.is_relative_to(self._runs_dir):
+            job_id, _, key = path.relative_to(self._runs_dir).as_posix().partition("/")
+            return self.run(job_id).path(key)
+        return path
 
     def keep(self, file_id: str) -> None:
         """A file was written below `files_dir`: have it where everybody finds it. To be called before its record is stored."""

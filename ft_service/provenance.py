@@ -55,15 +55,19 @@ class DataFile(_Document):
     targets: int
 
 
-class Layer(_Document):
-    """One linear layer of the base's decoder layers."""
+class FrozenModule(_Document):
+    """One module of the base that has weights of its own."""
 
     module: str
     format: WeightFormat
     shape: list[int]
-    """[out, in]"""
+    """Of its weight: [out, in] of a linear layer."""
     bytes: int
-    """Stored, over the ranks of the first attempt, padding included."""
+    """Stored of weight and bias over the ranks of the first attempt, copies and padding included."""
+    multiplied_in: str | None = None
+    """bf16, fp32 or fp8, in the first attempt; None: it is no matrix."""
+    relative_error: float
+    """‖stored - read‖ / ‖read‖ of the weight; 0.0: stored as the base's files hold it."""
 
 
 class Origins(_Document):
@@ -71,7 +75,7 @@ class Origins(_Document):
 
     base: Base
     data: list[DataFile]
-    frozen_linear_layers: list[Layer]
+    frozen_modules: list[FrozenModule]
     quantiser: dict[str, int]
     """Storage format → version of its arithmetic: equal versions store equal values for equal weights."""
 
@@ -91,7 +95,7 @@ class Attempt(_Document):
 class Manifest(_Document):
     """Everything needed to tell where an adapter comes from, and whether it still is what was written."""
 
-    version: Literal[2] = 2
+    version: Literal[3] = 3
     job: str
     tuned_name: str
     attempt: int
@@ -102,7 +106,7 @@ class Manifest(_Document):
     spec: JobSpec
     base: Base
     data: list[DataFile]
-    frozen_linear_layers: list[Layer]
+    frozen_modules: list[FrozenModule]
     quantiser: dict[str, int]
     versions: dict[str, str]
     history: list[Attempt]
@@ -166,7 +170,7 @@ def write_manifest(
         spec=spec,
         base=origins.base,
         data=origins.data,
-        frozen_linear_layers=origins.frozen_linear_layers,
+        frozen_modules=origins.frozen_modules,
         quantiser=origins.quantiser,
         versions=dict(versions),
         history=history(run, attempt),

@@ -10,17 +10,14 @@ import logging
 import os
 import platform
 import threading
-from collections.abc import Callable, Sequence
-from concurrent import futures
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from queue import SimpleQueue
-from typing import Literal, assert_never
+from typing import assert_never
 
 from ft_service import job as rules
-from ft_service.dataset import check_file
+from ft_service.checks import Check, Checks, check_data
 from ft_service.ingest import Report, collect_result, note_event, read_report
 from ft_service.job import (
     Absent,
@@ -38,10 +35,12 @@ from ft_service.job import (
     Wait,
 )
 from ft_service.launcher.base import Launcher, LaunchError
+from ft_service.logs import about, fields
+from ft_service.meters import Meters
 from ft_service.places import Places
-from ft_service.rundir import Control, ErrorInfo, RunDir, Start, newest_checkpoint, newest_step
+from ft_service.rundir import Control, RunDir, Start, newest_checkpoint, newest_step
 from ft_service.scheduling import choose_slots
-from ft_service.spec import DataFileRef, JobSpec
+from ft_service.spec import JobSpec
 from ft_service.store.base import Change, Claim, File, NewEvent, Store
 
 log = logging.getLogger(__name__)
@@ -52,27 +51,9 @@ IDLE_SECONDS = 0.5
 """How often a running job is looked at."""
 LEASE_SECONDS = 30.0
 """How long a job is left alone after its turn ended in an error."""
+TELL_SECONDS = 5.0
+"""How often jobs are looked for that this host can never start."""
 MAX_REST_SECONDS = 10.0
-SMALL_CHECK_SECONDS = 0.2
-"""How long a check of data files is waited for before the loop turns to other jobs."""
-
-Check = Callable[[Job], ErrorInfo | None]
-
-
-def check_data(job: Job, places: Places) -> ErrorInfo | None:
-    """Read a job's data files. The error of the first that cannot be trained on, or None."""
-    spec = JobSpec.model_validate(job.spec)
-    error = _check_one("training_file", spec.training_data, places)
-    if error is None and spec.validation_data is not None:
-        error = _check_one("validation_file", spec.validation_data, places)
-    return error
-
-
-def _check_one(param: Literal["training_file", "validation_file"], data: DataFileRef, places: Places) -> ErrorInfo | None:
-    try:
-        return check_file(places.fetched(Path(data.path))).error(param, data.name)
-    except OSError as error:
-        return ErrorInfo(code=f"invalid_{param}", message=f"{data.name} cannot be read: {error.strerror}.", param=param)
 
 
 class Reconciler:
@@ -84,20 +65,23 @@ class Reconciler:
         launcher: Launcher,
         places: Places,
         *,
+        meters: Meters | None = None,
         check: Check | None = None,
         idle_seconds: float = IDLE_SECONDS,
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
-        """`check`: of a job's data files; None: `check_data`."""
+        """`meters`: None: counts for nobody. `check`: of a job's data files; None: `check_data`."""
         self._store = store
         self._launcher = launcher
         self._places = places
+        self._meters = meters or Meters()
         self._idle_seconds = idle_seconds
         self._lease_seconds = lease_seconds
         self._owner = f"{platform.node()}:{os.getpid()}"
         self._wake = threading.Event()
         self._queue_first = False
-        self._checks = _Checks(check or partial(check_data, places=places), self.wake)
+        self._tell_at = 0.0
+        self._checks = Checks(check or partial(check_data, places=places), self.wake)
 
     def wake(self) -> None:
         """There may be something to do: end the loop's rest early."""
@@ -117,10 +101,12 @@ class Reconciler:
         claim = self._claim()
         if claim is None:
             return False
-        try:
-            self._reconcile(claim)
-        except Exception:
-            log.exception("job %s: its turn failed; the next is in %g seconds", claim.job.id, self._lease_seconds)
+        with about(job_id=claim.job.id, attempt=claim.job.attempt), self._meters.turns.time():
+            try:
+                self._reconcile(claim)
+            except Exception:
+                self._meters.turns_failed.inc()
+                log.exception("a job's turn failed; its next is in %g seconds", self._lease_seconds)
         return True
 
     def _turn(self, failures: int) -> int:
@@ -154,16 +140,22 @@ class Reconciler:
 
     def _claim_queued(self) -> Claim | None:
         host = self._launcher.host
-        free = len(self._store.free_slots(host, self._launcher.slots))
-        if not free:
-            return None
-        return self._store.claim_next(host=host, owner=self._owner, lease_seconds=self._lease_seconds, max_slots=free)
+        total = self._launcher.slots
+        who = {"host": host, "owner": self._owner, "lease_seconds": self._lease_seconds}
+        if time.monotonic() >= self._tell_at:
+            if claim := self._store.claim_too_large(**who, host_slots=total):
+                return claim
+            self._tell_at = time.monotonic() + TELL_SECONDS
+        free = len(self._store.free_slots(host, total))
+        return self._store.claim_next(**who, max_slots=free, host_slots=total) if free else None
 
     def _reconcile(self, claim: Claim) -> None:
         run = self._places.run(claim.job.id)
         seen = self._launcher.observe(run, claim.job.attempt) if claim.job.attempt else Absent()
         # Read after observing: what an attempt wrote before it ended is then all there.
         report = read_report(run, claim.job)
+        if isinstance(seen, Running) and seen.note:
+            report = replace(report, events=[*report.events, note_event(seen.note)])
         if isinstance(seen, Running) and seen.note:
             report = replace(report, events=[*report.events, note_event(seen.note)])
         if isinstance(seen, Ended) and report.more:
@@ -209,13 +201,19 @@ class Reconciler:
     def _place(self, claim: Claim, report: Report) -> None:
         """Take the slots. The start itself is the next turn's, when they are surely ours."""
         job = report.job
+        if job.slots > self._launcher.slots:
+            waits = rules.too_large(job)
+            self._apply(claim, report, waits, [NewEvent(level="warn", message=f"The job waits. {waits.pending}")])
+            return
         slots = choose_slots(job.slots, self._store.free_slots(self._launcher.host, self._launcher.slots))
         if slots is None:
             self._apply(claim, report, job)
             return
         placed = rules.placed(job, self._launcher.host)
         message = f"Training starts on {job.slots} ranks (attempt {placed.attempt})."
-        self._apply(claim, report, placed, [NewEvent(level="info", message=message)], take_slots=slots)
+        if self._apply(claim, report, placed, [NewEvent(level="info", message=message)], take_slots=slots):
+            self._meters.attempts.inc()
+            self._meters.queue_wait.observe(max(0.0, claim.now - (job.queued_at or claim.now)))
 
     def _launch(self, claim: Claim, report: Report, run: RunDir) -> None:
         job = report.job
@@ -233,9 +231,10 @@ class Reconciler:
         try:
             self._launcher.start(run, job.attempt)
         except LaunchError as error:
-            log.warning("job %s: attempt %d was not started: %s", job.id, job.attempt, error)
+            log.warning("the attempt was not started: %s", error)
             failed = rules.launch_failed(job, str(error), newest_step(run), claim.now)
-            self._apply(claim, report, failed.job, _events(failed), release_slots=True)
+            if self._apply(claim, report, failed.job, _events(failed), release_slots=True):
+                self._meters.attempts_ended.labels(rules.Reason.LAUNCH_FAILED.value).inc()
             return
         self._apply(claim, report, job)
 
@@ -260,6 +259,8 @@ class Reconciler:
             for file in files:
                 self._places.remove(file.id)
         elif action.release:
+            reason = rules.reason_of(seen.exit) if isinstance(seen, Ended) else None
+            self._meters.attempts_ended.labels(reason.value if reason else "stopped").inc()
             self._launcher.clean(run, report.job.attempt)
 
     def _apply(
@@ -281,72 +282,30 @@ class Reconciler:
             take_slots=take_slots,
             release_slots=release_slots,
         )
-        return self._store.apply(claim, change)
+        if not self._store.apply(claim, change):
+            return False
+        self._note(claim, change)
+        return True
+
+    def _note(self, claim: Claim, change: Change) -> None:
+        """Count and log what has become of a job."""
+        before, job = claim.job, change.job
+        for metrics in (event.metrics for event in change.events if event.metrics is not None):
+            self._meters.steps.inc()
+            self._meters.tokens.inc(metrics.tokens or 0)
+        newest = max((event.created_at for event in change.events if event.source and event.created_at), default=None)
+        if newest is not None:
+            self._meters.event_lag.observe(max(0.0, time.time() - newest))
+        if (before.state, before.phase) != (job.state, job.phase):
+            moved = fields(state=job.state.value, phase=job.phase and job.phase.value, reason=job.reason and job.reason.value)
+            log.info("job moved from %s to %s", _named(before), _named(job), extra=moved)
+
+
+def _named(job: Job) -> str:
+    return f"{job.state.value} ({job.phase.value})" if job.phase else job.state.value
 
 
 def _events(action: Become) -> list[NewEvent]:
     if action.message is None:
         return []
     return [NewEvent(level="error" if action.job.state is State.FAILED else "info", message=action.message)]
-
-
-@dataclass(frozen=True)
-class _Checked:
-    """What a finished check found."""
-
-    error: ErrorInfo | None
-
-
-class _Checks:
-    """Checks of data files, one after the other in a thread of their own: a large file must not keep other jobs waiting.
-
-    The thread is a daemon, which an executor's is not: a check only reads, so a service that ends need not wait half a minute
-    for it. The next start checks anew.
-    """
-
-    def __init__(self, check: Check, on_done: Callable[[], None]) -> None:
-        self._check = check
-        self._on_done = on_done
-        self._thread: threading.Thread | None = None
-        self._waiting: SimpleQueue[tuple[Future[ErrorInfo | None], Job] | None] = SimpleQueue()
-        self._closed = False
-        self._running: dict[str, Future[ErrorInfo | None]] = {}
-
-    def result(self, job: Job) -> _Checked | None:
-        """What the check of this job found; None: it is under way. Raises what the check raised, and then forgets it."""
-        future = self._running.get(job.id)
-        if future is None:
-            future = self._running[job.id] = self._submit(job)
-            future.add_done_callback(lambda _: self._on_done())
-            futures.wait([future], SMALL_CHECK_SECONDS)
-        if not future.done():
-            return None
-        if future.exception() is not None:
-            self.forget(job)
-        return _Checked(future.result())
-
-    def forget(self, job: Job) -> None:
-        self._running.pop(job.id, None)
-
-    def close(self) -> None:
-        """No further check begins; one under way is not waited for."""
-        self._closed = True
-        self._waiting.put(None)
-
-    def _submit(self, job: Job) -> Future[ErrorInfo | None]:
-        future: Future[ErrorInfo | None] = Future()
-        self._waiting.put((future, job))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="data-check", daemon=True)
-            self._thread.start()
-        return future
-
-    def _work(self) -> None:
-        while (item := self._waiting.get()) is not None and not self._closed:
-            future, job = item
-            try:
-                found = self._check(job)
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(found)

@@ -11,7 +11,7 @@
     attempts/<n>/logs/                    output of supervisor, torchrun and ranks
     attempts/<n>/outcome.json             Outcome, by the first rank that knows how the attempt ends
     attempts/<n>/exit.json                Exit, by the supervisor, last
-    checkpoints/step-<s>-a<n>/            DCP shards, then COMPLETE (CheckpointMarker) last
+    checkpoints/step-<s>-a<n>/            DCP shards, then COMPLETE (CheckpointMarker) last; DAMAGED by a later attempt
     adapter/  metrics.csv  manifest.json  the outcome
     adapters/step-<s>-a<n>/               adapters of checkpoints, made when they are asked for
     result.json                           Result, last of all; names the attempt
@@ -34,7 +34,7 @@ import tempfile
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 Document = TypeVar("Document", bound=BaseModel)
 
@@ -204,6 +204,14 @@ class CheckpointMarker(_Document):
     attempt: int
     world_size: int
     files: list[CheckpointFile]
+    valid_loss: float | None = None
+    """Validation loss behind this step; None: it was not validated."""
+
+
+class Damage(_Document):
+    """`DAMAGED`: a checkpoint that was complete and is so no more; it does not exist for any reader either."""
+
+    faults: list[str]
 
 
 class Result(_Document):
@@ -226,12 +234,13 @@ def checkpoint_name(step: int, attempt: int) -> str:
 
 
 def complete_checkpoints(run: RunDir) -> list[str]:
-    """Names of the checkpoints whose marker is there, oldest first: by step, then by attempt."""
+    """Names of the checkpoints whose marker is there, oldest first: by step, then by attempt. Those set aside do not count."""
     found: list[tuple[int, int]] = []
-    for key in run.list("checkpoints"):
-        _, _, name = key.partition("/")
-        match = CHECKPOINT_NAME.fullmatch(name.removesuffix("/COMPLETE"))
-        if match and name.endswith("/COMPLETE"):
+    keys = set(run.list("checkpoints"))
+    for key in keys:
+        _, name, file = key.split("/", 2)
+        match = CHECKPOINT_NAME.fullmatch(name)
+        if match and file == "COMPLETE" and f"checkpoints/{name}/DAMAGED" not in keys:
             found.append((int(match[1]), int(match[2])))
     return [checkpoint_name(step, attempt) for step, attempt in sorted(found)]
 
@@ -253,7 +262,10 @@ def newest_checkpoint(run: RunDir) -> str | None:
 
 def checkpoint_faults(run: RunDir, name: str) -> list[str]:
     """What is wrong with a complete checkpoint's files; empty: nothing."""
-    marker = run.read(f"checkpoints/{name}/COMPLETE", CheckpointMarker)
+    try:
+        marker = run.read(f"checkpoints/{name}/COMPLETE", CheckpointMarker)
+    except ValidationError:
+        return ["COMPLETE cannot be read"]
     if marker is None:
         return ["COMPLETE is missing"]
     faults = []
@@ -267,6 +279,16 @@ def checkpoint_faults(run: RunDir, name: str) -> list[str]:
         elif run.digest(key) not in (None, file.sha256):
             faults.append(f"{file.name} has other contents than when it was written")
     return faults
+
+
+def set_damaged_aside(run: RunDir, resumed_from: str | None) -> dict[str, list[str]]:
+    """Mark the damaged checkpoints that are newer than the one an attempt begins with: name → what is wrong."""
+    names = complete_checkpoints(run)
+    newer = names[names.index(resumed_from) + 1 :] if resumed_from in names else names
+    found = {name: faults for name in newer if (faults := checkpoint_faults(run, name))}
+    for name, faults in found.items():
+        run.write_if_absent(f"checkpoints/{name}/DAMAGED", Damage(faults=faults))
+    return found
 
 
 def last_attempt(run: RunDir) -> int:

@@ -36,17 +36,41 @@ class WeightNames:
     """All modules with weights."""
 
 
-def assign_formats(names: WeightNames, precision: PrecisionOptions) -> dict[str, WeightFormat]:
+def assign_formats(
+    names: WeightNames, precision: PrecisionOptions, held: Mapping[str, WeightFormat] | None = None
+) -> dict[str, WeightFormat]:
     """Format of every weight that can have one, by module name.
 
-    Raises SpecError for a pattern that matches none of them, or one outside the decoder layers.
+    `held`: formats that a base comes in which is published quantised; they stay. Raises SpecError for a pattern that matches
+    none of the weights, or one outside the decoder layers, or that asks for another format than the base has.
     """
     formats: dict[str, WeightFormat] = dict.fromkeys(names.quantizable, precision.default)
     for pattern, weight_format in precision.overrides.items():
         matched = match_pattern(pattern, names.quantizable)
         _require_override(pattern, weight_format, matched, names)
+        _refuse_conflict(pattern, weight_format, matched, held or {})
         formats.update(dict.fromkeys(matched, weight_format))
-    return formats
+    return {**formats, **(held or {})}
+
+
+def refuse_resharding_of_held(size: int | None, held: Mapping[str, WeightFormat]) -> None:
+    """`size`: distributed.reshard_after_forward where it is a number. What a spec's own formats forbid, it forbids itself."""
+    if size is not None and held:
+        raise SpecError(
+            f"distributed.reshard_after_forward = {size}: FSDP2 reshards to a number of ranks only plain weights, and the base "
+            f"holds some in {' and '.join(sorted(set(held.values())))}. Use true or false.",
+            param="distributed.reshard_after_forward",
+        )
+
+
+def _refuse_conflict(pattern: str, wanted: WeightFormat, matched: list[str], held: Mapping[str, WeightFormat]) -> None:
+    for name in matched:
+        if name in held and held[name] not in (wanted, f"{wanted}_fp32"):
+            raise SpecError(
+                f"precision.overrides: the pattern {pattern!r} asks for {wanted} in {name}, which the base holds in "
+                f"{held[name]} already. Leave these modules out of the pattern, or start from a base that is not quantised.",
+                param="precision.overrides",
+            )
 
 
 def _require_override(pattern: str, weight_format: WeightFormat, matched: list[str], names: WeightNames) -> None:

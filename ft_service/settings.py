@@ -11,7 +11,10 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 
 class Settings(BaseSettings):
-    """Every field is an environment variable: `home` is FT_HOME."""
+    """Every field is an environment variable: `home` is FT_HOME.
+
+    FT_CACHE and FT_CACHE_BYTES are not here: they are the workers' (workers/model/cache.py); supervisors pass them on.
+    """
 
     model_config = SettingsConfigDict(env_prefix="FT_", frozen=True, extra="ignore")
 
@@ -55,6 +58,12 @@ class Settings(BaseSettings):
     passed on to it. Empty: they are refused with what to do."""
     inference_api_key: SecretStr | None = None
     """What that server wants as its key; None: nothing."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """debug also logs the health checks and the scrapes of /metrics."""
+    log_format: Literal["auto", "json", "text"] = "auto"
+    """json: one object a line, on stderr; text: for people; auto: text on a terminal, json anywhere else."""
+    metrics_open: bool = False
+    """Answer /metrics without a key. It shows numbers of all projects, and no names."""
     stop_grace_seconds: float = Field(default=60.0, gt=0)
     """How long an attempt may take to checkpoint and leave when asked to, before it is killed."""
 

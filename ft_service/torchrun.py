@@ -21,6 +21,8 @@ from ft_service.rundir import RunDir, Start
 LOG = "torchrun.log"
 INIT_METHOD = "FT_INIT_METHOD"
 """Environment variable with the `init_method` of the ranks' process group."""
+CACHE = "FT_CACHE"
+"""Environment variable with the folder in which ranks keep quantised bases: the host's, so that no file of a job names it."""
 TAIL_LINES = 30
 JOIN_SECONDS = 900
 """How long the nodes of an attempt wait for each other at its start: as long as a node may take to fetch its image."""
@@ -52,7 +54,7 @@ def _meeting(start: Start, run: RunDir, node: Node) -> list[str]:
 
 
 def environment(inherited: Mapping[str, str], start: Start, run: RunDir, node: Node) -> dict[str, str]:
-    """The environment of torchrun and its ranks. What the caller set for the number of threads and for interfaces stays."""
+    """The environment of torchrun and its ranks. What the caller set for threads, interfaces and the cache stays."""
     threads = max(1, len(os.sched_getaffinity(0)) * start.nodes // start.world_size)
     fixed = {
         "PYTHONSAFEPATH": "1",
@@ -61,7 +63,8 @@ def environment(inherited: Mapping[str, str], start: Start, run: RunDir, node: N
         SUPERVISOR_PID: str(os.getpid()),
     }
     among_nodes = {} if start.nodes > 1 else _inside_host(node.rendezvous(run, start))
-    defaults = {"OMP_NUM_THREADS": str(threads), **({} if start.nodes > 1 else _LOOPBACK_ONLY)}
+    cache = Path(inherited.get("FT_HOME") or "~/.ft").expanduser().absolute() / "cache"
+    defaults = {"OMP_NUM_THREADS": str(threads), CACHE: str(cache), **({} if start.nodes > 1 else _LOOPBACK_ONLY)}
     return {**defaults, **inherited, **_devices(start), **among_nodes, **fixed}
 
 

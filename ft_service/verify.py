@@ -132,7 +132,7 @@ def shape_faults(folder: Path, manifest: Manifest | None) -> list[str]:
             others.append(name)
         else:
             pairs.setdefault(match["module"], {})[match["which"]] = shape
-    layers = {layer.module: layer.shape for layer in manifest.frozen_linear_layers} if manifest else {}
+    layers = {layer.module: layer.shape for layer in manifest.frozen_modules} if manifest else {}
     faults = [
         fault for module, pair in pairs.items() for fault in _pair_faults(module, pair, ranks[module], layers.get(module))
     ]
@@ -214,6 +214,7 @@ def _document_faults(run: RunDir, manifest: Manifest) -> list[str]:
         return [*faults, f"a document of the run cannot be read: {error.title}"]
     if origins is None or (origins.base, origins.data) != (manifest.base, manifest.data):
         faults.append(f"{ORIGINS} names another base or other data than the manifest")
-    if result is None or (result.attempt, result.steps) != (manifest.attempt, manifest.step):
+    whole = result is not None and manifest.checkpoint is None  # otherwise an earlier step was better than the last
+    if result is None or result.attempt != manifest.attempt or (whole and result.steps != manifest.step):
         faults.append("result.json names another attempt or step than the manifest")
     return faults

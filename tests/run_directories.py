@@ -14,7 +14,7 @@ from ft_service.provenance import (
     ORIGINS,
     DataFile,
     FileDigest,
-    Layer,
+    FrozenModule,
     Origins,
     base_files,
     base_of,
@@ -52,7 +52,9 @@ def finished_run(folder: Path) -> RunDir:
         Origins(
             base=base_of("tiny", base, {path.name: FileDigest.of(path) for path in base_files(base)}),
             data=[DataFile(role="training", name=data.name, sha256=data.sha256, samples=9, tokens=90, targets=40)],
-            frozen_linear_layers=[Layer(module=m, format="nf4", shape=list(s), bytes=64) for m, s in SHAPES.items()],
+            frozen_modules=[
+                FrozenModule(module=m, format="nf4", shape=list(s), bytes=64, relative_error=0.09) for m, s in SHAPES.items()
+            ],
             quantiser={"nf4": 1},
         ),
     )

@@ -1,30 +1,40 @@
 """Sharded checkpoints (DCP) of what belongs to the job: adapters, optimizer, position. The frozen base is never in them.
 
-Every rank writes its shards, then its hashes travel to rank 0, which writes COMPLETE last; a folder without it does not exist
-for any reader. Loading reshards: the world size may have changed.
+A checkpoint is written from a snapshot, so that training may go on meanwhile. Every rank writes its shards, then their hashes
+travel to rank 0, which writes COMPLETE last; a folder without it does not exist for any reader. Whether a step of that has
+worked is agreed between the ranks, so that all of them have the checkpoint or none. Loading reshards: the world size may have
+changed.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from pydantic import BaseModel
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from ft_service.errors import SpecError
-from ft_service.rundir import (
-    CheckpointFile,
-    CheckpointMarker,
-    RunDir,
-    checkpoint_name,
-    complete_checkpoints,
-    sha256_of,
-)
+from ft_service.rundir import CheckpointFile, CheckpointMarker, RunDir, checkpoint_name, sha256_of
 from ft_service.spec import JobSpec
+from workers.disk import explained, os_error
 from workers.optim import JobState
+from workers.runtime import CheckpointError
+from workers.validation import Validations
+
+Found = TypeVar("Found")
 
 
 class Position(BaseModel):
@@ -35,24 +45,64 @@ class Position(BaseModel):
     seed: int
     step: int
     trained_tokens: int
+    validations: Validations = Validations()
 
 
-def save(job: JobState, run: RunDir, attempt: int, spec: JobSpec) -> str:
-    """Write a checkpoint of the current step, complete when this returns, and its name. Called by all ranks together."""
-    name = checkpoint_name(job.step, attempt)
-    folder = run.path(f"checkpoints/{name}")
-    save_shards(job.tensors(), checkpoint_id=folder)
-    if dist.get_rank() == 0:
-        position = Position(
-            job_id=spec.job_id, base=spec.model.name, seed=spec.seed, step=job.step, trained_tokens=job.trained_tokens
+@dataclass(frozen=True)
+class Snapshot:
+    """A job's state behind one step. `tensors`: in the host's memory, and nobody else's."""
+
+    tensors: dict[str, Tensor]
+    position: Position
+    valid_loss: float | None
+    """Of this very step, if it was validated."""
+
+    @property
+    def bytes(self) -> int:
+        """Over all ranks."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+
+class Stager:
+    """Copies a job's tensors into buffers of its own, which every snapshot uses again: one snapshot lives at a time."""
+
+    def __init__(self) -> None:
+        cuda = torch.cuda.is_available()
+        options = StagingOptions(
+            use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
         )
-        run.write(f"checkpoints/{name}/position.json", position)
-    files = _gather_digests(folder)
-    if dist.get_rank() == 0:
-        marker = CheckpointMarker(step=job.step, attempt=attempt, world_size=dist.get_world_size(), files=files)
-        run.write(f"checkpoints/{name}/COMPLETE", marker)
-        _remove_old(run, keep=spec.checkpoint.save_total_limit)
-    dist.barrier()
+        self._stager = DefaultStager(options)
+
+    def snapshot(self, job: JobState, spec: JobSpec) -> Snapshot:
+        position = Position(
+            job_id=spec.job_id,
+            base=spec.model.name,
+            seed=spec.seed,
+            step=job.step,
+            trained_tokens=job.trained_tokens,
+            validations=job.validations,
+        )
+        tensors = cast("dict[str, Tensor]", self._stager.stage(job.tensors()))
+        return Snapshot(tensors, position, job.validations.loss_at(job.step))
+
+
+def write(snapshot: Snapshot, run: RunDir, attempt: int, group: dist.ProcessGroup, before_complete: Callable[[], None]) -> str:
+    """Write a checkpoint, complete when this returns, and its name. Called by all ranks together; `group`: gloo, of them all.
+
+    `before_complete`: called on rank 0 when everything but COMPLETE is there. Raises CheckpointError, on all ranks, if a file
+    could not be written; what was written of the checkpoint is then removed.
+    """
+    name = checkpoint_name(snapshot.position.step, attempt)
+    folder = run.path(f"checkpoints/{name}")
+    try:
+        _save_shards(snapshot, folder, group)
+        files = _agreed(lambda: _digests(folder), group)
+        _agreed(lambda: _complete(snapshot, run, attempt, [file for own in files for file in own], before_complete), group)
+    except _WriteError as error:
+        if dist.get_rank(group) == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        why = explained(error.error, folder, snapshot.bytes)
+        raise CheckpointError(f"Checkpoint {name} could not be written: {why}") from error.error
     return name
 
 
@@ -66,23 +116,81 @@ def restore(job: JobState, run: RunDir, name: str, spec: JobSpec) -> None:
             f"not to {spec.job_id} on {spec.model.name} with seed {spec.seed}."
         )
     load(job.tensors(), checkpoint_id=run.path(f"checkpoints/{name}"))
-    job.resume_at(position.step, position.trained_tokens)
+    job.resume_at(position.step, position.trained_tokens, position.validations)
 
 
-def _gather_digests(folder: Path) -> list[CheckpointFile]:
-    """Name, size and SHA-256 of every file; each rank hashes the shards that it wrote."""
+class _WriteError(Exception):
+    """What the first rank that failed ran into."""
+
+    def __init__(self, error: OSError) -> None:
+        self.error = error
+
+
+class _Files(FileSystem):
+    """Writing a tensor may end in an error about its archive, which follows from the one of the disk: that one is raised."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        try:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+        except Exception as error:
+            cause = os_error(error)
+            if cause is None:
+                raise
+            raise OSError(cause.errno, cause.strerror, os.fspath(path)) from None
+
+
+def _save_shards(snapshot: Snapshot, folder: Path, group: dist.ProcessGroup) -> None:
+    writer = FileSystemWriter(folder)
+    writer.fs = _Files()
+    try:
+        save_shards(cast("dict[str, Any]", snapshot.tensors), storage_writer=writer, process_group=group)
+    except CheckpointException as failed:  # the same on all ranks
+        errors = [error for error, _ in failed.failures.values()]
+        found = next((error for error in errors if isinstance(error, OSError)), None)
+        if found is None:
+            raise errors[0] from None
+        raise _WriteError(found) from None
+
+
+def _agreed(act: Callable[[], Found], group: dist.ProcessGroup) -> list[Found]:
+    """What `act` returned on every rank, in order. Raises _WriteError on all of them if it raised OSError on one."""
+    try:
+        mine: Found | OSError = act()
+    except OSError as error:
+        mine = error
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    failed = next((found for found in everyone if isinstance(found, OSError)), None)
+    if failed is not None:
+        raise _WriteError(failed)
+    return everyone
+
+
+def _digests(folder: Path) -> list[CheckpointFile]:
+    """Name, size and SHA-256 of the files that this rank wrote."""
     rank = dist.get_rank()
     mine = [p for p in sorted(folder.iterdir()) if p.name.startswith(f"__{rank}_") or (rank == 0 and p.suffix != ".distcp")]
-    found = [CheckpointFile(name=p.name, bytes=p.stat().st_size, sha256=sha256_of(p)) for p in mine]
-    everyone: list[list[CheckpointFile]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, found)
-    return [file for files in everyone for file in files]
+    return [CheckpointFile(name=p.name, bytes=p.stat().st_size, sha256=sha256_of(p)) for p in mine]
 
 
-def _remove_old(run: RunDir, keep: int) -> None:
-    """Keep the newest complete ones; of the others the marker goes first, so that none is ever seen half removed."""
-    newest = set(complete_checkpoints(run)[-keep:])
-    for folder in run.path("checkpoints").iterdir():
-        if folder.name not in newest:
-            (folder / "COMPLETE").unlink(missing_ok=True)
-            shutil.rmtree(folder, ignore_errors=True)
+def _complete(
+    snapshot: Snapshot, run: RunDir, attempt: int, files: list[CheckpointFile], before_complete: Callable[[], None]
+) -> None:
+    if dist.get_rank() != 0:
+        return
+    position = snapshot.position
+    name = checkpoint_name(position.step, attempt)
+    run.write(f"checkpoints/{name}/position.json", position)
+    path = run.path(f"checkpoints/{name}/position.json")
+    files = [*files, CheckpointFile(name=path.name, bytes=path.stat().st_size, sha256=sha256_of(path))]
+    before_complete()
+    marker = CheckpointMarker(
+        step=position.step,
+        attempt=attempt,
+        world_size=dist.get_world_size(),
+        files=sorted(files, key=lambda file: file.name),
+        valid_loss=snapshot.valid_loss,
+    )
+    run.write(f"checkpoints/{name}/COMPLETE", marker)

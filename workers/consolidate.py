@@ -43,7 +43,7 @@ def consolidate(run: RunDir, name: str, out: Path) -> Manifest:
     config = build(spec, torch.device("cpu")).peft_model.peft_config["default"]
     rows = {row.step: row for row in metrics_of_all_attempts(run, marker.attempt)}
     with new_folder(out) as folder:
-        write_adapter(folder, tensors, config, spec)
+        write_adapter(folder, {name: t.shape for name, t in tensors.items()}, tensors.items(), config, spec)
         return write_manifest(
             run,
             folder,

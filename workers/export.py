@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,7 +17,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from peft import PeftConfig
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -22,32 +25,45 @@ from ft_service.events import Metrics
 from ft_service.provenance import MANIFEST, write_manifest
 from ft_service.rundir import Result, RunDir
 from ft_service.spec import JobSpec
+from workers import checkpoint
+from workers.disk import explained, sync
 from workers.model.build import BuiltModel
 from workers.optim import JobState
 from workers.quant.kernels import VERSION as BITSANDBYTES_VERSION
 from workers.report import metrics_csv, metrics_of_all_attempts
+from workers.reread import WEIGHTS
+from workers.retention import best, held
+from workers.runtime import ExportError
+from workers.shards import TensorPlan, write_file
 
 
-def publish(run: RunDir, attempt: int, spec: JobSpec, built: BuiltModel, job: JobState) -> None:
-    """Write the outcome of a finished job. Called by all ranks together; rank 0 writes."""
-    tensors = dict(gathered_adapter(job))
+def publish(run: RunDir, attempt: int, spec: JobSpec, built: BuiltModel, job: JobState) -> int:
+    """Write the outcome of a finished job; the step that its adapter is of. Called by all ranks together; rank 0 writes.
+
+    With training.load_best_model_at_end the job's state becomes that of the best checkpoint. Raises ExportError on rank 0 if
+    the disk refuses the adapter, or gives back another one than it was given.
+    """
+    steps, tokens = job.step, job.trained_tokens
+    chosen = _best_checkpoint(run, spec, job.step)
+    if chosen is not None:
+        checkpoint.restore(job, run, chosen, spec)
     if dist.get_rank() == 0:
         rows = metrics_of_all_attempts(run, attempt)
-        config = built.peft_model.peft_config["default"]
-        last = next((row for row in rows if row.step == job.step), None)
-        with new_folder(run.path("adapter")) as folder:
-            write_adapter(folder, tensors, config, spec)
-            manifest = write_manifest(
-                run, folder, attempt=attempt, step=job.step, checkpoint=None, metrics=last, versions=versions()
-            )
-        run.put("metrics.csv", metrics_csv(rows).encode())
-        run.write(MANIFEST, manifest)
-        run.write("result.json", _result(attempt, job, rows))
+        try:
+            _write_outcome(run, attempt, spec, built, job, rows, chosen)
+        except OSError as error:
+            needed = sum(parameter.numel() * parameter.element_size() for parameter in job.parameters.values())
+            raise ExportError(f"The adapter could not be written: {explained(error, run.root, needed)}") from error
+        run.write("result.json", _result(attempt, steps, tokens, [row for row in rows if row.step <= job.step]))
+    else:
+        for _ in gathered_adapter(job):
+            pass
     dist.barrier()
+    return job.step
 
 
 def gathered_adapter(job: JobState) -> Iterator[tuple[str, Tensor]]:
-    """PEFT's name and whole value (fp32, CPU) of every adapter matrix, gathered one at a time."""
+    """PEFT's name and whole value (fp32, CPU) of every adapter matrix, gathered one at a time, on all ranks together."""
     for name, parameter in job.parameters.items():
         whole = parameter.detach()
         if isinstance(whole, DTensor):
@@ -66,14 +82,30 @@ def versions() -> dict[str, str]:
     }
 
 
-def write_adapter(folder: Path, tensors: dict[str, Tensor], config: PeftConfig, spec: JobSpec) -> None:
-    """PEFT's two files. `tensors`: by PEFT's names on disk, on the CPU."""
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+def write_adapter(
+    folder: Path, shapes: Mapping[str, Sequence[int]], tensors: Iterable[tuple[str, Tensor]], config: PeftConfig, spec: JobSpec
+) -> None:
+    """PEFT's two files, safely on the disk, and proof that another process reads from them what was to be written.
+
+    `shapes`: by PEFT's names on disk; `tensors`: in the same order, fp32 on the CPU, of which one at a time is held. Raises
+    ExportError if they differ.
+    """
+    digests: dict[str, str] = {}
+
+    def hashed() -> Iterator[Tensor]:
+        for name, tensor in tensors:
+            digests[name] = hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+            yield tensor
+
+    plans = [TensorPlan(name, tuple(shape), "F32") for name, shape in shapes.items()]
+    write_file(folder / WEIGHTS, plans, hashed())
     config.base_model_name_or_path = spec.model.path
     config.inference_mode = True
     if isinstance(config.target_modules, set):  # pyright: ignore[reportAttributeAccessIssue]
         config.target_modules = sorted(config.target_modules)  # pyright: ignore  a set has another order in every process
     config.save_pretrained(str(folder))
+    sync(folder)
+    _check_in_fresh_process(folder, digests)
 
 
 @contextmanager
@@ -91,13 +123,53 @@ def new_folder(target: Path) -> Iterator[Path]:
     os.replace(beside, target)
 
 
-def _result(attempt: int, job: JobState, rows: list[Metrics]) -> Result:
+def _best_checkpoint(run: RunDir, spec: JobSpec, last_step: int) -> str | None:
+    """The checkpoint to publish in place of the last step; None: the last step. The same on all ranks."""
+    found: list[str | None] = [None]
+    if dist.get_rank() == 0 and spec.training.load_best_model_at_end:
+        found_best = best(held(run))
+        found = [found_best.name if found_best is not None and found_best.step != last_step else None]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def _write_outcome(
+    run: RunDir, attempt: int, spec: JobSpec, built: BuiltModel, job: JobState, rows: list[Metrics], chosen: str | None
+) -> None:
+    shapes = {name.replace(".default.", "."): tuple(parameter.shape) for name, parameter in job.parameters.items()}
+    config = built.peft_model.peft_config["default"]
+    with new_folder(run.path("adapter")) as folder:
+        write_adapter(folder, shapes, gathered_adapter(job), config, spec)
+        manifest = write_manifest(
+            run,
+            folder,
+            attempt=attempt,
+            step=job.step,
+            checkpoint=chosen,
+            metrics=next((row for row in rows if row.step == job.step), None),
+            versions=versions(),
+        )
+    run.put("metrics.csv", metrics_csv(rows).encode())
+    run.write(MANIFEST, manifest)
+
+
+def _check_in_fresh_process(folder: Path, digests: Mapping[str, str]) -> None:
+    command = [sys.executable, "-P", "-m", "workers.reread", str(folder)]
+    done = subprocess.run(command, input=json.dumps(digests), capture_output=True, text=True, check=False)
+    faults = json.loads(done.stdout) if done.returncode == 0 else done.stderr.splitlines()[-1:] or ["it cannot be read"]
+    if faults:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise ExportError(f"The adapter in {folder} is not the one that was trained: {faults[0]}{more}.")
+
+
+def _result(attempt: int, steps: int, trained_tokens: int, rows: list[Metrics]) -> Result:
+    """`rows`: up to the step that the adapter is of."""
     losses = [row.train_loss for row in rows if row.train_loss is not None]
     valid = [row.valid_loss for row in rows if row.valid_loss is not None]
     return Result(
         attempt=attempt,
-        steps=job.step,
-        trained_tokens=job.trained_tokens,
+        steps=steps,
+        trained_tokens=trained_tokens,
         train_loss=losses[-1] if losses else None,
         valid_loss=valid[-1] if valid else None,
     )

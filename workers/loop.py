@@ -11,15 +11,17 @@ from torch import nn
 
 from ft_service.events import Metrics
 from ft_service.spec import JobSpec
-from workers import checkpoint
 from workers.data.batches import Batch, Tokens, batch_of_step, collate, micro_batches, steps_per_epoch, total_steps
 from workers.guards import AdapterWatch, check_step
 from workers.optim import JobState, learning_rate_at
 from workers.parallel import gather_first
 from workers.report import Reporter
+from workers.retention import keeps_best
 from workers.runtime import Runtime
+from workers.saver import Saver
 from workers.step import Sums, evaluate, forward_backward
 from workers.stop import StopRequest
+from workers.validation import Validations
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,9 @@ class Schedule:
     steps_per_epoch: int
     eval_steps: int | None
     save_steps: int | None
+    keep_every: int | None = None
+    keeps_best: bool = False
+    patience: int | None = None
 
     @classmethod
     def of(cls, spec: JobSpec, samples: int) -> Schedule:
@@ -39,13 +44,23 @@ class Schedule:
             steps_per_epoch=steps_per_epoch(samples, options.batch_size),
             eval_steps=options.eval_steps,
             save_steps=spec.checkpoint.save_steps,
+            keep_every=spec.checkpoint.keep_every,
+            keeps_best=keeps_best(spec),
+            patience=options.early_stopping_patience,
         )
+
+    def ends_at(self, step: int, validations: Validations) -> bool:
+        """Whether training is done, at its last step or before."""
+        return step >= self.total_steps or (self.patience is not None and validations.without_progress >= self.patience)
 
     def validates_at(self, step: int) -> bool:
         return step == self.total_steps or step % (self.eval_steps or self.steps_per_epoch) == 0
 
-    def saves_at(self, step: int) -> bool:
-        return step == self.total_steps or step % (self.save_steps or self.steps_per_epoch) == 0
+    def saves_at(self, step: int, validations: Validations) -> bool:
+        """Beside the last step, which always does."""
+        due = step % (self.save_steps or self.steps_per_epoch) == 0
+        due = due or (self.keep_every is not None and step % self.keep_every == 0)
+        return due or (self.keeps_best and step == validations.best_step)
 
 
 @dataclass(frozen=True)
@@ -60,20 +75,24 @@ class Trainer:
     schedule: Schedule
     reporter: Reporter
     stop: StopRequest
+    saver: Saver
     watch: AdapterWatch
 
     def fit(self) -> str | None:
         """Train to the end, or until a stop is agreed on; the checkpoint to go on from, None when training is done."""
-        while self.job.step < self.schedule.total_steps:
+        while not self._done:
             metrics = self._step()
-            done = self.job.step == self.schedule.total_steps
-            stopping = not done and self.stop.agreed()
-            if not (stopping or self.schedule.saves_at(self.job.step)):
-                continue
-            name = self._save(metrics)
-            if stopping:
-                return name
+            stopping = not self._done and self.stop.agreed()
+            if stopping or self._done:
+                name = self.saver.save_last(self.job, metrics)
+                return name if stopping else None
+            if self.schedule.saves_at(self.job.step, self.job.validations):
+                self.saver.save(self.job, metrics)
         return None
+
+    @property
+    def _done(self) -> bool:
+        return self.schedule.ends_at(self.job.step, self.job.validations)
 
     def _step(self) -> Metrics:
         started = time.perf_counter()
@@ -94,6 +113,9 @@ class Trainer:
         self.job.trained_tokens += tokens
         seconds = time.perf_counter() - started
         valid = self._validate() if self.valid and self.schedule.validates_at(self.job.step) else None
+        if valid is not None:
+            threshold = options.early_stopping_threshold
+            self.job.validations = self.job.validations.after(self.job.step, valid.mean_loss, threshold)
         metrics = Metrics(
             step=self.job.step,
             total_steps=self.schedule.total_steps,
@@ -116,11 +138,6 @@ class Trainer:
         sums = evaluate(self.model, self._mine(self.valid, range(len(self.valid))), self.runtime.world)
         self.model.train()
         return sums
-
-    def _save(self, metrics: Metrics) -> str:
-        name = checkpoint.save(self.job, self.runtime.run, self.runtime.start.attempt, self.runtime.spec)
-        self.reporter.checkpoint(name, metrics)
-        return name
 
     def _mine(self, samples: Sequence[Tokens], batch: Sequence[int]) -> list[Batch]:
         """This rank's micro-batches of a global batch."""

@@ -35,6 +35,7 @@ from workers.model.experts import experts_of
 from workers.model.load import Safetensors
 from workers.model.names import find_pieces
 from workers.model.precision import precision_map
+from workers.model.stored import Base as StoredBase
 from workers.quant.fp8 import LARGEST
 from workers.shards import DTYPES, TensorPlan, in_files, write_file, write_index
 
@@ -144,6 +145,12 @@ def merge(base: Path, adapter_folder: Path, out: Path, *, to: str, max_file_byte
     """Write the merged model to the new folder `out`. Raises SpecError for an adapter that does not fit the base."""
     adapter, model = Adapter(adapter_folder), base_on_meta(str(base))
     with Safetensors(base) as tensors, new_folder(out) as folder:
+        if StoredBase.open(tensors, base).declared:
+            raise SpecError(
+                f"The base in {base} is stored quantised, and an adapter can only be merged into plain weights: "
+                "name the base that it was made of.",
+                param="base",
+            )
         targets = Targets(base, model, tensors, adapter)
         quantised = linears_of_layers(model, tensors) if to == "fp8" else set[str]()
         files = in_files([_unit(name, tensors, quantised) for name in tensors.names()], max_file_bytes)

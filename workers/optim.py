@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ft_service.spec import TrainingOptions
+from workers.validation import Validations
 
 
 class JobState:
     """Adapters (fp32 masters, sharded or not), their AdamW, and the position in training. All of it is in a checkpoint.
 
-    Learning rate, sample order and everything random are functions of the step, so the step is all the position there is.
+    Learning rate, sample order and everything random are functions of the step, so that is nearly all the position there is.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], options: TrainingOptions) -> None:
@@ -27,6 +28,7 @@ class JobState:
         self.step = 0
         """Optimizer steps done."""
         self.trained_tokens = 0
+        self.validations = Validations()
         for parameter in self.parameters.values():  # AdamW makes these at its first step; a resume needs them before
             self.optimizer.state[parameter] = {
                 "step": torch.tensor(0.0),
@@ -44,10 +46,11 @@ class JobState:
             found[f"exp_avg_sq/{name}"] = moments["exp_avg_sq"]
         return found
 
-    def resume_at(self, step: int, trained_tokens: int) -> None:
+    def resume_at(self, step: int, trained_tokens: int, validations: Validations) -> None:
         """After `tensors()` were filled in place: continue behind optimizer step `step`."""
         self.step = step
         self.trained_tokens = trained_tokens
+        self.validations = validations
         for parameter in self.parameters.values():
             self.optimizer.state[parameter]["step"].fill_(float(step))
 

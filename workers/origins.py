@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ft_service.errors import SpecError
-from ft_service.provenance import ORIGINS, Base, DataFile, FileDigest, Layer, Origins, base_files, base_of
+from ft_service.provenance import ORIGINS, Base, DataFile, FileDigest, FrozenModule, Origins, base_files, base_of
 from ft_service.rundir import RunDir
 from ft_service.spec import DataFileRef, JobSpec
 from workers.data.batches import Tokens
 from workers.model.build import BuiltModel
-from workers.model.load import plain_name
+from workers.model.load import checkpoint_name
 from workers.quant.rowwise import RowQuantized
 from workers.quant.weights import VERSIONS
 
@@ -27,7 +28,7 @@ def record(run: RunDir, spec: JobSpec, built: BuiltModel, train: Sequence[Tokens
     Raises SpecError on all ranks if the base is not the one that the first attempt trained on.
     """
     base = identify(spec)
-    layers = stored_layers(built)
+    modules = stored_modules(built, spec.precision.compute)
     before = run.read(ORIGINS, Origins)
     if before is not None and before.base.digest != base.digest:
         changed = sorted(
@@ -43,9 +44,9 @@ def record(run: RunDir, spec: JobSpec, built: BuiltModel, train: Sequence[Tokens
     if spec.validation_data is not None:
         data.append(_data_file("validation", spec.validation_data, valid))
     if dist.get_rank() == 0:
-        formats = {layer.format for layer in layers}
+        formats = {module.format for module in modules}
         quantiser = {name: version for name, version in VERSIONS.items() if name in formats}
-        run.write_if_absent(ORIGINS, Origins(base=base, data=data, frozen_linear_layers=layers, quantiser=quantiser))
+        run.write_if_absent(ORIGINS, Origins(base=base, data=data, frozen_modules=modules, quantiser=quantiser))
 
 
 def identify(spec: JobSpec) -> Base:
@@ -57,22 +58,42 @@ def identify(spec: JobSpec) -> Base:
     return base_of(spec.model.name, folder, {name: found for files in everyone for name, found in files.items()})
 
 
-def stored_layers(built: BuiltModel) -> list[Layer]:
-    """Every linear layer of the base with the format it is stored in and the bytes that takes over all ranks."""
-    found: list[tuple[str, Any, int]] = []
-    base: Any = built.peft_model.get_base_model()
-    modules = {plain_name(name): module for name, module in base.named_modules()}
-    for name in built.formats:
-        module = modules[name]
-        weight = getattr(module, "base_layer", module).weight
-        local = weight.to_local() if isinstance(weight, DTensor) else weight
-        found.append((name, weight, local.stored_bytes if isinstance(local, RowQuantized) else local.nbytes))
-    total = torch.tensor([own for _, _, own in found], dtype=torch.int64)
+def stored_modules(built: BuiltModel, compute: str) -> list[FrozenModule]:
+    """Every module of the base that has weights, with format, bytes over all ranks and error. Called by all together.
+
+    `compute`: what those multiply in that are dequantised, or not quantised.
+    """
+    assert built.loaded is not None, "its modules have weights"
+    of_module: dict[str, list[nn.Parameter]] = {}
+    in_fp8: set[str] = set()
+    for name, parameter in built.peft_model.named_parameters():  # a head that is the embedding is named once
+        if not parameter.requires_grad:
+            module = checkpoint_name(name).rpartition(".")[0]
+            of_module.setdefault(module, []).append(parameter)
+            if getattr(built.peft_model.get_submodule(name.rpartition(".")[0]), "in_fp8", False):
+                in_fp8.add(module)
+    total = torch.tensor([sum(map(_stored_bytes, parameters)) for parameters in of_module.values()], dtype=torch.int64)
     dist.all_reduce(total)
-    return [
-        Layer(module=name, format=built.formats[name], shape=list(weight.shape), bytes=whole)
-        for (name, weight, _), whole in zip(found, total.tolist(), strict=True)
-    ]
+    found = []
+    for (name, parameters), whole in zip(of_module.items(), total.tolist(), strict=True):
+        weight = max(parameters, key=lambda parameter: parameter.ndim)
+        multiplied_in = "fp8" if name in in_fp8 else compute
+        found.append(
+            FrozenModule(
+                module=name,
+                format=built.formats.get(name, "bf16"),
+                shape=list(weight.shape),
+                bytes=whole,
+                multiplied_in=multiplied_in if weight.ndim > 1 else None,
+                relative_error=built.loaded.changed.get(f"{name}.weight", 0.0),
+            )
+        )
+    return found
+
+
+def _stored_bytes(parameter: nn.Parameter) -> int:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.stored_bytes if isinstance(local, RowQuantized) else local.nbytes
 
 
 def _data_file(role: Any, file: DataFileRef, samples: Sequence[Tokens]) -> DataFile:

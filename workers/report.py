@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+import sys
+import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -17,11 +19,17 @@ FLUSH_SECONDS = 0.5
 
 COLUMNS = ("step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy")
 """What existing scripts read from a result file, by position."""
-MORE_COLUMNS = ("learning_rate", "grad_norm", "tokens", "trained_tokens", "step_seconds", "epoch")
+MORE_COLUMNS = (
+    *("learning_rate", "grad_norm", "tokens", "trained_tokens", "step_seconds", "epoch"),
+    *("checkpoint_stall_seconds", "checkpoint_seconds"),
+)
 
 
 class Reporter:
-    """Writes the events of one attempt. On other ranks than 0 it writes nothing."""
+    """Writes the events of one attempt, for any thread. On other ranks than 0 it writes nothing.
+
+    Events that the disk does not take wait for the next ones: a full disk must not end training.
+    """
 
     def __init__(self, run: RunDir, attempt: int, *, active: bool, clock: Callable[[], float] = time.time) -> None:
         self._run = run
@@ -31,6 +39,7 @@ class Reporter:
         self._waiting: list[Event] = []
         self._flushed_at = float("-inf")
         self._seq = 0
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -53,6 +62,11 @@ class Reporter:
         self._add(Event(time=self._clock(), kind="checkpoint", message=text, metrics=metrics, checkpoint=name), now=True)
 
     def flush(self) -> None:
+        """Write what waits. Raises OSError if that cannot be done; it waits on then."""
+        with self._lock:
+            self._flush()
+
+    def _flush(self) -> None:
         if self._waiting:
             write_segment(self._run, self._attempt, self._seq, self._waiting)
             self._seq += 1
@@ -62,17 +76,28 @@ class Reporter:
     def _add(self, event: Event, *, now: bool) -> None:
         if not self._active:
             return
-        self._waiting.append(event)
-        if now or time.monotonic() - self._flushed_at >= FLUSH_SECONDS:
-            self.flush()
+        with self._lock:
+            self._waiting.append(event)
+            if not now and time.monotonic() - self._flushed_at < FLUSH_SECONDS:
+                return
+            try:
+                self._flush()
+            except FileExistsError:
+                raise
+            except OSError as error:
+                self._flushed_at = time.monotonic()
+                print(f"{len(self._waiting)} events wait: {error}", file=sys.stderr, flush=True)
 
 
 def metrics_of_all_attempts(run: RunDir, last_attempt: int) -> list[Metrics]:
-    """One row a step, in order. A step that was trained again after a resume counts as its newest attempt saw it."""
+    """One row a step, in order. A step that was trained again after a resume counts as its newest attempt saw it.
+
+    A step's checkpoint repeats its numbers and adds its own.
+    """
     by_step: dict[int, Metrics] = {}
     for attempt in range(1, last_attempt + 1):
         for _, events in read_segments(run, attempt):
-            by_step.update({e.metrics.step: e.metrics for e in events if e.kind == "metrics" and e.metrics is not None})
+            by_step.update({e.metrics.step: e.metrics for e in events if e.metrics is not None})
     return [by_step[step] for step in sorted(by_step)]
 
 

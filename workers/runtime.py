@@ -39,6 +39,24 @@ class TrainingError(FtError):
     code = "training_diverged"
 
 
+class OutsideError(Exception):
+    """Something that is not the job's fault: trying again may help."""
+
+    code = "training_failed"
+
+
+class CheckpointError(OutsideError):
+    """A checkpoint could not be written."""
+
+    code = "checkpoint_failed"
+
+
+class ExportError(OutsideError):
+    """The adapter could not be written."""
+
+    code = "export_failed"
+
+
 @dataclass(frozen=True)
 class Runtime:
     """What every part of the worker is given."""
@@ -53,6 +71,8 @@ class Runtime:
     """The last dimension: the ranks that share one copy of the model; a first one, if there are several copies: the copies."""
     stop_group: dist.ProcessGroup | None
     """Gloo, on the CPU: the agreement to stop must not mix with the collectives of training. None with one rank."""
+    save_group: dist.ProcessGroup
+    """Gloo, on the CPU: checkpoints are written while training's own collectives go on."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -83,9 +103,15 @@ def surroundings(run: RunDir, attempt: int, device: torch.device) -> Runtime:
     assert start is not None, f"attempt {attempt} has no start.json"
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = make_mesh(device.type, world, spec.distributed.replicate)
-    stop_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world > 1 else None
-    assert not isinstance(stop_group, int), "this rank is in the group that it makes"
-    return Runtime(run, spec, start, rank, world, device, mesh, stop_group)
+    stop_group = _gloo_group() if world > 1 else None
+    return Runtime(run, spec, start, rank, world, device, mesh, stop_group, _gloo_group())
+
+
+def _gloo_group() -> dist.ProcessGroup:
+    """Of all ranks."""
+    group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+    assert isinstance(group, dist.ProcessGroup), "this rank is in the group that it makes"
+    return group
 
 
 def report_failure(run: RunDir, attempt: int, error: BaseException) -> None:
@@ -114,6 +140,8 @@ def lost_peer(error: BaseException) -> bool:
 def _code_and_message(error: BaseException) -> tuple[str, str]:
     if isinstance(error, FtError):
         return error.code, error.message
+    if isinstance(error, OutsideError):
+        return error.code, str(error)
     if isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
         limit = f"{COLLECTIVE_TIMEOUT.total_seconds():g} seconds"
         return "collective_timeout", f"A rank is stuck: the others waited {limit} for it. {error}"

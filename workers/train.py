@@ -6,8 +6,10 @@ Everything it needs is in the run directory, and everything it leaves is there t
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 from ft_service.lifetime import die_with_parent, hold_rank_lock
 
@@ -19,22 +21,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ft_service.rundir import Outcome, RunDir
+from ft_service.rundir import Outcome, RunDir, set_damaged_aside
 from ft_service.spec import JobSpec
 from workers import checkpoint, origins
 from workers.activations import checkpoint_activations
 from workers.compiling import compile_layers
 from workers.data.batches import Tokens
-from workers.data.tokenize import Dataset, load_dataset, load_tokenizer
+from workers.data.tokenize import load_dataset, load_tokenizer
 from workers.export import publish
 from workers.guards import AdapterWatch, check_gathered_weights
 from workers.loop import Schedule, Trainer
 from workers.model.build import BuiltModel, build
+from workers.model.cache import Cache
 from workers.model.load import adapters, load
 from workers.optim import JobState
 from workers.parallel import shard
 from workers.report import Reporter
 from workers.runtime import COMPUTE_DTYPE, Runtime, enter, leave, report_failure
+from workers.saver import Saver
 from workers.stop import StopRequest
 
 
@@ -59,7 +63,12 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
     stop = StopRequest(runtime)
     train_set, valid_set = _data(runtime, reporter)  # first: the cheapest way to find out that a job cannot run
 
-    built = construct(spec, runtime.mesh, runtime.device, warn=lambda text: reporter.message(text, "warn"))
+    cache = Cache.from_environment(os.environ)
+    built = construct(spec, runtime.mesh, runtime.device, warn=lambda text: reporter.message(text, "warn"), cache=cache)
+    if built.products is not None:
+        reporter.message(built.products)
+    for level, text in built.loaded.messages() if built.loaded else ():
+        reporter.message(text, level)
     check_gathered_weights(built.peft_model, runtime.compute_dtype)
     origins.record(runtime.run, spec, built, train_set, valid_set)  # a job goes on only on the base that it began with
     job = JobState(dict(adapters(built.peft_model)), spec.training)  # on the final parameters: loading replaced them
@@ -67,21 +76,29 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
     _resume(runtime, reporter, job, schedule)
 
     built.peft_model.train()
-    trainer = Trainer(
-        runtime, built.peft_model, job, train_set, valid_set, schedule, reporter, stop, AdapterWatch(job.parameters)
-    )
-    stopped_at = trainer.fit()
+    saver, watch = Saver(runtime, reporter), AdapterWatch(job.parameters)
+    stopped_at = Trainer(runtime, built.peft_model, job, train_set, valid_set, schedule, reporter, stop, saver, watch).fit()
     if stopped_at is not None:
         reporter.message(f"Stopped at step {job.step}; checkpoint {stopped_at} is complete.")
         return Outcome(kind="stopped", checkpoint=stopped_at)
+    if job.step < schedule.total_steps:
+        waited = job.validations.without_progress
+        reporter.message(f"Validation loss has made no progress {waited} times: training ends at step {job.step}.")
     reporter.flush()  # the metrics table is made from the events
-    publish(runtime.run, runtime.start.attempt, spec, built, job)
-    reporter.message(f"Training is complete after {job.step} steps; the adapter is written.")
+    steps = job.step
+    published = publish(runtime.run, runtime.start.attempt, spec, built, job)
+    which = "" if published == steps else f" of step {published}, with the lowest validation loss,"
+    reporter.message(f"Training is complete after {steps} steps; the adapter{which} is written.")
     return Outcome(kind="succeeded")
 
 
-def construct(spec: JobSpec, mesh: DeviceMesh, device: torch.device, warn: Callable[[str], None]) -> BuiltModel:
-    """The model of a job, sharded over the mesh and loaded. Called by all ranks together. `warn`: is told of fallbacks."""
+def construct(
+    spec: JobSpec, mesh: DeviceMesh, device: torch.device, warn: Callable[[str], None], cache: Cache | None = None
+) -> BuiltModel:
+    """The model of a job, sharded over the mesh and loaded. Called by all ranks together.
+
+    `warn`: is told of fallbacks. `cache`: of quantised bases.
+    """
     options = spec.distributed
     compute_dtype = COMPUTE_DTYPE[spec.precision.compute]
     built = build(spec, device)  # on meta: formats and adapters are in place before any memory is taken
@@ -92,30 +109,36 @@ def construct(spec: JobSpec, mesh: DeviceMesh, device: torch.device, warn: Calla
     shard(built.peft_model, built.layers, mesh, options, compute_dtype)
     # Each rank reads and quantises its own rows, which needs the shards' shapes.
     place = torch.device("cpu") if options.offload else device
-    load(built.peft_model, spec.model.path, seed=spec.seed, compute_dtype=compute_dtype, device=place)
-    return built
+    loaded = load(built.peft_model, spec.model.path, seed=spec.seed, compute_dtype=compute_dtype, device=place, cache=cache)
+    return replace(built, loaded=loaded)
 
 
 def _data(runtime: Runtime, reporter: Reporter) -> tuple[list[Tokens], list[Tokens]]:
     spec = runtime.spec
     tokenizer = load_tokenizer(spec.model.path)
-    train_set = load_dataset(tokenizer, spec.training_data, spec.training.max_length)
-    _warn_of_losses(reporter, train_set, spec.training_data.name, spec.training.max_length)
-    if spec.validation_data is None:
-        return train_set.samples, []
-    valid_set = load_dataset(tokenizer, spec.validation_data, spec.training.max_length)
-    _warn_of_losses(reporter, valid_set, spec.validation_data.name, spec.training.max_length)
-    return train_set.samples, valid_set.samples
+    found: list[list[Tokens]] = []
+    for file in (spec.training_data, spec.validation_data):
+        data = load_dataset(tokenizer, file, spec.training.max_length) if file else None
+        found.append(data.samples if data else [])
+        if data and file:
+            reporter.message(data.summary(file.name))
+            for warning in data.warnings(file.name, spec.training.max_length):
+                reporter.message(warning, "warn")
+    return found[0], found[1]
 
 
-def _warn_of_losses(reporter: Reporter, data: Dataset, name: str, max_length: int) -> None:
-    if data.truncated:
-        reporter.message(f"{name}: {data.truncated} samples were cut to training.max_length = {max_length} tokens.", "warn")
-    if data.dropped:
-        reporter.message(f"{name}: {data.dropped} samples are left out: no assistant token within {max_length} tokens.", "warn")
+def _set_damaged_aside(runtime: Runtime, reporter: Reporter) -> None:
+    """Say which checkpoints were passed over for the one that this attempt begins with."""
+    begins = runtime.start.checkpoint or "the first step"
+    for name, faults in set_damaged_aside(runtime.run, runtime.start.checkpoint).items():
+        reporter.message(
+            f"Checkpoint {name} is damaged ({'; '.join(faults)}) and not used: training begins with {begins}.", "warn"
+        )
 
 
 def _resume(runtime: Runtime, reporter: Reporter, job: JobState, schedule: Schedule) -> None:
+    if runtime.rank == 0:
+        _set_damaged_aside(runtime, reporter)
     where = f"on {runtime.world} rank{'s' if runtime.world > 1 else ''} ({runtime.device.type})"
     if runtime.start.checkpoint is None:
         reporter.message(f"Training starts {where}: {schedule.total_steps} steps.")

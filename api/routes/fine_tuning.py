@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import PlainTextResponse, StreamingResponse
 
-from api import archive, live, repeats, tuned
+from api import adapters, live, repeats
 from api.auth import Caller
 from api.deps import JsonBody, Services, Svc, binary, described, event_stream
 from api.tails import tail
@@ -24,13 +24,13 @@ from api.views import (
     job_view,
     list_view,
 )
-from ft_service import offline
+from ft_service import tuned
 from ft_service.admission import submit
 from ft_service.errors import ConflictError, NotFoundError, SpecError
 from ft_service.job import Job, State, Verb
 from ft_service.rundir import RunDir
 from ft_service.spec import JobRequest
-from ft_service.store.base import Checkpoint, Principal
+from ft_service.store.base import Principal
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"])
 
@@ -119,8 +119,7 @@ def adapter(job_id: str, caller: Caller, services: Svc) -> StreamingResponse:
     if job.state is not State.SUCCEEDED:
         message = f"Job {job.id} is {job.state.value} and has no adapter; a job that has succeeded has one."
         raise NotFoundError(message, param="job_id", code="no_adapter")
-    tuned.find_own(job.spec["tuned_name"], caller.project_id, services)
-    return _archived(_run_dir(job, services).path("adapter"), job.id)
+    return adapters.archived(tuned.find_own(job.spec["tuned_name"], caller.project_id, services.store), services.settings)
 
 
 @router.get("/{job_id}/checkpoints/{checkpoint_id}/adapter", response_class=StreamingResponse)
@@ -128,8 +127,10 @@ def checkpoint_adapter(job_id: str, checkpoint_id: str, caller: Caller, services
     """Not in OpenAI's API. A checkpoint's adapter, as that of a job; at the first call it is made from the shards, which takes
     some seconds."""
     job = services.store.get_job(caller.project_id, job_id)
-    point = _checkpoint(job, checkpoint_id, caller, services)
-    return _archived(offline.checkpoint_adapter(_run_dir(job, services).root, point.name), f"{job.id}-step-{point.step}")
+    found = tuned.find_checkpoint(checkpoint_id, caller.project_id, services.store)
+    if found.job.id != job.id:
+        raise NotFoundError(f"Job {job.id} has no checkpoint {checkpoint_id!r}.", param="checkpoint_id", code="no_checkpoint")
+    return adapters.archived(found, services.settings)
 
 
 @router.get("/{job_id}/logs", response_class=PlainTextResponse)
@@ -205,28 +206,3 @@ def _run_dir(job: Job, services: Services) -> RunDir:
 def _sections(files: list[Path], folder: Path, lines: int) -> Iterator[str]:
     for path in files:
         yield f"==> {path.relative_to(folder).as_posix()} <==\n{tail(path, lines)}"
-
-
-def _checkpoint(job: Job, checkpoint_id: str, caller: Principal, services: Services) -> Checkpoint:
-    after: str | None = None
-    while True:
-        page = services.store.list_checkpoints(caller.project_id, job.id, after=after, limit=100)
-        for point in page.data:
-            if point.id == checkpoint_id:
-                return point
-        if not page.has_more:
-            raise NotFoundError(
-                f"Job {job.id} has no checkpoint {checkpoint_id!r}.", param="checkpoint_id", code="no_checkpoint"
-            )
-        after = page.data[-1].id
-
-
-def _archived(folder: Path, name: str) -> StreamingResponse:
-    files = archive.members(folder, "adapter")
-    if not files:
-        raise NotFoundError(f"The adapter of {name} is gone from the service's disk.", param="job_id", code="no_adapter")
-    headers = {
-        "content-length": str(archive.length(files)),
-        "content-disposition": f'attachment; filename="{name}-adapter.tar"',
-    }
-    return StreamingResponse(archive.stream(files), media_type="application/x-tar", headers=headers)

@@ -1,10 +1,15 @@
-"""Is the process alive, and can it work? No key needed."""
+"""Is the process alive, can it work, and what has it counted? Only the last needs a key."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from typing import Annotated
 
-from api.deps import Svc
+from fastapi import APIRouter, Depends, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from api.auth import may_scrape
+from api.deps import Svc, binary
+from api.metrics import exposition
 
 router = APIRouter(tags=["health"])
 
@@ -20,3 +25,11 @@ def ready(services: Svc) -> dict[str, str]:
     """The database answers and its schema fits; 503 otherwise."""
     services.store.check()
     return {"status": "ok"}
+
+
+@router.get("/metrics", response_class=Response, responses=binary("text/plain"))
+def metrics(services: Svc, allowed: Annotated[None, Depends(may_scrape)]) -> Response:
+    """Numbers over all projects for Prometheus; no names and no ids of jobs, files or people. Needs a key of scope metrics or
+    admin, unless the operator has set FT_METRICS_OPEN."""
+    body = exposition(services.meters, services.settings, services.store)
+    return Response(body, media_type=CONTENT_TYPE_LATEST)

@@ -9,9 +9,10 @@ from fastapi import APIRouter
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
-from api import forward, tuned
+from api import forward
 from api.auth import Caller
 from api.deps import JsonBody, Svc, event_stream
+from ft_service import tuned
 from ft_service.errors import NotFoundError, SpecError
 
 router = APIRouter(prefix="/v1/chat/completions", tags=["inference"])
@@ -28,7 +29,7 @@ async def create(body: JsonBody, caller: Caller, services: Svc) -> StreamingResp
     name: Any = body.get("model") if isinstance(body, dict) else None
     if not isinstance(name, str):
         raise SpecError("model is required: the name of a tuned model.", param="model", code="missing_required_parameter")
-    found = await run_in_threadpool(tuned.find, name, caller, services) if name.startswith(tuned.PREFIX) else None
+    found = await run_in_threadpool(tuned.find, name, caller, services.store) if name.startswith(tuned.PREFIX) else None
     if services.settings.inference_url:
         return await forward.chat_completion(services.settings, body)
     raise _not_served(found)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from api import tuned
 from api.auth import Caller
 from api.deps import Svc
 from api.views import DeletedModelView, ModelsView, ModelView
+from ft_service import tuned
 from ft_service.catalogue import Base
 from ft_service.errors import ForbiddenError, NotFoundError, SpecError
 
@@ -20,14 +20,14 @@ def list_models(caller: Caller, services: Svc) -> ModelsView:
     first."""
     bases = [_base(model.name, model) for model in services.catalogue.list_models()]
     aliases = [_base(alias, model) for alias, model in services.catalogue.list_aliases()]
-    return ModelsView(data=[*bases, *aliases, *(_tuned(model) for model in tuned.list_usable(caller, services))])
+    return ModelsView(data=[*bases, *aliases, *(_tuned(model) for model in tuned.list_usable(caller, services.store))])
 
 
 @router.get("/{model:path}")
 def retrieve(model: str, caller: Caller, services: Svc) -> ModelView:
     """A base, an alias, a tuned model, or a checkpoint of one; ids hold `/` and `:`, percent-encoded or not."""
     if model.startswith(tuned.PREFIX):
-        return _tuned(tuned.find(model, caller, services))
+        return _tuned(tuned.find(model, caller, services.store))
     try:
         return _base(model, services.catalogue.find(model))
     except SpecError as error:
@@ -42,7 +42,7 @@ def delete(model: str, caller: Caller, services: Svc) -> DeletedModelView:
         found = retrieve(model, caller, services)
         message = f"model = {found.id!r}: a base model is the operator's and cannot be deleted; only tuned models can."
         raise ForbiddenError(message, param="model")
-    found = tuned.find_own(model, caller.project_id, services)
+    found = tuned.find_own(model, caller.project_id, services.store)
     services.store.delete_model(caller.project_id, found.name)
     return DeletedModelView(id=found.name)
 

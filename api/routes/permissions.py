@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query
 from pydantic import Field
 
-from api import tuned
 from api.auth import Admin
 from api.deps import JsonBody, Svc, described, parse_body
 from api.views import DeletedPermissionView, ListView, PermissionView, list_view, permission_view
+from ft_service import tuned
 from ft_service.spec import Strict
 
 router = APIRouter(prefix="/v1/fine_tuning/checkpoints/{fine_tuned_model_checkpoint:path}/permissions", tags=["fine-tuning"])
@@ -28,7 +28,7 @@ class PermissionRequest(Strict):
 def create(fine_tuned_model_checkpoint: str, body: JsonBody, caller: Admin, services: Svc) -> Any:
     """Let projects use a tuned model or a checkpoint of one: find it, and send chat completions to it."""
     asked = parse_body(body, PermissionRequest)
-    model = tuned.find_own(fine_tuned_model_checkpoint, caller.project_id, services).name
+    model = tuned.find_own(fine_tuned_model_checkpoint, caller.project_id, services.store).name
     granted = services.store.grant(caller.project_id, model, asked.project_ids)
     return list_view([permission_view(permission) for permission in granted], has_more=False)
 
@@ -44,7 +44,7 @@ def list_permissions(
     project_id: str | None = None,
 ) -> Any:
     """By creation. `project_id`: only this project's."""
-    model = tuned.find_own(fine_tuned_model_checkpoint, caller.project_id, services).name
+    model = tuned.find_own(fine_tuned_model_checkpoint, caller.project_id, services.store).name
     page = services.store.list_permissions(
         caller.project_id,
         model,

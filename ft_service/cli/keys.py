@@ -24,6 +24,7 @@ app = typer.Typer(help="Create, list and revoke API keys, in this machine's data
 class ScopeName(StrEnum):
     ADMIN = "admin"
     USER = "user"
+    METRICS = "metrics"
 
 
 @app.command()

@@ -235,7 +235,7 @@ TABLE: dict[str, Rule] = {
         _HUB,
     ),
     "hub_strategy": needless("nothing is published"),
-    "load_best_model_at_end": switch(means(checkpoint__keep_best=True)),
+    "load_best_model_at_end": switch(means(training__load_best_model_at_end=True)),
     "metric_for_best_model": unless(
         (None, "loss", "eval_loss"), "it is validation loss", "it is validation loss: leave it out"
     ),

@@ -14,8 +14,10 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from ft_service.errors import SpecError
-from ft_service.plan.checkpoint import Checkpoint, StoredTensor
+from ft_service.plan.checkpoint import Checkpoint
+from ft_service.plan.logical import LogicalTensor, logical_tensors
 from ft_service.selection import WeightNames, kept_plain
+from ft_service.spec import WeightFormat
 
 Kind = Literal["linear", "embedding", "head", "experts", "router", "norm", "bias", "other"]
 
@@ -40,6 +42,8 @@ class Weight:
     kind: Kind
     layer: int | None
     """Number of the decoder layer; None: outside of them."""
+    held: WeightFormat | None = None
+    """Format that a base holds it in which is published quantised."""
 
     @property
     def name(self) -> str:
@@ -95,6 +99,11 @@ class Base:
         inside = [w for w in self.weights if w.layer is not None and w.kind in ("linear", "experts")]
         return [w for w in inside if not kept_plain(w.module)]
 
+    def held(self) -> dict[str, WeightFormat]:
+        """Format of the linear layers and experts that the base holds quantised, by module name."""
+        layers = [w for w in self.weights if w.kind in ("linear", "experts", "head") and not kept_plain(w.module)]
+        return {w.module: w.held for w in layers if w.held is not None}
+
     def adaptable(self) -> list[Weight]:
         """Linear layers but the output head."""
         return [w for w in self.weights if w.kind == "linear"]
@@ -114,13 +123,8 @@ class Base:
 def describe(checkpoint: Checkpoint) -> Base:
     """Sort a checkpoint's tensors. Raises SpecError if it is not a decoder whose layers can be told apart."""
     config = {**checkpoint.config, **_text_config(checkpoint.config)}
-    if config.get("quantization_config") is not None:
-        raise SpecError(
-            "The base is stored quantised already; this version reads bf16, fp16 and fp32 bases. "
-            "Use the original weights with precision.default.",
-            param="model",
-        )
-    tensors = [t for t in checkpoint.tensors if not _OTHER_TOWERS.match(t.name) and not _BUFFERS.search(t.name)]
+    logical = logical_tensors(checkpoint)
+    tensors = [t for t in logical if not _OTHER_TOWERS.match(t.name) and not _BUFFERS.search(t.name)]
     stack = _decoder_stack(tensors, _number(config, "num_hidden_layers", "n_layer"))
     weights = [_weight(tensor, stack, config) for tensor in tensors if _belongs(tensor, stack, config)]
     weights = _stack_experts(weights)
@@ -134,7 +138,7 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return inner if isinstance(inner, Mapping) else {}
 
 
-def _decoder_stack(tensors: Iterable[StoredTensor], layers: int | None) -> str:
+def _decoder_stack(tensors: Iterable[LogicalTensor], layers: int | None) -> str:
     """What stands before the layer number: `model.layers`. Of several stacks the one with most tensors."""
     found = Counter(match["stack"] for t in tensors if (match := _NUMBERED.match(t.name)))
     if not found or layers is None:
@@ -146,7 +150,7 @@ def _decoder_stack(tensors: Iterable[StoredTensor], layers: int | None) -> str:
     return found.most_common(1)[0][0]
 
 
-def _belongs(tensor: StoredTensor, stack: str, config: Mapping[str, Any]) -> bool:
+def _belongs(tensor: LogicalTensor, stack: str, config: Mapping[str, Any]) -> bool:
     """Whether the causal model has this tensor: not other towers' stacks, nor layers for predicting several tokens."""
     match = _NUMBERED.match(tensor.name)
     if match is None:
@@ -155,7 +159,7 @@ def _belongs(tensor: StoredTensor, stack: str, config: Mapping[str, Any]) -> boo
     return match["stack"] == stack and layers is not None and int(match["layer"]) < layers
 
 
-def _weight(tensor: StoredTensor, stack: str, config: Mapping[str, Any]) -> Weight:
+def _weight(tensor: LogicalTensor, stack: str, config: Mapping[str, Any]) -> Weight:
     match = _NUMBERED.match(tensor.name)
     layer = int(match["layer"]) if match else None
     name = tensor.name.replace("language_model.", "").replace(".block_sparse_moe.", ".mlp.")
@@ -166,7 +170,7 @@ def _weight(tensor: StoredTensor, stack: str, config: Mapping[str, Any]) -> Weig
     module, _, parameter = name.rpartition(".")
     if parameter not in ("weight", "bias"):
         module, parameter = (name, "weight") if len(tensor.shape) == 3 else (module, parameter)
-    return Weight(module, parameter, tensor.shape, _kind(module, parameter, tensor.shape, layer, config), layer)
+    return Weight(module, parameter, tensor.shape, _kind(module, parameter, tensor.shape, layer, config), layer, tensor.held)
 
 
 def _kind(module: str, parameter: str, shape: tuple[int, ...], layer: int | None, config: Mapping[str, Any]) -> Kind:
@@ -199,7 +203,8 @@ def _stack_experts(weights: list[Weight]) -> list[Weight]:
         stacks.setdefault(f"{match['before']}.{projection}", []).append(weight)
     for module, parts in stacks.items():
         rows = sum(part.rows for part in parts)
-        kept.append(Weight(module, "weight", (rows, parts[0].shape[-1]), "experts", parts[0].layer))
+        held = parts[0].held if len({part.held for part in parts}) == 1 else None
+        kept.append(Weight(module, "weight", (rows, parts[0].shape[-1]), "experts", parts[0].layer, held))
     return sorted(kept, key=lambda weight: -1 if weight.layer is None else weight.layer)
 
 

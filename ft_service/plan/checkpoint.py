@@ -1,4 +1,7 @@
-"""What a base's safetensors files hold, from their headers: an 8-byte length and that much JSON, no weight is read."""
+"""What a base's safetensors files hold, from their headers: an 8-byte length and that much JSON. No weight is read.
+
+What headers cannot tell of a weight that bitsandbytes quantised, its logical shape, is read from the few bytes beside it.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ft_service.errors import SpecError
+from ft_service.published import STATE
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
+MAX_STATE_BYTES = 10_000
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -26,6 +31,8 @@ class StoredTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
+    content: bytes = b""
+    """Of the state of a bitsandbytes weight; empty for every other tensor."""
 
     @property
     def numel(self) -> int:
@@ -81,14 +88,24 @@ def _tensors(path: Path, size: int) -> list[StoredTensor]:
             if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
                 raise _broken(path, "it does not begin with a safetensors header")
             header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        found = [StoredTensor(name, str(entry["dtype"]), tuple(map(int, entry["shape"]))) for name, entry in header.items()]
+            header.pop("__metadata__", None)
+            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            found = [_tensor(name, entry, file, 8 + length) for name, entry in header.items()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise _broken(path, f"its safetensors header cannot be read ({type(error).__name__})") from None
     if size < 8 + length + end:
         raise _broken(path, f"it is {size} bytes long and should be {8 + length + end}: a copy or download was cut short")
     return found
+
+
+def _tensor(name: str, entry: Mapping[str, Any], file: BinaryIO, data: int) -> StoredTensor:
+    """`data`: where the file's tensors begin."""
+    content = b""
+    if STATE in name:
+        start, end = entry["data_offsets"]
+        file.seek(data + start)
+        content = file.read(min(end - start, MAX_STATE_BYTES))
+    return StoredTensor(name, str(entry["dtype"]), tuple(map(int, entry["shape"])), content)
 
 
 def _mapping(path: Path) -> dict[str, Any]:

@@ -177,7 +177,7 @@ def _candidates(base: Base, spec: JobSpec) -> Iterator[dict[str, Any]]:
         yield {"training.per_device_train_batch_size": 1}
     if training.max_length > _SHORT:
         yield {"training.max_length": training.max_length // 2}
-    if any(f != "nf4" for f in _formats(base, spec)):
+    if any(f not in ("nf4", "nf4_fp32") for f in _formats(base, spec)):
         yield {"precision.default": "nf4", "precision.overrides": {}}
     if layout_of(spec).replicate > 1:
         yield {"distributed.replicate": 1}
@@ -185,7 +185,9 @@ def _candidates(base: Base, spec: JobSpec) -> Iterator[dict[str, Any]]:
 
 
 def _formats(base: Base, spec: JobSpec) -> list[WeightFormat]:
-    return [s.format for s in stored_weights(base, spec, layout_of(spec)) if s.weight.kind in ("linear", "experts")]
+    """Of what the precision map decides on."""
+    stored = stored_weights(base, spec, layout_of(spec))
+    return [s.format for s in stored if s.weight.kind in ("linear", "experts") and s.weight.held is None]
 
 
 def _apply(spec: JobSpec, options: dict[str, Any]) -> JobSpec:

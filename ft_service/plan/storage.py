@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from ft_service.errors import SpecError
 from ft_service.mesh import mesh_shape
 from ft_service.plan.base import Base, Weight
-from ft_service.selection import assign_formats, choose_ignored, choose_targets, values_by_module
+from ft_service.selection import (
+    assign_formats,
+    choose_ignored,
+    choose_targets,
+    refuse_resharding_of_held,
+    values_by_module,
+)
 from ft_service.spec import JobSpec, WeightFormat
 
 BLOCK = 64
@@ -108,6 +114,9 @@ def row_bytes(weight_format: WeightFormat, cols: int, plain_bytes: int) -> int:
     if weight_format == "nf4":
         width = -(-cols // BLOCK) * BLOCK
         return width // 2 + width // BLOCK + FP32_BYTES
+    if weight_format == "nf4_fp32":
+        width = -(-cols // BLOCK) * BLOCK
+        return width // 2 + width // BLOCK * FP32_BYTES
     if weight_format == "fp8":
         return cols + FP32_BYTES
     return cols * plain_bytes
@@ -116,11 +125,12 @@ def row_bytes(weight_format: WeightFormat, cols: int, plain_bytes: int) -> int:
 def stored_weights(base: Base, spec: JobSpec, layout: Layout) -> list[Stored]:
     """Every frozen weight in the format that the spec gives it. Raises SpecError for a pattern that matches nothing."""
     _refuse_empty_rows(base)
-    formats = assign_formats(base.names(), spec.precision)
+    formats = assign_formats(base.names(), spec.precision, base.held())
+    refuse_resharding_of_held(spec.distributed.reshard_size, base.held())
     ignored = choose_ignored([weight.name for weight in base.weights], spec.distributed.ignored)
     found = []
     for weight in base.weights:
-        weight_format = formats.get(weight.module, "bf16") if weight.kind in ("linear", "experts") else "bf16"
+        weight_format = formats.get(weight.module, "bf16") if weight.parameter == "weight" else "bf16"
         sharded = layout.shard > 1 and weight.name not in ignored
         found.append(_stored(weight, weight_format, sharded, COMPUTE_BYTES[spec.precision.compute]))
     return found

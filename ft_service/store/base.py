@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from ft_service.events import Metrics
-from ft_service.job import Job, Verb
-from ft_service.store.records import Delivery, Permission, Upload, UploadPart, WebhookEndpoint
+from ft_service.job import Job, State, Verb
+from ft_service.store.records import Delivery, Permission, Statistics, Upload, UploadPart, WebhookEndpoint
 
-Scope = Literal["admin", "user"]
+Scope = Literal["admin", "user", "metrics"]
+"""admin: everything in its project; user: all but who else may use its models; metrics: only GET /metrics, of all projects."""
 Order = Literal["asc", "desc"]
 Item = TypeVar("Item")
 
@@ -301,8 +302,10 @@ class Store(Protocol):
         after: str | None = None,
         limit: int = 20,
         metadata: dict[str, str] | Literal["none"] | None = None,
+        state: State | None = None,
     ) -> Page[Job]:
-        """Newest first. `metadata`: only jobs whose metadata hold all these pairs; "none": only jobs without any."""
+        """Newest first. `metadata`: only jobs whose metadata hold all these pairs; "none": only jobs without any. `state`: only
+        jobs in it."""
         ...
 
     def request(self, project_id: str, job_id: str, verb: Verb) -> Job:
@@ -319,6 +322,11 @@ class Store(Protocol):
         """Newest (highest step) first; of a step that several attempts reached only the newest attempt's."""
         ...
 
+    def get_checkpoint(self, project_id: str, checkpoint_id: str) -> Checkpoint: ...
+    def checkpoint_at(self, job_id: str, step: int) -> Checkpoint | None:
+        """A job's checkpoint at a step, the newest attempt's; None if there is none."""
+        ...
+
     def latest_metrics(self, job_id: str) -> Metrics | None: ...
 
     # The reconciler's side
@@ -331,13 +339,18 @@ class Store(Protocol):
         """
         ...
 
-    def claim_next(self, *, host: str, owner: str, lease_seconds: float, max_slots: int) -> Claim | None:
-        """Claim the queued job that comes next (priority, then creation) among those that are due.
+    def claim_next(self, *, host: str, owner: str, lease_seconds: float, max_slots: int, host_slots: int) -> Claim | None:
+        """Claim the queued job that comes next (priority, then creation) among those that are due and that the host, which has
+        `host_slots`, can run at all.
 
         None if it needs more than `max_slots`: a job at the head that needs more is waited for, not overtaken. A job whose
         last attempt ran on another host is left to that host while it is queued with an attempt (its processes can be
         observed only there).
         """
+        ...
+
+    def claim_too_large(self, *, host: str, owner: str, lease_seconds: float, host_slots: int) -> Claim | None:
+        """Claim a queued job that needs more than all the slots of the host, and has not been told why it waits."""
         ...
 
     def apply(self, claim: Claim, change: Change) -> bool:
@@ -356,5 +369,9 @@ class Store(Protocol):
         """Slot numbers that a job holds on its host, ascending."""
         ...
 
-    def queue_depth(self) -> int: ...
+    # The operator's side
+    def statistics(self) -> Statistics:
+        """Counts over all projects, as they are now."""
+        ...
+
     def close(self) -> None: ...

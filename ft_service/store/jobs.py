@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
-from sqlalchemy import Connection, column, exists, insert, select, update
-from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.sql.functions import FunctionElement
+from sqlalchemy import Connection, and_, exists, insert, select, update
 
 from ft_service import job as rules
-from ft_service.errors import ConflictError
+from ft_service.errors import ConflictError, NotFoundError
 from ft_service.events import Metrics
-from ft_service.job import Job, Verb
+from ft_service.job import Job, State, Verb
 from ft_service.store.base import Checkpoint, NewEvent, Order, Page, StoredEvent
 from ft_service.store.database import Database, database_time
 from ft_service.store.rows import (
@@ -30,30 +28,15 @@ from ft_service.store.rows import (
     to_job,
     to_metrics,
 )
-from ft_service.store.tables import StorableText, checkpoints, events, jobs
+from ft_service.store.tables import checkpoints, events, job_metadata, jobs
 from ft_service.store.webhooks import announce
 
 MAX_TRIES = 20
 """Of a verb against writes of the reconciler, each of which it can lose only to a write that happened."""
 
+_WITHOUT = {"": ""}
+"""The pair of a job without metadata."""
 ASKED = {Verb.CANCEL: "Cancel requested.", Verb.PAUSE: "Pause requested.", Verb.RESUME: "Resume requested."}
-
-
-class metadata_pairs(FunctionElement[Any]):
-    """The `metadata` object of a create body as rows (key, value), so that no character of a key can act as a path."""
-
-    inherit_cache = True
-
-
-@compiles(metadata_pairs, "sqlite")
-def _sqlite_pairs(element: metadata_pairs, compiler: Any, **kw: Any) -> str:
-    return f"json_each({compiler.process(element.clauses, **kw)}, '$.metadata')"
-
-
-@compiles(metadata_pairs, "postgresql")
-def _postgresql_pairs(element: metadata_pairs, compiler: Any, **kw: Any) -> str:
-    found = f"({compiler.process(element.clauses, **kw)}) -> 'metadata'"
-    return f"json_each_text(CASE json_typeof({found}) WHEN 'object' THEN {found} END)"
 
 
 class JobStore(Database):
@@ -65,6 +48,7 @@ class JobStore(Database):
         with self.writing() as connection:
             row = connection.execute(insert(jobs).values(new_job_row(job)).returning(*JOB)).mappings().one()
             created = to_job(row)
+            _write_pairs(connection, created)
             first = NewEvent(level="info", message=f"Created fine-tuning job: {job.id}")
             for event in (first, *told):
                 connection.execute(insert(events).values(event_row(event, created, created.created_at)))
@@ -81,16 +65,18 @@ class JobStore(Database):
         after: str | None = None,
         limit: int = 20,
         metadata: dict[str, str] | Literal["none"] | None = None,
+        state: State | None = None,
     ) -> Page[Job]:
-        """Newest first. `metadata`: only jobs whose metadata hold all these pairs; "none": only jobs without any."""
+        """Newest first. `metadata`: only jobs whose metadata hold all these pairs; "none": only jobs without any. `state`: only
+        jobs in it."""
         place = jobs.c.position
         query = select(*JOB).where(jobs.c.project_id == project_id).order_by(place.desc())
-        if metadata == "none":
-            query = query.where(jobs.c.request["metadata"].as_string().is_(None))
-            metadata = None
-        for key, value in (metadata or {}).items():
-            pairs = metadata_pairs(jobs.c.request).table_valued(column("key", StorableText), column("value", StorableText))
-            query = query.where(exists().select_from(pairs).where(pairs.c.key == key, pairs.c.value == value).correlate(jobs))
+        for key, value in (_WITHOUT if metadata == "none" else metadata or {}).items():
+            pair = job_metadata.alias()
+            mine = (pair.c.project_id == project_id, pair.c.key == key, pair.c.value == value)
+            query = query.join(pair, and_(pair.c.job_position == place, *mine))
+        if state is not None:
+            query = query.where(jobs.c.state == state.value)
         with self.reading() as connection:
             if after is not None:
                 query = query.where(
@@ -143,6 +129,23 @@ class JobStore(Database):
                 )
             return page(connection, query, limit, to_checkpoint)
 
+    def get_checkpoint(self, project_id: str, checkpoint_id: str) -> Checkpoint:
+        query = select(*CHECKPOINT).where(checkpoints.c.id == checkpoint_id, checkpoints.c.project_id == project_id)
+        with self.reading() as connection:
+            row = connection.execute(query).mappings().one_or_none()
+        if row is None:
+            message = f"There is no checkpoint {checkpoint_id!r} in this project."
+            raise NotFoundError(message, param="checkpoint_id", code="no_checkpoint")
+        return to_checkpoint(row)
+
+    def checkpoint_at(self, job_id: str, step: int) -> Checkpoint | None:
+        """A job's checkpoint at a step, the newest attempt's; None if there is none."""
+        mine = (checkpoints.c.job_id == job_id, checkpoints.c.step == step)
+        query = select(*CHECKPOINT).where(*mine).order_by(checkpoints.c.attempt.desc()).limit(1)
+        with self.reading() as connection:
+            row = connection.execute(query).mappings().one_or_none()
+        return None if row is None else to_checkpoint(row)
+
     def latest_metrics(self, job_id: str) -> Metrics | None:
         """Of the newest event that has any."""
         query = (
@@ -166,4 +169,13 @@ def _get(connection: Connection, project_id: str, job_id: str) -> Job:
 def _write(connection: Connection, old: Job, new: Job) -> bool:
     # Whoever reconciles next should see the wish at once, not only when the job's turn comes round.
     statement = update(jobs).where(jobs.c.id == old.id, jobs.c.version == old.version)
-    return connection.execute(statement.values(**changed_job_row(new), looked_at=0.0)).rowcount == 1
+    return connection.execute(statement.values(**changed_job_row(old, new), looked_at=0.0)).rowcount == 1
+
+
+def _write_pairs(connection: Connection, job: Job) -> None:
+    given = job.request.get("metadata")
+    pairs = _WITHOUT if given is None else given
+    if pairs:
+        place = select(jobs.c.position).where(jobs.c.id == job.id).scalar_subquery()
+        rows = [{"project_id": job.project_id, "key": key, "value": value} for key, value in pairs.items()]
+        connection.execute(insert(job_metadata).values(job_position=place), rows)

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Double, Select, and_, bindparam, delete, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Double, Select, and_, bindparam, delete, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.sql.dml import ReturningUpdate
 
@@ -27,7 +27,8 @@ _CLAIMABLE = and_(
     or_(jobs.c.host.is_(None), jobs.c.host == bindparam("for_host")),
 )
 _LOOK = and_(NEEDS_ATTENTION, _CLAIMABLE, jobs.c.looked_at <= database_time() - bindparam("idle_seconds", type_=Double))
-_DUE = and_(QUEUED, _CLAIMABLE, jobs.c.not_before <= database_time())
+_DUE = and_(QUEUED, _CLAIMABLE, jobs.c.not_before <= database_time(), jobs.c.slots <= bindparam("host_slots"))
+_TOO_LARGE = and_(QUEUED, _CLAIMABLE, jobs.c.slots > bindparam("host_slots"), jobs.c.pending.is_(None))
 _FREE: dict[str, Any] = {"lease_owner": None, "lease_token": None, "lease_expires_at": 0.0}
 
 
@@ -53,6 +54,9 @@ _CLAIM_NEXT = _claim_first(
     _DUE,
     jobs.c.slots <= bindparam("max_slots"),
 )
+_CLAIM_TOO_LARGE = _claim_first(
+    select(jobs.c.id).where(_TOO_LARGE).order_by(jobs.c.priority.desc(), jobs.c.position), _TOO_LARGE
+)
 
 
 class LeaseStore(Database):
@@ -65,14 +69,21 @@ class LeaseStore(Database):
         """
         return self._claim(_CLAIM, for_host=host, owner=owner, lease_seconds=lease_seconds, idle_seconds=idle_seconds)
 
-    def claim_next(self, *, host: str, owner: str, lease_seconds: float, max_slots: int) -> Claim | None:
-        """Claim the queued job that comes next (priority, then creation) among those that are due.
+    def claim_next(self, *, host: str, owner: str, lease_seconds: float, max_slots: int, host_slots: int) -> Claim | None:
+        """Claim the queued job that comes next (priority, then creation) among those that are due and that the host, which has
+        `host_slots`, can run at all.
 
         None if it needs more than `max_slots`: a job at the head that needs more is waited for, not overtaken. A job whose
         last attempt ran on another host is left to that host while it is queued with an attempt (its processes can be
         observed only there).
         """
-        return self._claim(_CLAIM_NEXT, for_host=host, owner=owner, lease_seconds=lease_seconds, max_slots=max_slots)
+        values = {"for_host": host, "owner": owner, "lease_seconds": lease_seconds}
+        return self._claim(_CLAIM_NEXT, **values, max_slots=max_slots, host_slots=host_slots)
+
+    def claim_too_large(self, *, host: str, owner: str, lease_seconds: float, host_slots: int) -> Claim | None:
+        """Claim a queued job that needs more than all the slots of the host, and has not been told why it waits."""
+        values = {"for_host": host, "owner": owner, "lease_seconds": lease_seconds}
+        return self._claim(_CLAIM_TOO_LARGE, **values, host_slots=host_slots)
 
     def _claim(self, statement: ReturningUpdate[Any], **values: Any) -> Claim | None:
         token = secrets.token_hex(16)
@@ -114,14 +125,9 @@ class LeaseStore(Database):
         with self.reading() as connection:
             return list(connection.scalars(select(slots.c.slot).where(slots.c.job_id == job_id).order_by(slots.c.slot)))
 
-    def queue_depth(self) -> int:
-        """Jobs that wait for slots, of all projects."""
-        with self.reading() as connection:
-            return connection.scalars(select(func.count()).select_from(jobs).where(QUEUED)).one()
-
 
 def _write_job(connection: Connection, claim: Claim, job: Job) -> bool:
-    values = changed_job_row(job) | {"version": claim.job.version + 1} | _FREE
+    values = changed_job_row(claim.job, job) | _FREE
     if job.state is not claim.job.state:  # what the new state asks for need not wait for its turn
         values["looked_at"] = 0.0
     guard = (jobs.c.id == claim.job.id, jobs.c.lease_token == claim.token, jobs.c.version == claim.job.version)

@@ -80,3 +80,21 @@ class Delivery:
     age_seconds: float
     tries: int
     """With this one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """Numbers over all projects."""
+
+    jobs: dict[tuple[str, str], int]
+    """(state, reason; empty if it has none) → jobs."""
+    oldest_queued_seconds: float
+    """Since the job that waits longest entered the queue; 0: none waits."""
+    overdue_seconds: float
+    """Since the job that was looked at longest ago, of those that need attention, was looked at; 0: there is none."""
+    slots_in_use: dict[str, int]
+    """Host → slots that jobs hold."""
+    file_bytes: int
+    """Of files whose bytes are kept."""
+    webhooks_waiting: int
+    """Deliveries that are neither made nor given up."""

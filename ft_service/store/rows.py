@@ -28,8 +28,8 @@ JOB = columns_of(Job, jobs)
 EVENT = columns_of(StoredEvent, events)
 CHECKPOINT = columns_of(Checkpoint, checkpoints)
 
-# What a job is asked to do never changes after its creation, and leases have writers of their own.
-_FIXED = frozenset({"id", "project_id", "created_at", "request", "spec"})
+# What a job is asked to do never changes after its creation; leases and the time of queueing have writers of their own.
+_FIXED = frozenset({"id", "project_id", "created_at", "request", "spec", "queued_at"})
 
 
 def to_key(row: RowMapping) -> ApiKey:
@@ -69,10 +69,12 @@ def new_job_row(job: Job) -> dict[str, Any]:
     return row | {"created_at": database_time()}
 
 
-def changed_job_row(job: Job) -> dict[str, Any]:
+def changed_job_row(old: Job, new: Job) -> dict[str, Any]:
     """Every column that may change, `version` raised by one."""
-    row = {field.name: _plain(getattr(job, field.name)) for field in fields(Job) if field.name not in _FIXED}
-    return row | {"version": job.version + 1}
+    row = {field.name: _plain(getattr(new, field.name)) for field in fields(Job) if field.name not in _FIXED}
+    if new.state is State.QUEUED and old.state is not State.QUEUED:
+        row["queued_at"] = database_time()
+    return row | {"version": old.version + 1}
 
 
 def file_row(file: File) -> dict[str, Any]:

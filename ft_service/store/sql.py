@@ -19,6 +19,7 @@ from ft_service.store.jobs import JobStore
 from ft_service.store.keys import KeyStore
 from ft_service.store.leases import LeaseStore
 from ft_service.store.models import ModelStore
+from ft_service.store.statistics import StatisticsStore
 from ft_service.store.uploads import UploadStore
 from ft_service.store.webhooks import WebhookStore
 
@@ -26,7 +27,7 @@ MIGRATION_LOCK = 7_316_004_150
 """Any number that no other application uses as an advisory lock in the same PostgreSQL database."""
 
 
-class SqlStore(KeyStore, FileStore, UploadStore, ModelStore, WebhookStore, JobStore, LeaseStore, Store):
+class SqlStore(KeyStore, FileStore, UploadStore, ModelStore, WebhookStore, JobStore, LeaseStore, StatisticsStore, Store):
     """Safe to share between threads. Forking with open connections is not: make one after the fork."""
 
     def check(self) -> None:

@@ -168,6 +168,9 @@ jobs = Table(
     Column("finished_at", Double),
     Column("trained_tokens", BigInteger),
     Column("result_file", StorableText),
+    # When it entered the queue; NULL: it never did.
+    Column("queued_at", Double),
+    Column("pending", StorableText),
     Column("version", Integer, nullable=False),
     Column("lease_owner", StorableText),
     Column("lease_token", StorableText),
@@ -182,9 +185,35 @@ NEEDS_ATTENTION = or_(jobs.c.phase.is_not(None), jobs.c.state == literal_column(
 QUEUED = jobs.c.state == literal_column(f"'{State.QUEUED.value}'")
 UNFINISHED = or_(jobs.c.finished_at.is_(None), jobs.c.phase.is_not(None))
 Index(None, jobs.c.project_id, jobs.c.position)
+# By reason first: led by the state, SQLite would take it for the queue too, and sort.
+Index("ix_jobs_reason_state", jobs.c.reason, jobs.c.state)
 Index("ix_jobs_attention", jobs.c.looked_at, sqlite_where=NEEDS_ATTENTION, postgresql_where=NEEDS_ATTENTION)
 Index("ix_jobs_queue", jobs.c.priority.desc(), jobs.c.position, sqlite_where=QUEUED, postgresql_where=QUEUED)
 Index("ix_jobs_unfinished", jobs.c.project_id, sqlite_where=UNFINISHED, postgresql_where=UNFINISHED)
+
+# The pairs of a create body's metadata, to find jobs by; a job without metadata has the one pair ("", ""), which no user can
+# write.
+job_metadata = Table(
+    "job_metadata",
+    metadata,
+    Column(
+        "job_position",
+        BigInteger().with_variant(Integer, "sqlite"),
+        ForeignKey("jobs.position"),
+        primary_key=True,
+        autoincrement=False,
+    ),
+    Column("key", StorableText, primary_key=True),
+    Column("value", StorableText, nullable=False),
+    _project(),
+)
+Index(
+    "ix_job_metadata_pair",
+    job_metadata.c.project_id,
+    job_metadata.c.key,
+    job_metadata.c.value,
+    job_metadata.c.job_position,
+)
 
 events = Table(
     "events",

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from fastapi import FastAPI
 from sqlalchemy import text
 
 from api.app import create_app
-from api.deps import Services
 from ft_service.catalogue import Catalogue
 from ft_service.settings import Settings
 from ft_service.store.sql import SqlStore, migrate, open_store
@@ -38,12 +37,17 @@ class Service:
     settings: Settings
     store: SqlStore
     key: str
+    app: FastAPI
     connections: httpx2.Client
     """Shared by all tests: setting up TLS, which nothing here uses, costs more than most requests."""
 
     def client(self, key: str | None = None) -> openai.OpenAI:
         """The real client. Not to be closed: it would close the shared connections."""
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key or self.key, max_retries=0, http_client=self.connections)
+
+    def use(self, settings: Settings) -> None:
+        """Let the server go on with other settings."""
+        self.app.state.services = replace(self.app.state.services, settings=settings)
 
     def sql(self, statement: str, **values: Any) -> None:
         """A write that no method of the store makes, such as a step in time."""
@@ -119,8 +123,10 @@ def service(server: tuple[str, FastAPI], settings: Settings, store: SqlStore, co
     store.ensure_project("default", "local")
     _, key = store.create_key(project_id="default", name="test", scope="admin")
     url, app = server
-    app.state.services = Services(settings, store, Catalogue.from_settings(settings))
-    return Service(url, settings, store, key, connections)
+    app.state.services = replace(
+        app.state.services, settings=settings, store=store, catalogue=Catalogue.from_settings(settings)
+    )
+    return Service(url, settings, store, key, app, connections)
 
 
 @pytest.fixture

@@ -235,7 +235,7 @@ def test_a_bug_tells_nothing_of_the_inside_and_is_not_retried(
     assert "division" not in answer.text
     assert answer.headers["x-request-id"] in error["message"]
     assert answer.headers["x-should-retry"] == "false"
-    assert answer.headers["x-request-id"] in caplog.text
+    assert "division by zero" in caplog.text
 
 
 def test_what_may_pass_may_be_retried(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def check(job) -> None:
     settings.home.joinpath("checking").touch()
     threading.Event().wait()
 
-def reconcile(settings, store, stop: threading.Event) -> None:
+def reconcile(settings, store, meters, stop: threading.Event) -> None:
     Reconciler(store, LocalLauncher(2), Places.of(settings), check=check).run(stop)
 
 settings = Settings()
@@ -55,7 +55,7 @@ FAILING_RECONCILER = """
 from api.server import serve
 from ft_service.settings import Settings
 
-def fail(settings, store, stop) -> None:
+def fail(settings, store, meters, stop) -> None:
     raise RuntimeError("no launcher here")
 
 serve(Settings(), fail)
@@ -66,7 +66,7 @@ import threading
 from api.server import serve
 from ft_service.settings import Settings
 
-def wait(settings, store, stop: threading.Event) -> None:
+def wait(settings, store, meters, stop: threading.Event) -> None:
     stop.wait()
 
 serve(Settings(), wait)
@@ -142,7 +142,10 @@ def test_a_first_start_makes_a_key_and_a_restart_keeps_it(tmp_path: Path) -> Non
         out, err = ended(process, signal.SIGTERM)
     assert first["base_url"] in out
     assert first["api_key"] not in out + err
-    assert err == ""
+    lines = [json.loads(line) for line in err.splitlines()]
+    assert {line["level"] for line in lines} == {"info"}
+    created = next(line for line in lines if line.get("method") == "POST" and line["route"].endswith("/jobs"))
+    assert created["request_id"].startswith("req_")
     assert (tmp_path / "credentials").stat().st_mode & 0o777 == 0o600
     assert not (tmp_path / "server.json").exists()
 

@@ -15,6 +15,7 @@ from ft_service.exits import exit_of
 from ft_service.ingest import SEGMENTS_PER_PASS
 from ft_service.job import Desired, Ended, Job, Phase, Reason, Running, State, Unknown, Verb
 from ft_service.launcher.fake import FakeLauncher
+from ft_service.meters import Meters
 from ft_service.places import Places
 from ft_service.reconciler import Reconciler, check_data
 from ft_service.rundir import CheckpointMarker, Control, ErrorInfo, Result, RunDir, Start
@@ -384,7 +385,7 @@ def test_an_error_in_one_jobs_turn_costs_only_that_job_its_turn(
     step_until(reconciler, store, State.RUNNING, job_id="ftjob-bad")
     add_job(store, "ftjob-1")
     start_running(reconciler, store, launcher)
-    assert "ftjob-bad: its turn failed" in caplog.text
+    assert "a job's turn failed" in caplog.text
     assert "the disk is gone" in caplog.text
 
 
@@ -467,3 +468,23 @@ def test_a_change_that_names_no_new_attempt_writes_each_event_once(
         reconciler.step()
     assert not real(lost, Change(job=lost.job))
     assert messages(store).count("only once") == 1
+
+
+def test_a_job_larger_than_the_host_says_so_and_lets_others_pass(
+    tmp_path: Path, store: SqlStore, launcher: FakeLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FT_SLOTS was lowered after it was accepted."""
+    monkeypatch.setattr("ft_service.reconciler.TELL_SECONDS", 0.0)
+    meters = Meters()
+    reconciler = new_reconciler(tmp_path, store, launcher, meters=meters)
+    add_job(store, "ftjob-large", slots=3, priority=1)
+    add_job(store, "ftjob-1")
+    start_running(reconciler, store, launcher)
+    wait_for(lambda: reconciler.step() and get(store, "ftjob-large").pending)
+    large = get(store, "ftjob-large")
+    assert large.state is State.QUEUED
+    assert "more than this host has now" in (large.pending or "")
+    assert sum("The job waits." in message for message in messages(store, "ftjob-large")) == 1
+    assert meters.registry.get_sample_value("ft_attempts_started_total") == 1
+    assert meters.registry.get_sample_value("ft_queue_wait_seconds_count") == 1
+    assert store.request(PROJECT, "ftjob-large", Verb.CANCEL).pending is None

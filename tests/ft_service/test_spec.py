@@ -45,7 +45,7 @@ def resolved(gpus: int = 0, **more: Any) -> JobSpec:
         ({"training": {"batch_size": "8"}}, "training.batch_size", "valid integer"),
         ({"training": {"learning_rate": float("nan")}}, "training.learning_rate", "finite"),
         ({"training": {"max_length": 7}}, "training.max_length", "greater than or equal to 8"),
-        ({"precision": {"default": "int3"}}, "precision.default", "'bf16', 'fp8' or 'nf4'"),
+        ({"precision": {"default": "int3"}}, "precision.default", "'bf16', 'fp8', 'nf4' or 'nf4_fp32'"),
         ({"seed": -1}, "seed", "seed = -1"),
         ({"suffix": "x" * 65}, "suffix", "at most 64"),
         ({"suffix": "a:b"}, "suffix", "pattern"),
@@ -55,6 +55,12 @@ def resolved(gpus: int = 0, **more: Any) -> JobSpec:
         ({"hyperparameters": {"batch_size": 257}}, "hyperparameters.batch_size", "less than or equal to 256"),
         ({"method": {"type": "dpo"}}, "method.type", "not available in this version: use 'supervised'"),
         ({"priority": 1001}, "priority", "less than or equal to 1000"),
+        ({"training": {"early_stopping_patience": 0}}, "training.early_stopping_patience", "greater than or equal to 1"),
+        ({"training": {"early_stopping_patience": 2}}, "training.early_stopping_patience", "give a validation_file"),
+        ({"training": {"load_best_model_at_end": True}}, "training.load_best_model_at_end", "give a validation_file"),
+        ({"checkpoint": {"keep_best": True}}, "checkpoint.keep_best", "give a validation_file"),
+        ({"training": {"early_stopping_threshold": 0.1}}, "training.early_stopping_threshold", "no effect without"),
+        ({"checkpoint": {"keep_every": 0}}, "checkpoint.keep_every", "greater than or equal to 1"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_place(change: dict[str, Any], param: str, says: str) -> None:

@@ -39,6 +39,8 @@ def test_the_environment_keeps_what_the_caller_set_and_fixes_what_safety_needs(t
     assert found["GLOO_SOCKET_IFNAME"] == "lo"
     cores = len(os.sched_getaffinity(0))
     assert torchrun.environment({}, start_of(), RunDir(tmp_path), Node())["OMP_NUM_THREADS"] == str(max(1, cores // 2))
+    assert torchrun.environment({"FT_HOME": "/state"}, start_of(), RunDir(tmp_path), Node())["FT_CACHE"] == "/state/cache"
+    assert torchrun.environment({"FT_HOME": "/state", "FT_CACHE": ""}, start_of(), RunDir(tmp_path), Node())["FT_CACHE"] == ""
     assert torchrun.environment({}, start_of(world_size=1000), RunDir(tmp_path), Node())["OMP_NUM_THREADS"] == "1"
 
 

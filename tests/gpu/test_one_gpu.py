@@ -13,8 +13,9 @@ import torch
 
 from ft_service.rundir import Result, RunDir, Start
 from tests.workers.models import save_chat_base, save_chats, spec_for
-from workers.quant import nf4
-from workers.quant.weights import NF4Weight
+from workers.quant import fp8, nf4
+from workers.quant.fp8_products import why_not
+from workers.quant.weights import FP8Weight, NF4Weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -42,6 +43,28 @@ def test_linear_forward_and_backward_on_cuda() -> None:
     assert torch.allclose(x.grad, 2 * expected @ weight.dequantize(), rtol=1e-3, atol=1e-2)
 
 
+def test_products_in_fp8_are_those_of_the_formula() -> None:
+    reason = why_not(torch.bfloat16, torch.device("cuda"))
+    if reason is not None:
+        pytest.skip(reason)
+    weight = FP8Weight.quantize(torch.randn(96, 160).cuda().bfloat16())
+    x = torch.randn(7, 160, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y, dense = weight.linear_in_fp8(x), weight.dequantize(torch.float32)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    assert x.grad is not None
+    assert distance(y, rounded(x) @ dense.t()) < 0.01
+    assert distance(x.grad, rounded(grad.float() * weight.scale.t()) @ weight.codes.float()) < 0.01
+
+
+def rounded(factor: torch.Tensor) -> torch.Tensor:
+    return fp8.dequantize(fp8.quantize(factor), factor.shape[1], torch.float32)
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.detach().float() - expected).norm() / expected.norm())
+
+
 def test_an_attempt_trains_stops_and_resumes(tmp_path: Path) -> None:
     spec = spec_for(
         save_chat_base(tmp_path / "base"),
@@ -60,9 +83,9 @@ def test_an_attempt_trains_stops_and_resumes(tmp_path: Path) -> None:
     assert result.steps == 12
 
 
-def supervise(run: RunDir, attempt: int, checkpoint: str | None) -> int:
-    start = Start(job_id="ftjob-test", attempt=attempt, world_size=1, generation=1, checkpoint=checkpoint)
+def supervise(run: RunDir, attempt: int, checkpoint: str | None, world: int = 1) -> int:
+    start = Start(job_id="ftjob-test", attempt=attempt, world_size=world, generation=1, checkpoint=checkpoint)
     run.write(f"attempts/{attempt}/start.json", start)
     command = [sys.executable, "-m", "ft_service.supervisor", str(run.root), str(attempt)]
-    environment: dict[str, Any] = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    environment: dict[str, Any] = {**os.environ, "FT_CACHE": "", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     return subprocess.run(command, env=environment, timeout=300).returncode

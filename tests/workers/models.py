@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from ft_service.rundir import sha256_of
 from ft_service.spec import BaseModelRef, DataFileRef, JobSpec, parse_request, resolve
 from workers.model.build import decoder_layers, precision_map
 from workers.model.load import initial_adapter, plain_name
-from workers.quant import fp8, nf4
+from workers.quant import fp8, nf4, nf4_fp32
 
 VOCABULARY = 256
 
@@ -135,6 +136,8 @@ def reference(model: Path, spec: JobSpec, dtype: torch.dtype = torch.float32) ->
         stored = weight.data.to(torch.bfloat16).flatten(0, -2)
         if weight_format == "nf4":
             weight.data = nf4.dequantize(nf4.quantize(stored), stored.shape[1], dtype).view_as(weight)
+        elif weight_format == "nf4_fp32":
+            weight.data = nf4_fp32.dequantize(nf4_fp32.quantize(stored), stored.shape[1], dtype).view_as(weight)
         elif weight_format == "fp8":
             weight.data = fp8.dequantize(fp8.quantize(stored), stored.shape[1], dtype).view_as(weight)
     config = LoraConfig(
@@ -150,7 +153,20 @@ def reference(model: Path, spec: JobSpec, dtype: torch.dtype = torch.float32) ->
         for name, parameter in peft_model.named_parameters():
             if parameter.requires_grad:
                 parameter.copy_(adapter_value(plain_name(name), parameter.shape))
+    if dtype != torch.float32:
+        _multiply_adapters_in(peft_model, dtype)
     return peft_model
+
+
+def _multiply_adapters_in(peft_model: nn.Module, dtype: torch.dtype) -> None:
+    """As mixed precision does it: fp32 masters, cast where they are used. PEFT would cast the input instead."""
+
+    def in_dtype(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x.to(dtype), linear.weight.to(dtype))
+
+    for name, module in peft_model.named_modules():
+        if name.endswith((".lora_A.default", ".lora_B.default")):
+            module.forward = functools.partial(in_dtype, module)
 
 
 def _weight(base: nn.Module, name: str) -> nn.Parameter:

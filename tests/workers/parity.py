@@ -135,14 +135,14 @@ def counted_collectives() -> Iterator[list[Collective]]:
         yield log
 
 
-def reference_steps(model: Path, spec: JobSpec, steps: int = 2) -> list[Step]:
-    """The same steps on one process, unsharded, from stock layers on dequantised weights."""
-    peft_model = reference(model, spec)
+def reference_steps(model: Path, spec: JobSpec, steps: int = 2, dtype: torch.dtype = torch.float32) -> list[Step]:
+    """The same steps on one process, unsharded, from stock layers on dequantised weights. `dtype`: of the arithmetic."""
+    peft_model = reference(model, spec, dtype)
     trained = {plain_name(n): p for n, p in peft_model.named_parameters() if p.requires_grad}
     batch = collate(samples(), CPU)
     found = []
     for _ in range(steps):
-        logits = peft_model(input_ids=batch.ids).logits[:, :-1]
+        logits = peft_model(input_ids=batch.ids).logits[:, :-1].float()
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels[:, 1:].flatten())
         loss.backward()
         found.append(Step(loss.item(), {name: full(p.grad) for name, p in trained.items()}))

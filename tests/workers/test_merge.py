@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from ft_service.errors import SpecError
 from tests.workers.models import save_tiny_llama
+from tests.workers.prequantized import fp8_by_rows
 from workers.merge import merge
 from workers.shards import TensorPlan, in_files
 
@@ -175,3 +176,12 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, to: str) -> None:
     )
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
     assert int(ended.stdout.split()[-1]) < 350 * 10**6
+
+
+def test_a_base_that_is_stored_quantised_is_refused_and_leaves_nothing(base: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(base, tmp_path / "adapter")
+    fp8_by_rows(save_tiny_llama(tmp_path / "base"))
+    with pytest.raises(SpecError, match="stored quantised") as refused:
+        merge(tmp_path / "base", adapter, tmp_path / "out", to="bf16")
+    assert refused.value.param == "base"
+    assert not (tmp_path / "out").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -73,6 +74,27 @@ def test_the_last_checkpoint_s_adapter_is_the_job_s(finished: RunDir, tmp_path: 
     assert all(torch.equal(tensor, published[name]) for name, tensor in ours.items())
     configs = [(folder / "adapter_config.json").read_bytes() for folder in (tmp_path / "out", finished.path("adapter"))]
     assert configs[0] == configs[1]
+
+
+VLLM_LORA = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<which>[AB])\.weight")
+VLLM_MODULES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+"""Of a Llama; vLLM fuses some of them itself."""
+
+
+def test_the_adapter_is_in_the_layout_that_vllm_loads(finished: RunDir) -> None:
+    """By the rules of vLLM's `PEFTHelper` and `LoRAModel.from_local_checkpoint`, which refuse anything else."""
+    config = json.loads(finished.path("adapter/adapter_config.json").read_text())
+    assert {"r", "lora_alpha", "target_modules"} <= config.keys(), "required"
+    assert (config["bias"], config["use_dora"], config["modules_to_save"]) == ("none", False, None), "unsupported otherwise"
+    modules: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in weights(finished.path("adapter")).items():
+        match = VLLM_LORA.fullmatch(name)
+        assert match, f"{name} is no name that vLLM reads"
+        modules.setdefault(match["module"], {})[match["which"]] = tensor
+    last_names = {module.rsplit(".", 1)[-1] for module in modules}
+    assert last_names == set(config["target_modules"]) <= VLLM_MODULES
+    for module, pair in modules.items():
+        assert (pair["A"].shape[0], pair["B"].shape[1]) == (config["r"], config["r"]), f"{module}: one rank for all"
 
 
 def test_an_earlier_checkpoint_s_adapter_is_what_a_resume_would_begin_with(finished: RunDir, tmp_path: Path) -> None:

@@ -10,16 +10,19 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ft_service.errors import SpecError
 from ft_service.plan.job import Plan, plan_job
 from ft_service.plan.machines import MACHINES
 from ft_service.spec import JobSpec
 from tests.ranks import run_on_ranks
 from tests.workers.models import FAMILIES, VOCABULARY, save_tiny, save_tiny_llama, spec_for
 from tests.workers.parity import CPU, constructed, counted_collectives
+from tests.workers.prequantized import bitsandbytes_4bit, fp8_by_blocks, fp8_by_rows
 from workers.data.batches import Tokens, collate, micro_batches
 from workers.model.build import build
 from workers.model.load import adapters
 from workers.optim import JobState
+from workers.origins import stored_modules
 from workers.quant.rowwise import RowQuantized
 from workers.step import forward_backward
 
@@ -44,6 +47,7 @@ def measure(rank: int, world: int, spec: JobSpec) -> dict[str, Any]:
         "adapters": held(job.parameters.values()),
         "gradients": held(p.grad for p in job.parameters.values()),
         "optimizer": held(states),
+        "modules": {m.module: (m.format, m.bytes) for m in stored_modules(built, spec.precision.compute)},
         "collectives": collectives,
     }
 
@@ -123,6 +127,10 @@ def test_a_rank_has_the_bytes_and_the_traffic_that_were_planned(case: str, tmp_p
         assert sum(reduced) * (shard - 1) / shard == pytest.approx(plan.wire.reduce, rel=0.02)
     assert max(result["optimizer"] for result in results) == plan.rank.optimizer
     assert sum(module.bytes_per_rank for module in plan.modules) == sum(plan.rank.base.values())
+    recorded = results[0]["modules"]
+    assert {module.name: module.format for module in plan.modules} == {name: kept for name, (kept, _) in recorded.items()}
+    quantised_bytes = sum(count for kept, count in recorded.values() if kept != "bf16")
+    assert quantised_bytes == sum(result["quantised"] for result in results)
 
 
 def base_bytes(plan: Plan) -> tuple[int, int]:
@@ -167,6 +175,41 @@ def kept_for_backward(rank: int, world: int, spec: JobSpec) -> int:
 def plain_parts(parameter: Tensor) -> tuple[Tensor, ...]:
     data = local(parameter)
     return data.parts if isinstance(data, RowQuantized) else (data,)
+
+
+@pytest.mark.parametrize(
+    ("publish", "changes"),
+    [
+        (bitsandbytes_4bit, {"intermediate_size": 128}),
+        (bitsandbytes_4bit, {"intermediate_size": 96}),
+        (fp8_by_rows, {}),
+        (fp8_by_blocks, {"tie_word_embeddings": True}),
+    ],
+    ids=["nf4 of whole blocks", "nf4 of blocks across rows", "fp8 by rows", "fp8 by blocks"],
+)
+def test_a_base_published_quantised_takes_what_was_planned(publish: Any, changes: dict[str, Any], tmp_path: Path) -> None:
+    base = save_tiny_llama(tmp_path / "base", **changes)
+    publish(base)
+    spec = spec_for(base, ranks=2, precision={"default": "nf4"}, training={"batch_size": 2, "max_length": LENGTH})
+    plan = plan_job(spec, MACHINES["H100"])
+    assert {m.name: m.format for m in plan.modules if m.format != "bf16"} == dict(build(spec, CPU).formats)
+    for result in run_on_ranks(measure, 2, spec):
+        assert (result["quantised"], result["plain"]) == base_bytes(plan)
+
+
+def test_a_base_published_quantised_keeps_its_formats(tmp_path: Path) -> None:
+    base = save_tiny_llama(tmp_path / "base")
+    fp8_by_rows(base)
+    asked = spec_for(base, precision={"overrides": {r".*up_proj": "nf4"}})
+    resharded = spec_for(base, ranks=4)
+    resharded = resharded.model_copy(
+        update={"distributed": resharded.distributed.model_copy(update={"reshard_after_forward": 2})}
+    )
+    for spec, param in [(asked, "precision.overrides"), (resharded, "distributed.reshard_after_forward")]:
+        for look in (lambda: plan_job(spec, MACHINES["H100"]), lambda: build(spec, CPU)):  # noqa: B023  called at once
+            with pytest.raises(SpecError) as refused:
+                look()
+            assert refused.value.param == param
 
 
 @pytest.mark.parametrize("family", FAMILIES)

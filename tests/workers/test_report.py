@@ -36,6 +36,33 @@ def test_a_second_writer_of_one_attempt_is_refused(tmp_path: Path) -> None:
         Reporter(RunDir(tmp_path), 1, active=True).message("second")
 
 
+def test_events_that_the_disk_refuses_wait_for_the_next_ones(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    in_the_way = tmp_path / "attempts"
+    in_the_way.write_text("no folder")
+    with Reporter(run, 1, active=True) as reporter:
+        reporter.message("first")
+        reporter.metrics(row(1, 1.0))
+        with pytest.raises(NotADirectoryError):
+            reporter.flush()
+        in_the_way.unlink()
+        reporter.message("second")
+    assert [e.message for _, events in read_segments(run, 1) for e in events] == [
+        "first",
+        "Step 1/9: training loss=1.0000",
+        "second",
+    ]
+
+
+def test_a_checkpoint_adds_its_times_to_its_step(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    with Reporter(run, 1, active=True) as reporter:
+        reporter.metrics(row(1, 2.0))
+        reporter.metrics(row(2, 1.0))
+        reporter.checkpoint("step-1-a1", row(1, 2.0).model_copy(update={"checkpoint_stall_seconds": 0.5}))
+    assert [(m.train_loss, m.checkpoint_stall_seconds) for m in metrics_of_all_attempts(run, 1)] == [(2.0, 0.5), (1.0, None)]
+
+
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     with Reporter(RunDir(tmp_path), 1, active=False) as reporter:
         reporter.message("hello")

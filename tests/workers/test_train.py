@@ -112,9 +112,14 @@ def test_the_manifest_describes_the_job(finished: RunDir, spec: JobSpec) -> None
     assert manifest is not None
     assert manifest.spec == spec
     assert [(a.world_size, a.ended) for a in manifest.history] == [(2, "published")]
-    layers = manifest.frozen_linear_layers
+    layers = [module for module in manifest.frozen_modules if module.format != "bf16"]
     assert len(layers) == 14
     assert {layer.format for layer in layers} == {"nf4"}
+    assert all(layer.relative_error is not None and 0.05 < layer.relative_error < 0.12 for layer in layers)
+    assert all(layer.multiplied_in == "fp32" for layer in layers)
+    others = {module.module: module.relative_error for module in manifest.frozen_modules if module not in layers}
+    assert {"model.embed_tokens", "model.norm", "model.layers.1.input_layernorm", "lm_head"} <= others.keys()
+    assert set(others.values()) == {0.0}, "bf16 is stored as it was read"
     assert manifest.quantiser == {"nf4": 1}
     assert sum(layer.bytes for layer in layers) < 0.6 * sum(layer.shape[0] * layer.shape[1] for layer in layers)
     assert [(file.role, file.name, file.samples) for file in manifest.data] == [
@@ -129,6 +134,24 @@ def test_the_manifest_describes_the_job(finished: RunDir, spec: JobSpec) -> None
 def test_training_lowers_the_loss(finished: RunDir) -> None:
     found = losses(finished)
     assert found[STEPS] < 0.95 * found[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefetch": {"forward": 2, "backward": 2}, "activation_checkpointing": "full", "keep_unsharded": True},
+        {"wrap": {"min_params": 5000}, "activation_checkpointing": "selective", "ignored": [r".*norm\.weight"]},
+    ],
+    ids=["gathered ahead, kept, recomputed", "in groups by size, norms whole"],
+)
+def test_how_a_job_is_sharded_does_not_change_its_numbers(
+    options: dict[str, Any], finished: RunDir, spec: JobSpec, tmp_path: Path
+) -> None:
+    changed = {**spec.distributed.model_dump(), **options}
+    run = RunDir(tmp_path)
+    run.write("spec.json", JobSpec.model_validate({**spec.model_dump(), "distributed": changed}))
+    assert run_attempt(run, 1, 2) == Outcome(kind="succeeded")
+    assert losses(run) == pytest.approx(losses(finished), rel=1e-6)
 
 
 def test_a_checkpoint_holds_the_job_and_not_the_base(finished: RunDir, spec: JobSpec) -> None:

@@ -33,6 +33,30 @@ class Dataset:
     """Samples that lost tokens to max_length."""
     dropped: int
     """Samples left out because no target was left of them."""
+    longest: int
+    """Tokens of the longest sample, before any were cut."""
+    lost_tokens: int
+    """Tokens that were cut, of all samples."""
+
+    def summary(self, name: str) -> str:
+        """What is trained on, in one sentence; `name`: the file's."""
+        tokens, targets = sum(len(s.ids) for s in self.samples), sum(s.target_count for s in self.samples)
+        return (
+            f"{name}: {len(self.samples):,} samples of {tokens:,} tokens, {targets:,} of them the assistant's to learn; "
+            f"the longest sample has {self.longest:,} tokens."
+        )
+
+    def warnings(self, name: str, max_length: int) -> list[str]:
+        """What is not trained on, and why."""
+        found = []
+        if self.truncated:
+            found.append(
+                f"{name}: {self.truncated:,} samples were cut to training.max_length = {max_length} tokens; "
+                f"{self.lost_tokens:,} tokens are lost. A larger max_length keeps them."
+            )
+        if self.dropped:
+            found.append(f"{name}: {self.dropped:,} samples are left out: no assistant token within {max_length} tokens.")
+        return found
 
 
 def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
@@ -61,8 +85,14 @@ def load_dataset(tokenizer: PreTrainedTokenizerBase, file: DataFileRef, max_leng
     usable = [t for t in kept if t.target_count]
     if not usable:
         raise DataError(f"{file.name}: no sample has an assistant token within training.max_length = {max_length} tokens.")
-    truncated = sum(len(t.ids) > max_length for t in tokenized)
-    return Dataset(usable, truncated, len(kept) - len(usable))
+    lengths = [len(t.ids) for t in tokenized]
+    return Dataset(
+        samples=usable,
+        truncated=sum(length > max_length for length in lengths),
+        dropped=len(kept) - len(usable),
+        longest=max(lengths),
+        lost_tokens=sum(max(0, length - max_length) for length in lengths),
+    )
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, samples: Sequence[tuple[int, Sample]], filename: str) -> Iterable[Tokens]:

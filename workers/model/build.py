@@ -12,9 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ft_service.errors import SpecError
+from ft_service.selection import refuse_resharding_of_held
 from ft_service.spec import JobSpec, WeightFormat
+from workers.model.frozen import Loaded
 from workers.model.lora import add_adapters
-from workers.model.precision import precision_map, swap
+from workers.model.precision import choose_products, formats_of_base, precision_map, swap
 from workers.runtime import COMPUTE_DTYPE
 
 STORAGE_DTYPE = torch.bfloat16
@@ -32,7 +34,12 @@ class BuiltModel:
     layers: list[nn.Module]
     """The decoder layers, in order: the units of sharding."""
     formats: Mapping[str, WeightFormat]
-    """Base module name → format of its weight, for every linear layer and every stack of experts of the decoder layers."""
+    """Base module name → format of its weight: every linear layer and every stack of experts of the decoder layers, and linear
+    layers elsewhere that the base holds quantised."""
+    products: str | None = None
+    """How layers stored in FP8 multiply, in words; None: there are none."""
+    loaded: Loaded | None = None
+    """What loading did, once that is done."""
 
 
 def build(spec: JobSpec, device: torch.device) -> BuiltModel:
@@ -40,10 +47,13 @@ def build(spec: JobSpec, device: torch.device) -> BuiltModel:
     base = base_on_meta(spec.model.path)
     restore_buffers(base, device, COMPUTE_DTYPE[spec.precision.compute])
     layers = decoder_layers(base)
-    formats = precision_map(base, layers, spec.precision)
+    held = formats_of_base(base, layers, spec.model.path)
+    refuse_resharding_of_held(spec.distributed.reshard_size, held)
+    formats = precision_map(base, layers, spec.precision, held)
     swap(base, layers, formats)
+    products = choose_products(base, spec.precision, COMPUTE_DTYPE[spec.precision.compute], device)
     peft_model = add_adapters(base, spec.lora)
-    return BuiltModel(peft_model, layers, formats)
+    return BuiltModel(peft_model, layers, formats, products)
 
 
 def base_on_meta(path: str) -> PreTrainedModel:
@@ -58,11 +68,7 @@ def base_on_meta(path: str) -> PreTrainedModel:
             f"The base in {path} has a config.json that transformers does not know: {error}", param="model"
         ) from None
     if getattr(config, "quantization_config", None) is not None:
-        raise SpecError(
-            f"The base in {path} is stored quantised already; this version reads bf16, fp16 and fp32 bases. "
-            "Use the original weights with precision.default.",
-            param="model",
-        )
+        delattr(config, "quantization_config")  # the modules are those of a plain base; see `formats_of_base`
     _require_text_decoder(config)
     config.use_cache = False
     _without_noise(config)

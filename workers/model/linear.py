@@ -14,6 +14,9 @@ from workers.quant.rowwise import RowQuantized
 class FrozenLinear(nn.Linear):
     """A linear layer whose weight is a `RowQuantized`. It is an `nn.Linear`, so that PEFT finds it."""
 
+    in_fp8 = False
+    """Whether the product itself is in FP8; only for weights stored in it."""
+
     @classmethod
     def on_meta(cls, linear: nn.Linear, weight_class: type[RowQuantized]) -> FrozenLinear:
         """The same layer, on meta, with storage of another format. The bias, if any, is kept."""
@@ -26,7 +29,7 @@ class FrozenLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """[.., in_features] → [.., out_features], in the dtype of the input."""
         weight: Any = self.weight
-        y = weight.linear(input)
+        y = weight.linear_in_fp8(input) if self.in_fp8 else weight.linear(input)
         return y if self.bias is None else y + self.bias
 
 

@@ -1,83 +1,33 @@
 """Weights: every rank reads its own rows of every tensor from safetensors and quantises them itself.
 
 A row's quantised parts depend on that row alone, so quantising a shard equals sharding the quantised whole; no rank ever
-holds more than its rows of one tensor beyond what it keeps.
+holds more than it keeps, beyond a few rows. What was quantised is left in a cache, from which the next job on the same base
+reads it without opening the base's own weights.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
 from collections.abc import Iterator
-from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ft_service.errors import SpecError
-from workers.model.names import NamedTensors, by_parameter, load_buffers
+from workers.model.agree import from_all
+from workers.model.base_cache import BaseCache
+from workers.model.cache import Cache
+from workers.model.fill import Deviation, fill
+from workers.model.frozen import FrozenWeight, Loaded, Place
+from workers.model.initial import initial_adapter
+from workers.model.named_base import NamedBase
+from workers.model.names import load_buffers
+from workers.model.source import Safetensors
+from workers.model.stored import Base
 from workers.quant.rowwise import RowQuantized
-
-
-class Safetensors:
-    """The tensors of a Hugging Face folder, one file or several, opened lazily and read by rows."""
-
-    def __init__(self, folder: str | Path) -> None:
-        self._folder = Path(folder)
-        self._files = _file_of_each_tensor(self._folder)
-        self._open: dict[str, Any] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._stack.close()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
-
-    def names(self) -> list[str]:
-        return list(self._files)
-
-    def rows(self, name: str, start: int, end: int, index: int | None = None) -> Tensor:
-        """Rows [start, end) of a tensor, in its own dtype; `index`: of that matrix of a stack [matrices, rows, cols]."""
-        source = self._handle(name).get_slice(name)
-        if start >= end:
-            return torch.empty(0, *source.get_shape()[1 if index is None else 2 :])
-        return source[start:end] if index is None else source[index, start:end]
-
-    def whole(self, name: str) -> Tensor:
-        return self._handle(name).get_tensor(name)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._handle(name).get_slice(name).get_shape())
-
-    def dtype(self, name: str) -> str:
-        """As safetensors writes it: BF16, F32, …"""
-        return self._handle(name).get_slice(name).get_dtype()
-
-    def _handle(self, name: str) -> Any:
-        file = self._files[name]
-        if file not in self._open:
-            self._open[file] = self._stack.enter_context(safe_open(self._folder / file, framework="pt"))
-        return self._open[file]
-
-
-def _file_of_each_tensor(folder: Path) -> dict[str, str]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return json.loads(index.read_text())["weight_map"]
-    if not (folder / "model.safetensors").is_file():
-        raise SpecError(f"{folder} has neither model.safetensors nor model.safetensors.index.json.", param="model")
-    with safe_open(folder / "model.safetensors", framework="pt") as file:
-        return dict.fromkeys(file.keys(), "model.safetensors")
+from workers.quant.weights import QUANTIZED
 
 
 def own_rows(rows: int, rank: int, world: int) -> tuple[int, int]:
@@ -86,38 +36,42 @@ def own_rows(rows: int, rank: int, world: int) -> tuple[int, int]:
     return min(rank * height, rows), min((rank + 1) * height, rows)
 
 
-def load(model: nn.Module, folder: str | Path, *, seed: int, compute_dtype: torch.dtype, device: torch.device) -> None:
+def load(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    seed: int,
+    compute_dtype: torch.dtype,
+    device: torch.device,
+    cache: Cache | None = None,
+) -> Loaded:
     """Replace every parameter on meta by this rank's part: the base from `folder`, adapters from the seed.
 
     Works on sharded (DTensor) and on unsharded models. `compute_dtype`: of plain frozen weights when nothing is sharded; a
-    sharded one keeps its storage dtype and is converted as it is gathered. Raises SpecError for tensors that the checkpoint
-    does not hold.
+    sharded one keeps its storage dtype and is converted as it is gathered. Called by all ranks together. Raises SpecError for
+    tensors that the checkpoint does not hold, or holds in a layout that is not known.
     """
-    owners = _owners(model)
-    with Safetensors(folder) as files:
-        checkpoint = by_parameter(model, files, checkpoint_name)
-        load_buffers(model, checkpoint, checkpoint_name, device)
-        _check_complete(owners, checkpoint)
-        for name, parameter, places in owners:
-            if parameter.requires_grad:
-                local = _shard(parameter, initial_adapter(name, tuple(parameter.shape), seed).__getitem__, device)
-            else:
-                local = _read(parameter, checkpoint, checkpoint_name(name), compute_dtype, device)
-            _replace(parameter, local, places)
-
-
-def initial_adapter(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """The first value of an adapter matrix [rows, cols], fp32: A from Kaiming uniform as PEFT does, B zero.
-
-    Drawn whole from (seed, name), so that it depends neither on the world size nor on what was drawn before.
-    """
-    if ".lora_B." in name:
-        return torch.zeros(shape)
-    digest = hashlib.sha256(f"{seed}/{plain_name(name)}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    full = torch.empty(shape)
-    nn.init.kaiming_uniform_(full, a=math.sqrt(5), generator=generator)
-    return full
+    weights: dict[str, FrozenWeight] = {}
+    for name, parameter, places in _owners(model):
+        if parameter.requires_grad:
+            start, end = _own_rows(parameter)
+            first = initial_adapter(plain_name(name), tuple(parameter.shape), seed)
+            _replace(parameter, first[start:end].to(device, copy=True), places)  # a view would keep the whole
+        else:
+            weights[checkpoint_name(name)] = FrozenWeight(parameter, places, _own_rows(parameter))
+    for weight in weights.values():
+        weight.allocate(compute_dtype, device)
+    with Safetensors(folder) as checkpoint:
+        base = Base.open(checkpoint, folder)
+        if _has_buffers(model):
+            load_buffers(model, NamedBase(model, base, checkpoint_name).tensors, checkpoint_name, device)
+        loaded = _load_base(model, weights, Path(folder), base, cache)
+        loaded = loaded if loaded.cached else replace(loaded, bytes_read=checkpoint.bytes_read)
+    for name, weight in weights.items():
+        if isinstance(weight.storage, RowQuantized):
+            weight.storage.name = name
+        _replace(weight.parameter, weight.storage, weight.places)
+    return loaded
 
 
 def plain_name(name: str) -> str:
@@ -130,7 +84,9 @@ def checkpoint_name(name: str) -> str:
     return plain_name(name).removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
-Place = tuple[nn.Module, str]
+def adapters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The trainable parameters with their plain names, in a fixed order."""
+    return ((plain_name(name), parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
 def _owners(model: nn.Module) -> list[tuple[str, nn.Parameter, list[Place]]]:
@@ -143,40 +99,89 @@ def _owners(model: nn.Module) -> list[tuple[str, nn.Parameter, list[Place]]]:
     return list(found.values())
 
 
-def _check_complete(owners: list[tuple[str, nn.Parameter, list[Place]]], checkpoint: NamedTensors) -> None:
-    frozen = [(checkpoint_name(name), parameter) for name, parameter, _ in owners if not parameter.requires_grad]
-    missing = [name for name, _ in frozen if name not in checkpoint]
+def _own_rows(parameter: nn.Parameter) -> tuple[int, int]:
+    if not isinstance(parameter, DTensor):
+        return 0, parameter.shape[0]
+    mesh = parameter.device_mesh
+    return own_rows(parameter.shape[0], mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
+
+
+def _has_buffers(model: nn.Module) -> bool:
+    return any(module._buffers.keys() - module._non_persistent_buffers_set for module in model.modules())
+
+
+def _load_base(model: nn.Module, weights: dict[str, FrozenWeight], folder: Path, base: Base, cache: Cache | None) -> Loaded:
+    if cache is None or not _is_work(model, weights, base):
+        return _from_checkpoint(weights, NamedBase(model, base, checkpoint_name))
+    store = BaseCache(cache, folder, weights)
+    loaded = store.load()
+    if loaded is not None:
+        return loaded
+    loaded = _from_checkpoint(weights, NamedBase(model, base, checkpoint_name))
+    store.save(loaded)
+    return replace(loaded, notes=store.notes)
+
+
+def _is_work(model: nn.Module, weights: dict[str, FrozenWeight], base: Base) -> bool:
+    """Whether anything has to be quantised, so that the outcome is worth keeping. Plain bases are not opened for this."""
+    quantized = {name: weight.face for name, weight in weights.items() if isinstance(weight.face, RowQuantized)}
+    if not base.declared:
+        return bool(quantized)
+    named = NamedBase(model, base, checkpoint_name)
+    return any(not _is_kept(face, named, name) for name, face in quantized.items())
+
+
+def _is_kept(face: Tensor, base: NamedBase, name: str) -> bool:
+    stored = base.stored(name) if name in base else None
+    return stored is not None and stored.exact and type(face) is QUANTIZED[stored.format]
+
+
+def _from_checkpoint(weights: dict[str, FrozenWeight], base: NamedBase) -> Loaded:
+    _check_complete(weights, base)
+    deviations: dict[str, Deviation] = {}
+    layouts: dict[str, str] = {}
+    for name, weight in weights.items():
+        deviation = fill(weight.storage, base, name, *weight.rows, weight.face.dtype)
+        stored = base.stored(name)
+        if deviation is not None:
+            deviations[name] = deviation
+        if stored is not None:
+            layouts[name] = stored.layout
+    changed = _over_all_ranks({name: deviation.sums() for name, deviation in deviations.items()})
+    return Loaded(
+        changed=changed,
+        requantized={name: layout for name, layout in layouts.items() if name in changed},
+        kept={name: layout for name, layout in layouts.items() if name not in changed},
+        cached=False,
+        bytes_read=0,  # its caller knows
+    )
+
+
+def _over_all_ranks(sums: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """Relative errors of whole weights from every rank's squared norms; replicas count alike above and below."""
+    changed: dict[str, float] = {}
+    values: dict[str, float] = {}
+    for part in from_all(sums):
+        for name, (above, below) in part.items():
+            changed[name] = changed.get(name, 0.0) + above
+            values[name] = values.get(name, 0.0) + below
+    return {name: (changed[name] / values[name]) ** 0.5 if values[name] else 0.0 for name in changed}
+
+
+def _check_complete(weights: dict[str, FrozenWeight], base: NamedBase) -> None:
+    missing = [name for name in weights if name not in base]
     if missing:
         raise SpecError(
             f"The base's safetensors lack {len(missing)} tensors that its architecture needs, the first: {missing[0]}. "
             "Its layout is not supported.",
             param="model",
         )
-    for name, parameter in frozen:
-        if checkpoint.shape(name) != tuple(parameter.shape):
+    for name, weight in weights.items():
+        if base.shape(name) != tuple(weight.parameter.shape):
             raise SpecError(
-                f"The base's {name} has shape {checkpoint.shape(name)}, its config.json says {tuple(parameter.shape)}.",
+                f"The base's {name} has shape {base.shape(name)}, its config.json says {tuple(weight.parameter.shape)}.",
                 param="model",
             )
-
-
-def _read(
-    parameter: nn.Parameter, checkpoint: NamedTensors, name: str, compute_dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    face = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
-    rows = _shard(parameter, lambda part: checkpoint.rows(name, part.start, part.stop), device)
-    if isinstance(face, RowQuantized):
-        return type(face).quantize(rows.to(face.dtype))
-    return rows.to(parameter.dtype if isinstance(parameter, DTensor) else compute_dtype)
-
-
-def _shard(parameter: nn.Parameter, rows: Any, device: torch.device) -> Tensor:
-    """This rank's rows, from `rows(slice)`."""
-    start, end = 0, parameter.shape[0]
-    if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        start, end = own_rows(end, mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
-    return rows(slice(start, end)).to(device, copy=True)  # a view would keep the whole tensor, or its file, in memory
 
 
 def _replace(parameter: nn.Parameter, local: Tensor, places: list[Place]) -> None:
@@ -192,8 +197,3 @@ def _replace(parameter: nn.Parameter, local: Tensor, places: list[Place]) -> Non
     loaded = nn.Parameter(local, requires_grad=parameter.requires_grad)
     for module, name in places:
         module._parameters[name] = loaded
-
-
-def adapters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The trainable parameters with their plain names, in a fixed order."""
-    return ((plain_name(name), parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)

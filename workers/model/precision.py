@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -12,18 +13,50 @@ from ft_service.selection import WeightNames, assign_formats, kept_plain
 from ft_service.spec import PrecisionOptions, WeightFormat
 from workers.model.experts import PROJECTIONS, FrozenExperts, experts_of
 from workers.model.linear import FrozenLinear
-from workers.quant.weights import QUANTIZED
+from workers.model.named_base import WeightsOnly, stored_as
+from workers.model.names import find_pieces
+from workers.model.source import Safetensors
+from workers.model.stored import Base
+from workers.quant.fp8_products import MULTIPLE, fits, why_not
+from workers.quant.weights import QUANTIZED, FP8Weight
 
 
-def precision_map(model: PreTrainedModel, layers: list[nn.Module], precision: PrecisionOptions) -> dict[str, WeightFormat]:
+def precision_map(
+    model: PreTrainedModel,
+    layers: list[nn.Module],
+    precision: PrecisionOptions,
+    held: Mapping[str, WeightFormat] | None = None,
+) -> dict[str, WeightFormat]:
     """Format of every weight that can have one: linear layers and stacked experts of the decoder layers, by module name.
 
-    Raises SpecError for a pattern that matches none of them, or one outside the decoder layers.
+    `held`: formats that the base comes in, which stay. Raises SpecError for a pattern that matches none of them, or one
+    outside the decoder layers, or that asks for another format than the base has.
     """
     weighted = [n for n, m in model.named_modules() if any(p.ndim > 1 for p in m.parameters(recurse=False))]
     inside = {id(module) for layer in layers for module in layer.modules()}
     outside = [n for n in weighted if id(model.get_submodule(n)) not in inside]
-    return assign_formats(WeightNames(_quantizable(model, layers), outside, weighted), precision)
+    return assign_formats(WeightNames(_quantizable(model, layers), outside, weighted), precision, held)
+
+
+def formats_of_base(model: PreTrainedModel, layers: list[nn.Module], path: str) -> dict[str, WeightFormat]:
+    """Format of every linear layer and stack of experts that the checkpoint holds quantised; none for a plain one.
+
+    Reads headers only, and those of a plain base not even. Raises SpecError for a layout that is not known.
+    """
+    with Safetensors(path) as checkpoint:
+        base = Base.open(checkpoint, path)
+        if not base.declared:
+            return {}
+        stacks = {id(module) for module in experts_of(layers)}
+        module_of: dict[str, str] = {}
+        for name, module in model.named_modules():
+            if id(module) in stacks:
+                module_of |= {f"{name}.{projection}": f"{name}.{projection}" for projection in PROJECTIONS}
+            elif type(module) is nn.Linear and not kept_plain(name):
+                module_of[f"{name}.weight"] = name
+        pieces = find_pieces(model, module_of, WeightsOnly(base).names())
+        stored = {module_of[parameter]: stored_as(base, found) for parameter, found in pieces.items()}
+        return {name: weight.format for name, weight in stored.items() if weight is not None}
 
 
 def _quantizable(model: PreTrainedModel, layers: list[nn.Module]) -> list[str]:
@@ -53,6 +86,21 @@ def swap(model: nn.Module, layers: list[nn.Module], formats: Mapping[str, Weight
             _replace(model, name, FrozenExperts(module, classes))
         elif isinstance(module, nn.Linear) and formats.get(name) in QUANTIZED:
             _replace(model, name, FrozenLinear.on_meta(module, QUANTIZED[formats[name]]))
+
+
+def choose_products(model: nn.Module, options: PrecisionOptions, compute: torch.dtype, device: torch.device) -> str | None:
+    """Let layers stored in FP8 multiply in it where they can; what the job's events say of it. None: there are none."""
+    layers = [m for m in model.modules() if isinstance(m, FrozenLinear) and isinstance(m.weight, FP8Weight)]
+    if not layers:
+        return None
+    reason = "precision.fp8_products is off" if options.fp8_products == "off" else why_not(compute, device)
+    if reason is not None:
+        return f"The {len(layers)} layers stored in fp8 are dequantised to multiply: {reason}."
+    for layer in layers:
+        layer.in_fp8 = fits(layer.out_features, layer.in_features)
+    others = sum(not layer.in_fp8 for layer in layers)
+    rest = f"; {others} are dequantised, their sizes being no multiples of {MULTIPLE}" if others else ""
+    return f"{len(layers) - others} layers stored in fp8 multiply in FP8 ({torch.cuda.get_device_name(device)}){rest}."
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

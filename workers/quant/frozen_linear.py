@@ -17,7 +17,10 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Numerics:
-    """The arithmetic of one storage format. `parts`: makes the format's own tuple from its tensors in order."""
+    """The arithmetic of one storage format: dequantise, then multiply.
+
+    `parts`: makes the format's own tuple from its tensors in order.
+    """
 
     name: str
     parts: Callable[..., Any]
@@ -38,6 +41,14 @@ class Numerics:
         _KNOWN[name] = cls(name, parts, empty_parts, quantize, dequantize)
         return _KNOWN[name]
 
+    def linear(self, x: Tensor, parts: list[Tensor], cols: int) -> Tensor:
+        """x [.., cols] times the transposed weight → [.., rows], in x's dtype."""
+        return F.linear(x, self.dequantize(self.parts(*parts), cols, x.dtype))
+
+    def linear_grad(self, grad: Tensor, parts: list[Tensor], cols: int) -> Tensor:
+        """grad [.., rows] times the weight → [.., cols], in grad's dtype."""
+        return grad @ self.dequantize(self.parts(*parts), cols, grad.dtype)
+
 
 _KNOWN: dict[str, Numerics] = {}
 
@@ -51,12 +62,12 @@ def dense(parts: list[Tensor], name: str, cols: int, dtype: torch.dtype) -> Tens
 @torch.library.custom_op("ft_service::frozen_linear", mutates_args=())
 def frozen_linear(x: Tensor, parts: list[Tensor], name: str, cols: int) -> Tensor:
     """x [.., cols] times the transposed weight [rows, cols] that `parts` store in format `name` → [.., rows], in x's dtype."""
-    return F.linear(x, dense(parts, name, cols, x.dtype))
+    return _KNOWN[name].linear(x, parts, cols)
 
 
 @torch.library.custom_op("ft_service::frozen_linear_grad", mutates_args=())
 def _frozen_linear_grad(grad: Tensor, parts: list[Tensor], name: str, cols: int) -> Tensor:
-    return grad @ dense(parts, name, cols, grad.dtype)
+    return _KNOWN[name].linear_grad(grad, parts, cols)
 
 
 @frozen_linear.register_fake

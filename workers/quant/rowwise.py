@@ -15,7 +15,7 @@ which
   packed codes cannot have; only the ranks with a short shard would raise, and the others would hang.
 * every operation returns a new wrapper: since torch 2.13 a view that returns `self` is an error.
 
-Operations that are not listed raise, naming class and operation: a silent fallback would dequantise.
+Operations that are not listed raise, naming class, parameter and operation: a silent fallback would dequantise.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ class RowQuantized(Tensor):
 
     PARTS: ClassVar[tuple[str, ...]]
     """Attribute names of the parts, in the order in which they are gathered."""
+
+    name = ""
+    """Of the parameter, once it is known: for messages."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -57,7 +60,9 @@ class RowQuantized(Tensor):
 
     def map(self, fn: Callable[[Tensor], Tensor], shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Self:
         """A new wrapper around `fn` of every part."""
-        return type(self)([fn(part) for part in self.parts], shape or self.shape, dtype or self.dtype)
+        made = type(self)([fn(part) for part in self.parts], shape or self.shape, dtype or self.dtype)
+        made.name = self.name
+        return made
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"{type(self).__name__}({tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -73,7 +78,8 @@ class RowQuantized(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
         handler = _HANDLERS.get(func)
         if handler is None:
-            raise NotImplementedError(f"{cls.__name__} {tuple(args[0].shape)} does not implement {func}")
+            weight = next(arg for arg in args if isinstance(arg, cls))
+            raise NotImplementedError(f"{cls.__name__} {weight.name or 'without a name'} does not implement {func}")
         return handler(func, args, kwargs or {})
 
     # What a format defines --------------------------------------------------------------------------------------------
@@ -100,7 +106,7 @@ class RowQuantized(Tensor):
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
         """The parts of this rank's padded shard, as they are: nothing is copied or converted."""
-        return self.parts, self.shape[1:]
+        return self.parts, (self.shape[1:], self.name)
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
@@ -108,7 +114,10 @@ class RowQuantized(Tensor):
         """Wrap what was gathered. With `out`, a later gather has refilled the storage that `out` already wraps."""
         if out is not None:
             return None
-        return type(self)(outputs, (outputs[0].shape[0], *metadata), param_dtype), outputs
+        columns, name = metadata
+        gathered = type(self)(outputs, (outputs[0].shape[0], *columns), param_dtype)
+        gathered.name = name
+        return gathered, outputs
 
 
 Handler = Callable[[Any, Any, dict[str, Any]], Any]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ft_service.spec import WeightFormat
-from workers.quant import fp8, nf4
+from workers.quant import fp8, nf4, nf4_fp32
+from workers.quant.fp8_products import InFP8
 from workers.quant.frozen_linear import Numerics, frozen_linear
 from workers.quant.rowwise import RowQuantized
 
@@ -50,12 +51,28 @@ class FP8Weight(_Weight):
 
     PARTS = ("codes", "scale")
     NUMERICS = Numerics.register("fp8", fp8.FP8Parts, fp8.empty_parts, fp8.quantize, fp8.dequantize)
+    IN_FP8 = InFP8.register("fp8_products", fp8.FP8Parts, fp8.empty_parts, fp8.quantize, fp8.dequantize)
     codes: Tensor
     scale: Tensor
 
+    def linear_in_fp8(self, x: Tensor) -> Tensor:
+        """As `linear`, the product itself in FP8 (see `workers.quant.fp8_products`)."""
+        return frozen_linear(x, list(self.parts), self.IN_FP8.name, self.shape[1])
 
-QUANTIZED: dict[WeightFormat, type[RowQuantized]] = {"nf4": NF4Weight, "fp8": FP8Weight}
+
+class NF4FP32Weight(_Weight):
+    """A frozen weight [rows, cols] in NF4 with fp32 block scales (see `workers.quant.nf4_fp32` for the parts)."""
+
+    PARTS = ("codes", "block_max")
+    NUMERICS = Numerics.register(
+        "nf4_fp32", nf4_fp32.NF4FP32Parts, nf4_fp32.empty_parts, nf4_fp32.quantize, nf4_fp32.dequantize
+    )
+    codes: Tensor
+    block_max: Tensor
+
+
+QUANTIZED: dict[WeightFormat, type[RowQuantized]] = {"nf4": NF4Weight, "fp8": FP8Weight, "nf4_fp32": NF4FP32Weight}
 """Format name → the weight class that stores it. "bf16" is not here: it is stored as a plain tensor."""
 
-VERSIONS: dict[str, int] = {"nf4": 1, "fp8": 1}
+VERSIONS: dict[str, int] = {"nf4": 1, "fp8": 1, "nf4_fp32": 1}
 """Storage format → version of its arithmetic. It counts up when an equal weight would be stored as other values."""

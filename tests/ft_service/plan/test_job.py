@@ -219,7 +219,7 @@ def test_warnings_name_what_to_change(tmp_path: Path) -> None:
     [
         ({"encoder.weight": (4, 4)}, TINY, "not those of a decoder with numbered layers"),
         (llama_shapes(TINY), {**TINY, "hidden_size": None}, "names no hidden_size"),
-        (llama_shapes(TINY), {**TINY, "quantization_config": {"quant_method": "x"}}, "stored quantised already"),
+        (llama_shapes(TINY), {**TINY, "quantization_config": {"quant_method": "x"}}, "published quantised by x"),
         (
             {**llama_shapes(TINY), "model.layers.0.mlp.experts.odd": (4, 4, 4)},
             TINY,

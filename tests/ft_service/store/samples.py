@@ -58,8 +58,10 @@ def claim(store: SqlStore, *, host: str = "h1", lease_seconds: float = 60.0) -> 
     return claim
 
 
-def claim_next(store: SqlStore, *, host: str = "h1", lease_seconds: float = 60.0, max_slots: int = 8) -> Claim | None:
-    return store.claim_next(host=host, owner="test", lease_seconds=lease_seconds, max_slots=max_slots)
+def claim_next(
+    store: SqlStore, *, host: str = "h1", lease_seconds: float = 60.0, max_slots: int = 8, host_slots: int = 8
+) -> Claim | None:
+    return store.claim_next(host=host, owner="test", lease_seconds=lease_seconds, max_slots=max_slots, host_slots=host_slots)
 
 
 def place(store: SqlStore, job: Job, slots: list[int], host: str = "h1") -> Job:

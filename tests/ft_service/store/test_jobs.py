@@ -35,6 +35,8 @@ def test_every_field_comes_back(store):
         finished_at=11.5,
         trained_tokens=2**40,
         result_file="file-r",
+        queued_at=4.0,
+        pending="why",
         version=12,
     )
     before = store.now()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from sqlalchemy import create_engine, func, select, text
 
-from ft_service.job import Become, Desired, Ended, Phase, State, Verb, decide, placed, validated
+from ft_service.job import Become, Desired, Ended, Phase, State, Verb, decide, placed, too_large, validated
 from ft_service.rundir import Exit
 from ft_service.store import leases
 from ft_service.store.base import Change, Claim, NewEvent
@@ -204,7 +204,9 @@ def test_a_change_is_written_whole(store):
     assert store.apply(claimed, change)
 
     job = store.get_job(PROJECT, claimed.job.id)
-    assert job == replace(claimed.job, state=State.QUEUED, version=claimed.job.version + 1)
+    assert job == replace(claimed.job, state=State.QUEUED, version=claimed.job.version + 1, queued_at=job.queued_at)
+    assert job.queued_at is not None
+    assert job.queued_at >= claimed.now
     assert store.list_events(PROJECT, job.id).data[0].message == "Files are valid."
     assert store.list_checkpoints(PROJECT, job.id).data[0].step == 3
     stored = store.get_file(PROJECT, file.id)
@@ -237,7 +239,6 @@ def test_priority_then_creation_decides_what_is_next(store):
     names = ["low", "first", "second", "high"]
     for name, priority in zip(names, [-1, 0, 0, 5], strict=True):
         store.create_job(new_job(id=f"ftjob-{name}", state=State.QUEUED, priority=priority))
-    assert store.queue_depth() == 4
     order = [claimed.job.id.removeprefix("ftjob-") for _ in names if (claimed := claim_next(store))]
     assert order == ["high", "first", "second", "low"]
     assert claim_next(store) is None
@@ -267,7 +268,8 @@ def test_back_off_and_foreign_hosts_are_passed_over(store):
     ("statement", "index", "values"),
     [
         (leases._CLAIM, "ix_jobs_attention", {"idle_seconds": 0.5}),
-        (leases._CLAIM_NEXT, "ix_jobs_queue", {"max_slots": 4}),
+        (leases._CLAIM_NEXT, "ix_jobs_queue", {"max_slots": 4, "host_slots": 8}),
+        (leases._CLAIM_TOO_LARGE, "ix_jobs_queue", {"host_slots": 8}),
     ],
 )
 def test_claims_go_by_their_index(store, store_url, statement, index, values):
@@ -288,3 +290,22 @@ def test_claims_go_by_their_index(store, store_url, statement, index, values):
     assert index in plan
     assert "B-TREE" not in plan, "rows are sorted, not read in order"
     assert "Sort" not in plan
+
+
+def test_a_job_larger_than_the_host_is_passed_by_and_told_once(store):
+    large = store.create_job(new_job(id="ftjob-large", state=State.QUEUED, slots=4, priority=1))
+    store.create_job(new_job(id="ftjob-small", state=State.QUEUED, slots=1))
+    who = {"host": "h1", "owner": "test", "lease_seconds": 60.0}
+    claimed = claim_next(store, max_slots=2, host_slots=2)
+    assert claimed is not None
+    assert claimed.job.id == "ftjob-small"
+    told = store.claim_too_large(**who, host_slots=2)
+    assert told is not None
+    assert told.job.id == "ftjob-large"
+    assert store.apply(told, Change(job=too_large(told.job)))
+    assert "needs 4 slots" in (store.get_job(PROJECT, large.id).pending or "")
+    assert store.claim_too_large(**who, host_slots=2) is None
+    later = claim_next(store, max_slots=4, host_slots=4)
+    assert later is not None, "the host has grown"
+    assert later.job.id == "ftjob-large"
+    assert placed(later.job, "h1").pending is None

@@ -3,13 +3,15 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import create_engine, inspect, text
 
 from ft_service.errors import UnavailableError
-from ft_service.store.sql import migrate, open_store
+from ft_service.store.sql import _config, migrate, open_store
 from ft_service.store.tables import metadata
+from tests.ft_service.store.samples import PROJECT, new_job
 
 
 def test_migrations_make_the_schema_of_the_tables(database_url):
@@ -42,7 +44,7 @@ def test_every_row_names_its_project():
 
 def test_check_tells_a_database_without_the_schema(database_url):
     store = open_store(database_url)
-    with pytest.raises(UnavailableError, match=r"schema none.*needs 0002"):
+    with pytest.raises(UnavailableError, match=r"schema none.*needs 0003"):
         store.check()
     with pytest.raises(UnavailableError):
         store.list_jobs("proj_default")
@@ -55,6 +57,18 @@ def test_migrating_again_keeps_what_is_there(store, store_url):
     store.create_key(project_id="proj_default", name="mine", scope="user")
     migrate(store_url)
     assert len(store.list_keys("proj_default")) == 1
+
+
+def test_metadata_of_older_jobs_can_be_searched(store, store_url):
+    store.create_job(new_job(id="ftjob-a", request={"metadata": {"team": "a"}}))
+    store.create_job(new_job(id="ftjob-b", request={}))
+    with store.writing() as connection:
+        config = _config()
+        config.attributes["connection"] = connection
+        command.downgrade(config, "0002")
+    migrate(store_url)
+    assert [job.id for job in store.list_jobs(PROJECT, metadata={"team": "a"}).data] == ["ftjob-a"]
+    assert [job.id for job in store.list_jobs(PROJECT, metadata="none").data] == ["ftjob-b"]
 
 
 def test_several_may_migrate_at_once(database_url):

@@ -11,12 +11,12 @@ from torch.nn import functional as F
 
 from workers.model.linear import FrozenLinear
 from workers.quant.rowwise import RowQuantized
-from workers.quant.weights import FP8Weight, NF4Weight
+from workers.quant.weights import FP8Weight, NF4FP32Weight, NF4Weight
 
 ROWS, COLS = 10, 100
 
 
-@pytest.fixture(params=[NF4Weight, FP8Weight])
+@pytest.fixture(params=[NF4Weight, FP8Weight, NF4FP32Weight])
 def weight(request: pytest.FixtureRequest) -> Any:
     return request.param.quantize(torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(0)))
 
@@ -108,8 +108,17 @@ def test_flatten_and_unflatten(weight: Any) -> None:
 
 @pytest.mark.parametrize("operation", [lambda w: w + 1, lambda w: w @ torch.ones(COLS), lambda w: w.t(), torch.linalg.norm])
 def test_any_other_operation_is_refused_by_name(weight: Any, operation: Any) -> None:
-    with pytest.raises(NotImplementedError, match=r"(NF4|FP8)Weight \(10, 100\) does not implement aten"):
+    with pytest.raises(NotImplementedError, match=r"(NF4|FP8|NF4FP32)Weight without a name does not implement aten"):
         operation(weight)
+
+
+def test_a_refusal_names_the_parameter_also_where_it_is_gathered(weight: Any) -> None:
+    weight.name = "model.layers.0.mlp.up_proj.weight"
+    sent, metadata = weight.detach().fsdp_pre_all_gather(None)
+    gathered, _ = weight.fsdp_post_all_gather(sent, metadata, torch.float32)
+    for named in (weight, torch.chunk(weight, 2)[0], gathered):
+        with pytest.raises(NotImplementedError, match=r"Weight model\.layers\.0\.mlp\.up_proj\.weight does not implement aten"):
+            named + 1
 
 
 @pytest.mark.parametrize("kind", [NF4Weight, FP8Weight])

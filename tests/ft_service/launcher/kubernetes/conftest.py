@@ -4,6 +4,7 @@ import secrets
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,12 @@ class Attempts:
         return made
 
     def remove(self) -> None:
+        def killed(attempt: Attempt) -> bool:
+            attempt.launcher.kill(attempt.run, 1, Reason.USER_CANCELLED)  # again: a connection may be from before a break
+            return self._cluster.get("jobs", attempt.name) is None
+
         for attempt in self._made:
-            attempt.launcher.kill(attempt.run, 1, Reason.USER_CANCELLED)
+            wait_for(partial(killed, attempt), SECONDS)
         for attempt in self._made:
             attempt.wait_gone()
 

@@ -1,0 +1,31 @@
+"""An adapter as a download."""
+
+from __future__ import annotations
+
+from fastapi.responses import StreamingResponse
+
+from api import archive
+from ft_service import offline
+from ft_service.errors import NotFoundError
+from ft_service.settings import Settings
+from ft_service.tuned import Tuned
+
+
+def archived(model: Tuned, settings: Settings) -> StreamingResponse:
+    """A tar of the model's adapter, in a folder `adapter/`. That of a checkpoint is made if this is the first that asks for it.
+
+    Raises NotFoundError if it is gone from the disk.
+    """
+    run_dir = settings.runs_dir / model.job.id
+    folder = run_dir / model.adapter_key
+    if model.checkpoint is not None:
+        folder = offline.checkpoint_adapter(run_dir, model.checkpoint.name)
+    files = archive.members(folder, "adapter")
+    if not files:
+        raise NotFoundError(f"The adapter of {model.name} is gone from the service's disk.", param="job_id", code="no_adapter")
+    name = model.job.id if model.checkpoint is None else f"{model.job.id}-step-{model.checkpoint.step}"
+    headers = {
+        "content-length": str(archive.length(files)),
+        "content-disposition": f'attachment; filename="{name}-adapter.tar"',
+    }
+    return StreamingResponse(archive.stream(files), media_type="application/x-tar", headers=headers)

@@ -1,0 +1,24 @@
+"""`/v1/fine_tuning/checkpoints/{checkpoint}/adapter`: any adapter by what the wire calls it."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from fastapi.responses import StreamingResponse
+
+from api import adapters
+from api.auth import Caller
+from api.deps import Svc, binary
+from ft_service import tuned
+
+router = APIRouter(prefix="/v1/fine_tuning/checkpoints", tags=["fine-tuning"])
+
+
+@router.get("/{checkpoint:path}/adapter", response_class=StreamingResponse, responses=binary("application/x-tar"))
+def adapter(checkpoint: str, caller: Caller, services: Svc) -> StreamingResponse:
+    """The adapter of a checkpoint (`ftckpt_…`, or its model name `ft:…:ckpt-step-<n>`) or of a job's outcome (`ft:…`) as a tar
+    archive: a folder `adapter/` that PEFT loads."""
+    if checkpoint.startswith(tuned.PREFIX):
+        found = tuned.find_own(checkpoint, caller.project_id, services.store)
+    else:
+        found = tuned.find_checkpoint(checkpoint, caller.project_id, services.store)
+    return adapters.archived(found, services.settings)

@@ -1,0 +1,59 @@
+"""Random bases for measurements: a Llama of any shape, written as a Hugging Face folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+
+@dataclass(frozen=True)
+class Llama:
+    """Every head has its own keys and values."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    vocabulary: int
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (self.vocabulary, self.hidden),
+            "lm_head.weight": (self.vocabulary, self.hidden),
+            "model.norm.weight": (self.hidden,),
+        }
+        for i in range(self.layers):
+            layer = f"model.layers.{i}"
+            shapes |= {f"{layer}.self_attn.{n}_proj.weight": (self.hidden, self.hidden) for n in "qkvo"}
+            shapes |= {f"{layer}.mlp.{n}_proj.weight": (self.intermediate, self.hidden) for n in ("gate", "up")}
+            shapes |= {f"{layer}.mlp.down_proj.weight": (self.hidden, self.intermediate)}
+            shapes |= {f"{layer}.{n}_layernorm.weight": (self.hidden,) for n in ("input", "post_attention")}
+        return shapes
+
+
+def write_llama(folder: Path, llama: Llama) -> int:
+    """bf16 with random weights in one file; its bytes."""
+    from transformers import LlamaConfig  # after the command line is read: it takes seconds
+
+    config = LlamaConfig(
+        hidden_size=llama.hidden,
+        intermediate_size=llama.intermediate,
+        num_hidden_layers=llama.layers,
+        num_attention_heads=llama.heads,
+        num_key_value_heads=llama.heads,
+        vocab_size=llama.vocabulary,
+        tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"],
+    )
+    config.save_pretrained(folder)
+    (folder / "generation_config.json").write_text("{}")
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.empty(shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
+        for name, shape in llama.shapes().items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return (folder / "model.safetensors").stat().st_size

@@ -1,0 +1,70 @@
+"""The service's log: JSON lines (or, on a terminal, lines for people), each with the request and the job that it is about.
+
+Everything is logged through the standard library's loggers; what surrounds a line (`request_id`, `job_id`, `attempt`) is bound
+once, by `about`, and added to every line below it, whichever module writes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any, Literal, TextIO
+
+import structlog
+from structlog.types import EventDict, Processor
+
+Format = Literal["auto", "json", "text"]
+Level = Literal["debug", "info", "warning", "error"]
+
+about = structlog.contextvars.bound_contextvars
+"""`with about(job_id=…):` adds fields to every line that this thread or task logs inside."""
+
+_QUIET = ("alembic", "httpx2", "httpcore2", "uvicorn.error", "asyncio")
+"""Libraries that are heard only from warnings on."""
+
+
+def configure(level: Level, format: Format, stream: TextIO | None = None) -> None:
+    """Send every logger's lines to `stream` (None: stderr). Only for a process's main function."""
+    target = sys.stderr if stream is None else stream
+    as_json = format == "json" or (format == "auto" and not target.isatty())
+    handler = logging.StreamHandler(target)
+    handler.setFormatter(_formatter(as_json))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def fields(**values: Any) -> dict[str, Any]:
+    """Fields of one line beside its message: `log.info("…", extra=fields(seconds=0.1))`."""
+    return {"ft": values}
+
+
+def _formatter(as_json: bool) -> logging.Formatter:
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        _add_fields,
+    ]
+    last: list[Processor] = [structlog.stdlib.ProcessorFormatter.remove_processors_meta]
+    if as_json:
+        last += [structlog.processors.format_exc_info, structlog.processors.EventRenamer("message")]
+        last += [structlog.processors.JSONRenderer(ensure_ascii=False, default=str)]
+    else:
+        last += [_printable, structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
+    return structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=last)
+
+
+def _add_fields(logger: Any, method: str, event: EventDict) -> EventDict:
+    record: logging.LogRecord = event["_record"]
+    event.update(getattr(record, "ft", {}))
+    return event
+
+
+def _printable(logger: Any, method: str, event: EventDict) -> EventDict:
+    """What a client sent must not move a terminal's cursor; JSON escapes it anyway, and the renderer the fields."""
+    event["event"] = "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(event["event"]))
+    return event

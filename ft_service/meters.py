@@ -1,0 +1,53 @@
+"""What the service counts while it runs, for Prometheus: the parts increase these, and the web layer shows them.
+
+Names follow Prometheus: `_total` counts since this process began, `_seconds` are histograms of durations. No label ever holds
+a name or an id that a user chose. What the database knows is not counted here but asked for at each scrape (api/metrics.py).
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+_SHORT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10, 60)
+_LONG = (0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 24 * 3600)
+
+
+class Meters:
+    """One set of counters, in a registry of its own; made in `main` and passed down. Safe to share between threads."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        registry = self.registry
+        self.requests = Histogram(
+            "http_server_request_duration_seconds",
+            "Requests by method, route and status, until the last byte of the answer.",
+            ["http_request_method", "http_route", "http_response_status_code"],
+            buckets=_SHORT,
+            registry=registry,
+        )
+        self.queue_wait = Histogram(
+            "ft_queue_wait_seconds",
+            "From entering the queue to holding slots, once per attempt.",
+            buckets=_LONG,
+            registry=registry,
+        )
+        self.attempts = Counter("ft_attempts_started", "Attempts that were given slots.", registry=registry)
+        self.attempts_ended = Counter(
+            "ft_attempts_ended", "Attempts that gave their slots back, by why.", ["reason"], registry=registry
+        )
+        self.tokens = Counter(
+            "ft_trained_tokens", "Tokens trained on, steps repeated after a resume included.", registry=registry
+        )
+        self.steps = Counter("ft_trained_steps", "Optimizer steps, as for tokens.", registry=registry)
+        self.event_lag = Histogram(
+            "ft_event_lag_seconds",
+            "From a worker writing an event to the database holding it.",
+            buckets=_SHORT,
+            registry=registry,
+        )
+        self.turns = Histogram(
+            "ft_reconciler_turn_seconds", "One turn of one job in the reconciler.", buckets=_SHORT, registry=registry
+        )
+        self.turns_failed = Counter(
+            "ft_reconciler_turns_failed", "Turns that ended in an error, which the log holds.", registry=registry
+        )

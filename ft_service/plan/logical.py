@@ -1,0 +1,59 @@
+"""A checkpoint's tensors by their logical shapes, whatever they are stored as."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ft_service.plan.checkpoint import Checkpoint, StoredTensor
+from ft_service.published import (
+    FP8_DTYPE,
+    KINDS,
+    NO_SCALE,
+    PLAIN_DTYPES,
+    SCALES,
+    STATE,
+    Bitsandbytes,
+    is_companion,
+    quantization_of,
+    unknown_layout,
+)
+from ft_service.spec import WeightFormat
+
+
+@dataclass(frozen=True)
+class LogicalTensor:
+    """One parameter of the model. `held`: the format that its values are kept in because the base holds them quantised."""
+
+    name: str
+    shape: tuple[int, ...]
+    held: WeightFormat | None = None
+
+
+def logical_tensors(checkpoint: Checkpoint) -> list[LogicalTensor]:
+    """Without what stands beside quantised weights. Raises SpecError, naming it, for a layout that is not known here."""
+    if quantization_of(checkpoint.config) is None:
+        return [LogicalTensor(tensor.name, tensor.shape) for tensor in checkpoint.tensors]
+    by_name = {tensor.name: tensor for tensor in checkpoint.tensors}
+    return [_logical(tensor, by_name) for tensor in checkpoint.tensors if not is_companion(tensor.name)]
+
+
+def _logical(tensor: StoredTensor, by_name: Mapping[str, StoredTensor]) -> LogicalTensor:
+    for kind in KINDS:
+        state = by_name.get(f"{tensor.name}{STATE}{kind}")
+        if state is not None:
+            return LogicalTensor(tensor.name, Bitsandbytes.read(tensor.name, kind, state.content).shape, "nf4_fp32")
+    if tensor.dtype == FP8_DTYPE:
+        _require_scale(tensor, by_name)
+        return LogicalTensor(tensor.name, tensor.shape, "fp8")
+    if tensor.dtype not in PLAIN_DTYPES:
+        raise unknown_layout(tensor.name, f"it is stored as {tensor.dtype}")
+    return LogicalTensor(tensor.name, tensor.shape)
+
+
+def _require_scale(tensor: StoredTensor, by_name: Mapping[str, StoredTensor]) -> None:
+    module = tensor.name.removesuffix(".weight")
+    if not any(f"{module}.{scale}" in by_name for scale in SCALES):
+        raise unknown_layout(tensor.name, NO_SCALE)
+    if len(tensor.shape) != 2:
+        raise unknown_layout(tensor.name, f"FP8 codes of shape {tensor.shape}")

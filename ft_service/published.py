@@ -1,0 +1,76 @@
+"""Bases that are published quantised: how their tensors are told apart, for the plan before a job and for the worker in it.
+
+bitsandbytes 4-bit   codes in `X.weight`, statistics in `X.weight.*`; the logical shape stands in the bytes of
+                     `X.weight.quant_state.bitsandbytes__nf4` (or fp4), which are JSON
+FP8                  e4m3 codes in `X.weight` of the logical shape, scales in `X.weight_scale` or `X.weight_scale_inv`
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ft_service.errors import SpecError
+
+METHODS = ("bitsandbytes", "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt")
+"""Values of `quantization_config.quant_method` whose layouts may be among ours; the tensors themselves decide."""
+STATE = ".quant_state.bitsandbytes__"
+KINDS = ("nf4", "fp4")
+SCALES = ("weight_scale_inv", "weight_scale")
+NO_SCALE = "there is no weight_scale or weight_scale_inv beside the FP8 codes"
+FP8_DTYPE = "F8_E4M3"
+PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
+_COMPANION = re.compile(r"\.weight\.|_scale(_inv)?$")
+
+
+def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What config.json says of quantisation, None: nothing. Raises SpecError for a method that is not known here."""
+    inner = config.get("text_config")
+    found = config.get("quantization_config") or (inner.get("quantization_config") if isinstance(inner, Mapping) else None)
+    if found is None:
+        return None
+    method = found.get("quant_method") if isinstance(found, Mapping) else found
+    if method not in METHODS or found.get("load_in_8bit") or found.get("_load_in_8bit"):
+        shown = "bitsandbytes in 8 bits" if method == "bitsandbytes" else method
+        raise SpecError(
+            f"The base is published quantised by {shown}. Bases can be plain (bf16, fp16, fp32), bitsandbytes 4-bit, "
+            "or FP8 with scales by rows, tensors or blocks.",
+            param="model",
+        )
+    return found
+
+
+def is_companion(name: str) -> bool:
+    """Whether a tensor belongs to a quantised weight and is no parameter of a model."""
+    return _COMPANION.search(name) is not None
+
+
+@dataclass(frozen=True)
+class Bitsandbytes:
+    """The state of one 4-bit weight. `block`: elements that share a scale; `nested_offset`: None: scales are plain fp32."""
+
+    shape: tuple[int, int]
+    block: int
+    nested_offset: float | None
+    nested_block: int | None
+
+    @classmethod
+    def read(cls, name: str, kind: str, text: bytes) -> Bitsandbytes:
+        """`text`: the bytes of the tensor that holds the state. Raises SpecError for what no 2-D weight has."""
+        try:
+            state = json.loads(text)
+            shape, block = [int(size) for size in state["shape"]], int(state["blocksize"])
+            offset = state.get("nested_offset")
+            nested = None if offset is None else int(state["nested_blocksize"])
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise unknown_layout(name, f"its bitsandbytes {kind} state cannot be read") from None
+        if len(shape) != 2 or block <= 0 or block % 16:
+            raise unknown_layout(name, f"bitsandbytes {kind} of shape {shape} in blocks of {block}")
+        return cls((shape[0], shape[1]), block, offset, nested)
+
+
+def unknown_layout(name: str, why: str) -> SpecError:
+    return SpecError(f"The base's tensor {name} is quantised in a layout that is not supported: {why}.", param="model")

@@ -1,0 +1,83 @@
+"""What a job is asked to do: the options of a create request, and the resolved `JobSpec` that a worker reads.
+
+values      kinds of values that options are made of
+options     what we add to OpenAI's create body
+request     the whole create body, or a SPEC file
+resolved    `spec.json`: every default filled in, every reference a path and a digest
+faults      what is wrong with a request, in words
+"""
+
+from __future__ import annotations
+
+from ft_service.spec.faults import spec_error
+from ft_service.spec.options import (
+    LEARNING_RATE,
+    CheckpointOptions,
+    DistributedOptions,
+    JobOptions,
+    LoraOptions,
+    PrecisionOptions,
+    Prefetch,
+    TrainingOptions,
+    WrapBySize,
+)
+from ft_service.spec.request import (
+    AUTO,
+    NOT_YET,
+    NOT_YET_VALUES,
+    Hyperparameters,
+    JobRequest,
+    Metadata,
+    Method,
+    Suffix,
+    SupervisedMethod,
+    parse_request,
+)
+from ft_service.spec.resolved import (
+    AdapterRef,
+    BaseModelRef,
+    DataFileRef,
+    JobSpec,
+    Resolved,
+    check_distributed,
+    inherit,
+    resolve,
+)
+from ft_service.spec.values import Number, Pattern, Strict, WeightFormat, compile_pattern, match_pattern
+
+__all__ = [
+    "AUTO",
+    "LEARNING_RATE",
+    "NOT_YET",
+    "NOT_YET_VALUES",
+    "AdapterRef",
+    "BaseModelRef",
+    "CheckpointOptions",
+    "DataFileRef",
+    "DistributedOptions",
+    "Hyperparameters",
+    "JobOptions",
+    "JobRequest",
+    "JobSpec",
+    "LoraOptions",
+    "Metadata",
+    "Method",
+    "Number",
+    "Pattern",
+    "PrecisionOptions",
+    "Prefetch",
+    "Resolved",
+    "Strict",
+    "Suffix",
+    "SupervisedMethod",
+    "TrainingOptions",
+    "WeightFormat",
+    "WrapBySize",
+    "check_distributed",
+    "compile_pattern",
+    "inherit",
+    "match_pattern",
+    "parse_request",
+    "resolve",
+    "spec_error",
+]

@@ -1,0 +1,73 @@
+"""What pydantic finds, as one sentence for the user."""
+
+from __future__ import annotations
+
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from ft_service.errors import SpecError
+
+
+def spec_error(error: ValidationError, model: type[BaseModel]) -> SpecError:
+    """The first fault of a pydantic error, as one sentence that names field, value and limit; the rest are counted."""
+    faults = error.errors(include_url=False, include_context=False)
+    fault = faults[0]
+    place = _place(fault["loc"], model)
+    message = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "extra_forbidden":
+        message = f"{place}: there is no such option. Check its spelling, or leave it out."
+        return SpecError(message, param=place, code="unknown_parameter")
+    if fault["type"] == "missing":
+        return SpecError(f"{place} is required.", param=place, code="missing_required_parameter")
+    shown = repr(fault["input"])
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    text = f"{place} = {shown}: {message}." if place else f"{message}."
+    more = len({_place(f["loc"], model) for f in faults}) - 1
+    if more > 0:
+        text += f" ({more} more field{'s' if more > 1 else ''} at fault.)"
+    return SpecError(text, param=place or _first_name(message))
+
+
+def _place(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
+    """A dotted field name from pydantic's location, without the names of union branches and validators."""
+    parts: list[str] = []
+    current: type[BaseModel] | None = model
+    keyed = False
+    for part in loc:
+        if isinstance(part, int):
+            parts.append(str(part))
+        elif keyed:
+            parts.append(part[:80])
+            keyed = False
+        elif current is not None and part in current.model_fields:
+            parts.append(part)
+            annotation = current.model_fields[part].annotation
+            current = _model_of(annotation)
+            keyed = _is_mapping(annotation)
+        elif current is not None:
+            parts.append(part[:80])
+            current = None
+    return ".".join(parts)
+
+
+def _model_of(annotation: Any) -> type[BaseModel] | None:
+    """The model that a field holds (or none); None if it holds something else."""
+    union = get_origin(annotation) in (Union, UnionType)
+    inner = [part for part in get_args(annotation) if part is not NoneType] if union else [annotation]
+    found = inner[0] if len(inner) == 1 else None
+    return found if isinstance(found, type) and issubclass(found, BaseModel) else None
+
+
+def _is_mapping(annotation: Any) -> bool:
+    """Whether a field holds an object with keys of the user's choice (or none)."""
+    union = get_origin(annotation) in (Union, UnionType)
+    inner = [part for part in get_args(annotation) if part is not NoneType] if union else [annotation]
+    bare = get_args(inner[0])[0] if get_origin(inner[0]) is Annotated else inner[0]
+    return len(inner) == 1 and get_origin(bare) is dict
+
+
+def _first_name(message: str) -> str | None:
+    word = message.split(" ", 1)[0]
+    return word if "." in word else None

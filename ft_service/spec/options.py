@@ -1,0 +1,212 @@
+"""What our create body adds to OpenAI's: adapter, precision, training, distribution, checkpoints.
+
+Field docstrings say unit, default, sentinel, and when a field is ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from ft_service.spec.values import Number, Pattern, Strict, WeightFormat
+
+LEARNING_RATE = 2e-4
+"""The learning rate that `learning_rate_multiplier: 1` stands for; the usual one for LoRA with AdamW."""
+
+
+class LoraOptions(Strict):
+    """The adapter, in the names of PEFT's LoraConfig."""
+
+    r: Annotated[int, Field(ge=1, le=512)] = 16
+    """Rank of the two adapter matrices A [r, in] and B [out, r]."""
+    lora_alpha: Annotated[Number, Field(gt=0, le=4096)] = 32.0
+    """Numerator of the scaling: alpha / r, or alpha / sqrt(r) with use_rslora."""
+    lora_dropout: Annotated[Number, Field(ge=0, le=0)] = 0.0
+    """Only 0: masks that survive a resume on another world size are not implemented yet."""
+    target_modules: Literal["all-linear"] | Pattern | list[str] = "all-linear"
+    """Modules that get an adapter: every linear layer but the output head, or names (suffixes), or one RE2 pattern.
+
+    In a mixture of experts neither experts, nor routers, nor dense layers with an expert's name (gate_proj, down_proj, ..) can
+    have one: "all-linear" leaves them out, naming them is an error."""
+    rank_pattern: dict[Pattern, Annotated[int, Field(ge=1, le=512)]] = {}
+    """RE2 pattern on the end of the module's full name, from a dot on → rank in place of r. The first one that matches wins."""
+    alpha_pattern: dict[Pattern, Annotated[Number, Field(gt=0, le=4096)]] = {}
+    """As rank_pattern, in place of lora_alpha."""
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(r) instead of alpha / r."""
+    init_lora_weights: Literal[True] = True
+    """A from Kaiming uniform, B zero: the tuned model starts as the base."""
+
+
+def _one_compute_type(value: object) -> object:
+    if isinstance(value, Mapping):
+        raise ValueError(
+            "one type for the whole job, not one by module: a decoder layer is gathered as one group, and FSDP2 converts a "
+            "group to one type. Norms compute in fp32 inside whatever it is"
+        )
+    return value
+
+
+class PrecisionOptions(Strict):
+    """In which format the frozen weights are stored, sharded and gathered, and in which the arithmetic runs."""
+
+    default: WeightFormat = "bf16"
+    """Format of every linear layer and every stack of experts inside the decoder layers that no override names; the rest,
+    routers included, stays bf16."""
+    overrides: dict[Pattern, WeightFormat] = {}
+    """RE2 pattern on the module's full name → format; the last pattern that matches wins. A pattern without a match is an
+    error, and so is one that asks for another format than bf16 outside the decoder layers (embeddings, output head)."""
+    compute: Annotated[Literal["bf16", "fp32"], BeforeValidator(_one_compute_type)] = "bf16"
+    """Element type of activations and matrix products in all modules: FSDP2 has one for all that is gathered together.
+    Adapters are fp32 masters either way."""
+    fp8_products: Literal["auto", "off"] = "auto"
+    """auto: layers stored in fp8 multiply in FP8 where the GPU can and compute is bf16, inputs and gradients rounded to FP8 row
+    by row; off: they are always dequantised first. The job's events say which it is."""
+
+
+class TrainingOptions(Strict):
+    """The optimisation, in the names of Transformers' TrainingArguments."""
+
+    n_epochs: Annotated[int, Field(ge=1, le=50)] = 3
+    """Passes over the training file; ignored when max_steps is given."""
+    max_steps: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
+    """Optimizer steps; None: as many as n_epochs take."""
+    batch_size: Annotated[int, Field(ge=1, le=8192)] = 8
+    """Samples per optimizer step over all ranks, whatever their number; the last batch of an epoch may be smaller."""
+    per_device_train_batch_size: Annotated[int, Field(ge=1, le=1024)] = 4
+    """Samples per forward on one rank: memory, not mathematics. A step runs as many micro-batches as batch_size needs."""
+    max_length: Annotated[int, Field(ge=8, le=1_048_576)] = 2048
+    """Tokens kept of a sample; the rest is cut from the end, and counted in a warning. Bounded by the model's own limit."""
+    learning_rate: Annotated[Number, Field(gt=0, le=1)] = LEARNING_RATE
+    """AdamW's peak learning rate."""
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
+    """How the rate falls after the warm-up: to 0 at the last step, or not at all."""
+    warmup_ratio: Annotated[Number, Field(ge=0, le=1)] = 0.03
+    """Share of all steps in which the rate rises from 0."""
+    weight_decay: Annotated[Number, Field(ge=0, le=1)] = 0.0
+    """AdamW's decoupled weight decay on the adapters."""
+    max_grad_norm: Annotated[Number, Field(ge=0)] = 1.0
+    """Gradients are scaled down to this global 2-norm; 0: never."""
+    optim: Literal["adamw_torch"] = "adamw_torch"
+    eval_steps: Annotated[int, Field(ge=1)] | None = None
+    """Optimizer steps between validations; None: at the end of every epoch. Ignored without a validation file."""
+    early_stopping_patience: Annotated[int, Field(ge=1)] | None = None
+    """Validations in a row without progress after which training ends, as a success; None: never. Needs a validation file."""
+    early_stopping_threshold: Annotated[Number, Field(ge=0)] = 0.0
+    """Progress is a validation loss (nats) lower by more than this than the one that last was progress."""
+    load_best_model_at_end: bool = False
+    """The job's adapter is that of the step with the lowest validation loss, not the last step's. Implies checkpoint.keep_best.
+    Needs a validation file."""
+
+
+class Prefetch(Strict):
+    """How many groups ahead weights are gathered while a group computes; each holds its gathered weights meanwhile."""
+
+    forward: Annotated[int, Field(ge=1, le=8)] = 1
+    backward: Annotated[int, Field(ge=1, le=8)] = 1
+
+
+class WrapBySize(Strict):
+    """Group by size."""
+
+    min_params: Annotated[int, Field(ge=1)]
+    """Parameters: the smallest modules that hold at least so many, beside what is a group inside them, become groups."""
+
+
+class DistributedOptions(Strict):
+    """How many processes train, and how they keep the base. Where nothing is sharded (one rank, or replicate -1), what says
+    how to shard or gather is ignored."""
+
+    nnodes: Annotated[int, Field(ge=1, le=512)] = 1
+    """Hosts (on Kubernetes: pods) that train together, with nproc_per_node ranks each."""
+    nproc_per_node: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = "auto"
+    """Ranks on each host. "auto": one per GPU of the host; 1 without a GPU."""
+    replicate: Annotated[int, Field(ge=1, le=4096)] | Literal[-1, "auto"] = "auto"
+    """Copies of the model (HSDP), each sharded over ranks / replicate ranks; gradients are averaged over all. Must divide the
+    number of ranks. -1: one copy a rank, so nothing is sharded; "auto": one copy a host, so that weights are gathered within
+    hosts only and what crosses the network is the adapters' gradients."""
+    wrap: Literal["layers", "none"] | WrapBySize = "layers"
+    """What is gathered together. "layers": every decoder layer, the embedding, norm with head; "none": everything at once, held
+    for the whole step; or by size."""
+    ignored: list[Pattern] = []
+    """RE2 patterns on names of base weights, as in the checkpoint: these are not sharded, every rank holds them whole. A
+    pattern without a match is an error."""
+    reshard_after_forward: bool | Annotated[int, Field(ge=2, le=4096)] = True
+    """Free a layer's gathered weights after its forward and gather again for its backward: less memory, twice the traffic. A
+    number: after forward keep them sharded over groups of so many ranks; must divide the ranks that share a copy, and needs a
+    base that is all bf16. Ignored with keep_unsharded, and with wrap "none"."""
+    keep_unsharded: bool = False
+    """Gather once an optimizer step and keep all weights until the last micro-batch's backward: least traffic, most memory."""
+    prefetch: Prefetch | None = None
+    """Gather explicitly ahead, and the first group before the batch is put together. None: FSDP2's own, one group ahead."""
+    offload: bool = False
+    """Keep shards, gradients and optimizer state in the host's memory. Needs GPUs and at least two ranks that share a copy."""
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """Compute activations again in backward: "full" keeps only the input of each decoder layer, "selective" also the results of
+    matrix products and attention."""
+    compile: bool = False
+    """torch.compile for each decoder layer. If that fails the job goes on uncompiled, with a warning that says why."""
+
+    @property
+    def reshard_size(self) -> int | None:
+        """reshard_after_forward where it is a number."""
+        return None if isinstance(self.reshard_after_forward, bool) else self.reshard_after_forward
+
+
+class CheckpointOptions(Strict):
+    """When a job can be resumed from where."""
+
+    save_steps: Annotated[int, Field(ge=1)] | None = None
+    """Optimizer steps between checkpoints; None: at the end of every epoch. One is always written at the last step."""
+    save_total_limit: Annotated[int, Field(ge=1, le=1000)] = 3
+    """Complete checkpoints kept; older ones are removed once a newer one is complete, unless keep_every or keep_best keeps
+    them."""
+    keep_every: Annotated[int, Field(ge=1)] | None = None
+    """Optimizer steps: a checkpoint is written at every multiple, and stays. None: none stays for its step."""
+    keep_best: bool = False
+    """A checkpoint is written at every validation that is the best so far, and stays until there is a better one. Needs a
+    validation file."""
+    async_save: bool = True
+    """Checkpoints are written while training goes on, which stops only for a copy in the host's memory (as large as adapters
+    and optimizer state); one at a time. The last one, and that of a stop, are waited for."""
+
+
+class JobOptions(Strict):
+    """What our create body adds to OpenAI's, and the whole of what a SPEC file may say beside model and files."""
+
+    lora: LoraOptions = LoraOptions()
+    precision: PrecisionOptions = PrecisionOptions()
+    training: TrainingOptions = TrainingOptions()
+    distributed: DistributedOptions = DistributedOptions()
+    checkpoint: CheckpointOptions = CheckpointOptions()
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    """Higher starts first; equal ones in the order of their creation."""
+
+    @model_validator(mode="after")
+    def _consistent_distributed(self) -> JobOptions:
+        options, formats = self.distributed, {self.precision.default, *self.precision.overrides.values()} - {"bf16"}
+        if options.reshard_size is not None and (options.keep_unsharded or options.wrap == "none"):
+            other = "keep_unsharded" if options.keep_unsharded else "wrap 'none'"
+            raise ValueError(f"distributed.reshard_after_forward as a number has no effect with {other}: keep one of the two")
+        if options.reshard_size is not None and formats:
+            raise ValueError(
+                f"distributed.reshard_after_forward = {options.reshard_size}: FSDP2 reshards to a number of ranks only plain "
+                f"weights, and precision stores some as {' and '.join(sorted(formats))}. Use true or false"
+            )
+        if options.prefetch is not None and options.wrap == "none":
+            raise ValueError("distributed.prefetch: with wrap 'none' there is only one group; leave one of the two out")
+        if options.compile and isinstance(options.wrap, WrapBySize):
+            raise ValueError("distributed.compile works on whole decoder layers: leave it out, or use wrap 'layers'")
+        if options.offload and options.ignored:
+            raise ValueError("distributed.offload moves shards only, and distributed.ignored weights have none: keep one")
+        return self
+
+    @model_validator(mode="after")
+    def _patience_with_its_threshold(self) -> JobOptions:
+        if self.training.early_stopping_threshold and self.training.early_stopping_patience is None:
+            raise ValueError(
+                "training.early_stopping_threshold has no effect without training.early_stopping_patience: give both or neither"
+            )
+        return self

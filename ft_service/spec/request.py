@@ -1,0 +1,160 @@
+"""What a user sends: the body of a create request, or a SPEC file.
+
+Unknown keys are refused by name; keys that the design names but this version cannot honour are refused by name too, with what
+to do instead (`NOT_YET`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from ft_service.errors import SpecError
+from ft_service.spec.faults import spec_error
+from ft_service.spec.options import LEARNING_RATE, JobOptions, TrainingOptions
+from ft_service.spec.values import Number, Strict
+
+NOT_YET: Mapping[str, str] = {
+    "lora.use_dora": "leave it out; plain LoRA and rsLoRA (lora.use_rslora) work",
+    "lora.modules_to_save": "leave it out; only LoRA matrices train",
+    "training.packing": "leave it out; samples are padded to the longest of their micro-batch",
+}
+"""Options that the design names and this version refuses: dotted name → what to do instead."""
+
+NOT_YET_VALUES: Mapping[tuple[str, object], str] = {
+    ("lora.init_lora_weights", "gaussian"): "use true",
+    ("method.type", "dpo"): "use 'supervised'",
+    ("method.type", "reinforcement"): "use 'supervised'",
+}
+"""Values that the design names and this version refuses."""
+
+AUTO = "auto"
+
+
+class Hyperparameters(Strict):
+    """OpenAI's three. "auto" leaves the choice to the service: n_epochs 3, batch_size 8, learning_rate_multiplier 1."""
+
+    n_epochs: Annotated[int, Field(ge=1, le=50)] | Literal["auto"] = AUTO
+    batch_size: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = AUTO
+    learning_rate_multiplier: Annotated[Number, Field(gt=0, le=5000)] | Literal["auto"] = AUTO
+    """Times LEARNING_RATE gives training.learning_rate."""
+
+
+class SupervisedMethod(Strict):
+    hyperparameters: Hyperparameters = Hyperparameters()
+
+
+class Method(Strict):
+    type: Literal["supervised"] = "supervised"
+    supervised: SupervisedMethod = SupervisedMethod()
+
+
+Suffix = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")]
+Metadata = Annotated[
+    dict[Annotated[str, Field(min_length=1, max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+
+
+class JobRequest(JobOptions):
+    """The body of `POST /v1/fine_tuning/jobs`, and a SPEC file: OpenAI's fields and ours side by side."""
+
+    model: Annotated[str, Field(min_length=1, max_length=512)]
+    training_file: Annotated[str, Field(min_length=1, max_length=4096)]
+    """REST: a file id. SPEC file: a path, relative to the SPEC file."""
+    validation_file: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    method: Method = Method()
+    hyperparameters: Hyperparameters = Hyperparameters()
+    """OpenAI's older place for method.supervised.hyperparameters."""
+    suffix: Suffix | None = None
+    seed: Annotated[int, Field(ge=0, le=2_147_483_647)] | None = None
+    """Decides adapter initialisation and sample order; None: drawn at submission and shown in the job."""
+    metadata: Metadata | None = None
+    integrations: Annotated[list[Any], Field(max_length=0)] | None = None
+    """OpenAI's field; refused when not empty, since no integration is implemented yet."""
+
+    @model_validator(mode="after")
+    def _one_place_per_value(self) -> JobRequest:
+        self.resolved_training()
+        return self
+
+    @model_validator(mode="after")
+    def _validation_file_where_needed(self) -> JobRequest:
+        if self.validation_file is not None:
+            return self
+        for section, name in (
+            ("training", "early_stopping_patience"),
+            ("training", "load_best_model_at_end"),
+            ("checkpoint", "keep_best"),
+        ):
+            if getattr(getattr(self, section), name):
+                raise ValueError(f"{section}.{name} goes by validation loss: give a validation_file, or leave it out")
+        return self
+
+    def given_hyperparameters(self) -> dict[str, tuple[str, Any]]:
+        """What OpenAI's fields say: name → (where it was said, value), "auto" left out. Said twice is a ValueError."""
+        places = {
+            "hyperparameters": self.hyperparameters,
+            "method.supervised.hyperparameters": self.method.supervised.hyperparameters,
+        }
+        found: dict[str, tuple[str, Any]] = {}
+        for place, values in places.items():
+            for name, value in values.model_dump(exclude_unset=True).items():
+                if value == AUTO:
+                    continue
+                if name in found:
+                    raise ValueError(f"{place}.{name} and {found[name][0]}.{name} are both given: keep one")
+                found[name] = (place, value)
+        return found
+
+    def resolved_training(self) -> TrainingOptions:
+        """`training` with OpenAI's hyperparameters folded in. Raises ValueError when one is given in both places."""
+        updates: dict[str, Any] = {}
+        for name, (place, value) in self.given_hyperparameters().items():
+            ours = "learning_rate" if name == "learning_rate_multiplier" else name
+            if ours in self.training.model_fields_set:
+                raise ValueError(f"{place}.{name} and training.{ours} are both given: keep one")
+            updates[ours] = value * LEARNING_RATE if name == "learning_rate_multiplier" else value
+        return TrainingOptions(**{**self.training.model_dump(exclude_unset=True), **updates})
+
+
+def parse_request(body: object) -> JobRequest:
+    """Validate a create body. Raises SpecError naming the field (dotted), the value and the limit."""
+    if not isinstance(body, Mapping):
+        raise SpecError(f"The body must be an object with model and training_file, not {type(body).__name__}.")
+    _refuse_not_yet(body)
+    _refuse_integrations(body.get("integrations"))
+    try:
+        return JobRequest.model_validate(dict(body))
+    except ValidationError as error:
+        raise spec_error(error, JobRequest) from None
+
+
+def _refuse_not_yet(body: Mapping[Any, Any]) -> None:
+    for dotted, instead in NOT_YET.items():
+        section, key = dotted.split(".")
+        inner = body.get(section)
+        if isinstance(inner, Mapping) and key in inner:
+            raise SpecError(
+                f"{dotted} = {inner[key]!r} is not available in this version: {instead}.", param=dotted, code="not_available"
+            )
+    for (dotted, value), instead in NOT_YET_VALUES.items():
+        section, key = dotted.split(".")
+        inner = body.get(section)
+        if isinstance(inner, Mapping) and inner.get(key) == value:
+            raise SpecError(
+                f"{dotted} = {value!r} is not available in this version: {instead}.", param=dotted, code="not_available"
+            )
+
+
+def _refuse_integrations(given: Any) -> None:
+    if not isinstance(given, list) or not given:
+        return
+    kinds = [entry.get("type") if isinstance(entry, Mapping) else entry for entry in given[:5]]
+    raise SpecError(
+        f"integrations = {', '.join(f'{kind!r:.40}' for kind in kinds)}: not available in this version: leave them out; "
+        "the job's metrics are in its events and in its result file.",
+        param="integrations",
+        code="not_available",
+    )

@@ -1,0 +1,152 @@
+"""`JobSpec`: a request with every default filled in and every reference turned into a path and a digest."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from ft_service.errors import SpecError
+from ft_service.mesh import check_reshard_size, mesh_shape
+from ft_service.spec.options import CheckpointOptions, DistributedOptions, LoraOptions, PrecisionOptions, TrainingOptions
+from ft_service.spec.request import AUTO, JobRequest
+
+
+class Resolved(BaseModel):
+    """Base of what the service itself writes: unknown keys are kept out by construction, and ignored when read back."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class BaseModelRef(Resolved):
+    name: str
+    """As listed by `GET /v1/models`."""
+    path: str
+    """Absolute folder in Hugging Face layout, as the worker sees it."""
+
+
+class DataFileRef(Resolved):
+    name: str
+    """As the user called it; used in messages."""
+    path: str
+    """Absolute path, as the worker sees it."""
+    sha256: str
+    """Of the bytes at submission: the worker refuses anything else."""
+
+
+class AdapterRef(Resolved):
+    """A tuned model that a job goes on from."""
+
+    name: str
+    """`ft:…`, or `ft:…:ckpt-step-<n>`."""
+    job_id: str
+    path: str
+    """Absolute folder with PEFT's two files and their manifest, as the worker sees it."""
+
+
+class JobSpec(Resolved):
+    """`spec.json`: everything a worker needs to know, resolved and immutable."""
+
+    version: Literal[1] = 1
+    job_id: str
+    model: BaseModelRef
+    training_data: DataFileRef
+    validation_data: DataFileRef | None
+    seed: int
+    tuned_name: str
+    """Name of the outcome: `ft:<base>:<organisation>:<suffix>:<id>`."""
+    lora: LoraOptions
+    precision: PrecisionOptions
+    training: TrainingOptions
+    distributed: DistributedOptions
+    """nproc_per_node and replicate are numbers here."""
+    checkpoint: CheckpointOptions
+    parent: AdapterRef | None = None
+    """Whose adapter training starts from; None: a new one. The optimizer, the schedule and the data are this job's own."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of one attempt."""
+        assert isinstance(self.distributed.nproc_per_node, int), "a resolved spec names a number of ranks"
+        return self.distributed.nnodes * self.distributed.nproc_per_node
+
+
+def resolve(
+    request: JobRequest,
+    *,
+    job_id: str,
+    organization: str,
+    model: BaseModelRef,
+    training_data: DataFileRef,
+    validation_data: DataFileRef | None,
+    seed: int,
+    gpus: int,
+    parent: AdapterRef | None = None,
+) -> JobSpec:
+    """Fill in every default. `gpus`: GPUs of the host that will train, for `nproc_per_node: auto`.
+
+    Raises SpecError for options that do not fit the number of ranks.
+    """
+    distributed = _resolve_distributed(request.distributed, gpus)
+    base = model.name.rsplit("/", 1)[-1]
+    return JobSpec(
+        job_id=job_id,
+        model=model,
+        training_data=training_data,
+        validation_data=validation_data,
+        seed=request.seed if request.seed is not None else seed,
+        tuned_name=f"ft:{base}:{organization}:{request.suffix or ''}:{job_id.removeprefix('ftjob-')}",
+        lora=request.lora,
+        precision=request.precision,
+        training=request.resolved_training(),
+        distributed=distributed,
+        checkpoint=request.checkpoint,
+        parent=parent,
+    )
+
+
+def inherit(request: JobRequest, parent: JobSpec, name: str) -> JobRequest:
+    """A request that goes on from the adapter `name`, which `parent` trained: the adapter's shape is kept, and so is the base's
+    precision unless the request says another.
+
+    Raises SpecError naming an option of lora that asks for another shape.
+    """
+    for field in sorted(request.lora.model_fields_set - {"lora_dropout"}):
+        wanted, there = getattr(request.lora, field), getattr(parent.lora, field)
+        if wanted != there:
+            raise SpecError(
+                f"lora.{field} = {wanted!r}: {name} has {there!r}, and a job that goes on from an adapter keeps its shape. "
+                "Leave it out, or name a base model to begin anew.",
+                param=f"lora.{field}",
+            )
+    given = request.lora.model_fields_set & {"lora_dropout"}
+    lora = parent.lora.model_copy(update={field: getattr(request.lora, field) for field in given})
+    precision = request.precision if "precision" in request.model_fields_set else parent.precision
+    return request.model_copy(update={"lora": lora, "precision": precision})
+
+
+def _resolve_distributed(options: DistributedOptions, gpus: int) -> DistributedOptions:
+    ranks = max(1, gpus) if options.nproc_per_node == AUTO else options.nproc_per_node
+    replicate = options.nnodes if options.replicate == AUTO else options.replicate
+    resolved = options.model_copy(update={"nproc_per_node": ranks, "replicate": replicate})
+    check_distributed(resolved, options.nnodes * ranks, gpus)
+    return resolved
+
+
+def check_distributed(options: DistributedOptions, ranks: int, gpus: int) -> None:
+    """Raises SpecError for options that do not fit the ranks, or the host."""
+    _, shards = mesh_shape(options.replicate, ranks)
+    if options.reshard_size is not None:
+        check_reshard_size(options.reshard_size, shards)
+    if options.offload and gpus == 0:
+        raise SpecError(
+            "distributed.offload = True: this host has no GPU, and what is in its memory already cannot be moved there. "
+            "Leave it out.",
+            param="distributed.offload",
+        )
+    if options.offload and shards == 1:
+        raise SpecError(
+            "distributed.offload = True: with one rank to a copy nothing is sharded, and only shards are moved. Leave it out, "
+            "or use more ranks (distributed.nproc_per_node) or fewer copies (distributed.replicate).",
+            param="distributed.offload",
+        )

@@ -1,0 +1,61 @@
+"""Kinds of values that options are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+import re2
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+WeightFormat = Literal["bf16", "fp8", "nf4", "nf4_fp32"]
+"""nf4_fp32: NF4 with fp32 block scales, in which bases that come in bitsandbytes NF4 are kept without a loss."""
+
+
+def compile_pattern(pattern: str) -> Any:
+    """An RE2 pattern (linear time, whatever the pattern). Raises re2.error."""
+    options = re2.Options()
+    options.log_errors = False
+    return re2.compile(pattern, options)
+
+
+class Strict(BaseModel):
+    """Base of everything a user writes: unknown keys are errors, values are not coerced across types, instances are frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+
+
+def _check_pattern(value: object) -> object:
+    if isinstance(value, str):
+        try:
+            compile_pattern(value)
+        except re2.error as error:
+            raise ValueError(f"not a pattern that RE2 accepts: {error}") from None
+    return value
+
+
+Pattern = Annotated[str, BeforeValidator(_check_pattern)]
+"""A regular expression in RE2's syntax (linear time), matched against the whole module name."""
+
+
+def _number(value: object) -> object:
+    """JSON and YAML write 1 for 1.0, and YAML 1.1 reads `2e-4` as a string: take both as the number they mean."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return float(value)
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+
+
+def match_pattern(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that an RE2 pattern matches as a whole, in their order."""
+    compiled = compile_pattern(pattern)
+    return [name for name in names if compiled.fullmatch(name)]

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ft_service.job import Reason, State
+from ft_service.store.base import Change
+from tests.ft_service.store.samples import PROJECT, claim, new_file, new_job, place
+
+
+def test_statistics_count_jobs_slots_and_bytes_of_all_projects(store):
+    empty = store.statistics()
+    assert (empty.jobs, empty.slots_in_use, empty.file_bytes) == ({}, {}, 0)
+    assert empty.oldest_queued_seconds == empty.overdue_seconds == 0.0
+    store.ensure_project("other", "rival")
+    running = place(store, store.create_job(new_job(state=State.QUEUED, slots=2)), [0, 1])
+    store.create_job(new_job(project_id="other", state=State.FAILED, reason=Reason.INVALID_FILE, finished_at=1.0))
+    store.create_job(new_job(state=State.VALIDATING))
+    claimed = claim(store)
+    assert claimed.job.state is State.VALIDATING or claimed.job.id == running.id
+    while claimed.job.state is not State.VALIDATING:
+        claimed = claim(store)
+    store.apply(claimed, Change(job=replace(claimed.job, state=State.QUEUED)))
+    store.add_file(new_file(bytes=7))
+    found = store.statistics()
+    assert found.jobs == {("running", ""): 1, ("failed", "invalid_file"): 1, ("queued", ""): 1}
+    assert found.slots_in_use == {"h1": 2}
+    assert found.file_bytes == 7
+    queued = store.get_job(PROJECT, claimed.job.id)
+    assert queued.queued_at is not None
+    assert 0 <= found.oldest_queued_seconds < 60

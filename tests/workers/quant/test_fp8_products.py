@@ -1,0 +1,101 @@
+"""Products in FP8: the formula they stand for, in both directions, and when they are chosen. torch emulates them on CPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.workers.models import save_tiny_llama, spec_for
+from tests.workers.parity import CPU
+from workers.model import precision
+from workers.model.build import build
+from workers.quant import fp8, fp8_products
+from workers.quant.fp8_products import why_not
+from workers.quant.weights import FP8Weight
+
+EVERY_LAYER = 2 * 7
+
+
+def rounded(factor: Tensor) -> Tensor:
+    return fp8.dequantize(fp8.quantize(factor), factor.shape[-1], torch.float32)
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found.detach().float() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_directions_round_one_factor_and_nothing_else(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = FP8Weight.quantize((torch.randn(48, 64, generator=generator) * torch.rand(48, 1, generator=generator)).to(dtype))
+    x = torch.randn(2, 5, 64, generator=generator).to(dtype).requires_grad_()
+    y = weight.linear_in_fp8(x)
+    grad = torch.randn(2, 5, 48, generator=generator).to(dtype)
+    y.backward(grad)
+    dense = weight.dequantize(torch.float32)
+    tolerance = 1e-6 if dtype == torch.float32 else 4e-3
+    assert y.dtype == dtype
+    assert distance(y, rounded(x.detach().reshape(10, 64)).view(2, 5, 64) @ dense.t()) < tolerance
+    assert x.grad is not None
+    folded = rounded((grad.float() * weight.scale.t()).reshape(10, 48)).view(2, 5, 48)
+    assert distance(x.grad, folded @ weight.codes.float()) < tolerance
+    assert 0 < distance(x.grad, grad.float() @ dense) < 0.05, "e4m3 has 3 bits of mantissa"
+
+
+def test_backward_keeps_the_codes_alone() -> None:
+    weight = FP8Weight.quantize(torch.randn(48, 64))
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        weight.linear_in_fp8(torch.randn(5, 64, requires_grad=True))
+    assert {(t.dtype, t.shape) for t in kept} == {(p.dtype, p.shape) for p in weight.parts}
+
+
+def test_no_rows_make_no_rows() -> None:
+    weight = FP8Weight.quantize(torch.randn(48, 64))
+    x = torch.empty(0, 64, requires_grad=True)
+    y = weight.linear_in_fp8(x)
+    y.sum().backward()
+    assert y.shape == (0, 48)
+    assert x.grad is not None
+    assert x.grad.shape == (0, 64)
+
+
+def test_a_device_is_chosen_by_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    for capability, expected in [((8, 0), "8.0, below 8.9"), ((8, 9), None), ((9, 0), None)]:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        reason = why_not(torch.bfloat16, gpu)
+        assert reason is None if expected is None else expected in (reason or "")
+    assert "float32" in (why_not(torch.float32, gpu) or "")
+    assert why_not(torch.bfloat16, CPU) == "processors do not multiply FP8"
+
+
+@pytest.mark.parametrize(
+    ("options", "can", "says", "in_fp8"),
+    [
+        ({"default": "fp8"}, False, "14 layers stored in fp8 are dequantised to multiply: processors do not", 0),
+        ({"default": "fp8", "fp8_products": "off"}, True, "precision.fp8_products is off", 0),
+        ({"default": "fp8"}, True, "10 layers stored in fp8 multiply in FP8 (a GPU); 4 are dequantised", EVERY_LAYER - 4),
+        ({"default": "nf4"}, True, None, 0),
+    ],
+)
+def test_a_job_says_how_its_layers_multiply(
+    options: dict[str, Any], can: bool, says: str | None, in_fp8: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if can:
+        monkeypatch.setattr(precision, "why_not", lambda compute, device: None)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    base = save_tiny_llama(tmp_path / "base", head_dim=20, num_attention_heads=4, num_key_value_heads=1, intermediate_size=112)
+    built = build(spec_for(base, precision=options), CPU)
+    assert built.products is None if says is None else says in (built.products or "")
+    assert sum(getattr(m, "in_fp8", False) for m in built.peft_model.modules()) == in_fp8
+
+
+def test_sizes_that_the_hardware_takes() -> None:
+    assert fp8_products.fits(4096, 14336)
+    assert not fp8_products.fits(4096, 14344)
+    assert not fp8_products.fits(20, 64)

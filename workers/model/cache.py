@@ -1,0 +1,163 @@
+"""Folders of quantised bases on this host, so that a base is quantised once: found by key, published whole, evicted by age.
+
+    FT_CACHE          the folder; the supervisor sets it to FT_HOME/cache where it is not set; empty: no cache
+    FT_CACHE_BYTES    the most it may take; unset: half of what it takes now and what its disk has free; 0: no cache
+
+    <key>/index.json      what the entry holds; its time of modification is when the entry was last used
+    <key>/lock            held (shared) by whoever reads or writes the entry; who wants to remove it must hold it alone
+    .new-*/  .old-*/      entries on their way in or out
+
+An entry appears by one rename of a finished folder, and of several writers the first wins, so that any number of jobs may look
+for, write and remove entries at the same time. Nothing here knows what an entry means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ft_service.errors import FtError
+
+FOLDER = "FT_CACHE"
+LIMIT = "FT_CACHE_BYTES"
+INDEX = "index.json"
+_LOCK = "lock"
+
+
+@dataclass
+class Entry:
+    """A folder that nobody removes as long as this is open."""
+
+    folder: Path
+    _lock: int
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+
+@dataclass(frozen=True)
+class Cache:
+    folder: Path
+    limit: int | None = None
+    """Bytes; None: half of the disk that the cache has or could have."""
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Cache | None:
+        """As FT_CACHE and FT_CACHE_BYTES say. Raises FtError for a limit that is no number of bytes."""
+        folder, limit = environment.get(FOLDER, ""), environment.get(LIMIT, "")
+        if limit and not limit.isdecimal():
+            message = f"{LIMIT} = {limit!r}: a number of bytes is needed; 0 turns the cache off."
+            raise FtError(message, param=LIMIT, code="invalid_setting")
+        if not folder or limit == "0":
+            return None
+        return cls(Path(folder).expanduser().absolute(), int(limit) if limit else None)
+
+    def find(self, key: str) -> Entry | None:
+        """The entry of a key, marked as used now. Close it when everything is read."""
+        entry = _locked(self.folder / key)
+        if entry is not None:
+            with contextlib.suppress(OSError):  # of another user, or read-only: it is found all the same
+                os.utime(entry.folder / INDEX)
+        return entry
+
+    def stage(self, size: int) -> Entry | None:
+        """A new folder for an entry of about `size` bytes, older entries removed to make room. None: there is no room.
+
+        Raises OSError where nothing can be written.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self._make_room(size):
+            return None
+        staged = self.folder / f".new-{uuid.uuid4().hex}"
+        staged.mkdir()
+        lock = os.open(staged / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        return Entry(staged, lock)
+
+    def publish(self, staged: Entry, key: str) -> bool:
+        """Make a staged folder, its index written, the entry of a key. False: another writer was first. Closes `staged`."""
+        try:
+            staged.folder.rename(self.folder / key)
+        except OSError:
+            self.discard(staged)
+            return False
+        staged.close()
+        return True
+
+    def discard(self, staged: Entry) -> None:
+        """Remove a staged folder and close it."""
+        staged.close()
+        shutil.rmtree(staged.folder, ignore_errors=True)
+
+    def remove(self, key: str) -> bool:
+        """Remove an entry unless somebody uses it; True if it is gone."""
+        return _remove(self.folder / key)
+
+    def entries(self) -> list[Path]:
+        """Complete entries, the one used longest ago first."""
+        found = [(path.stat().st_mtime_ns, path.parent) for path in self.folder.glob(f"[!.]*/{INDEX}")]
+        return [folder for _, folder in sorted(found)]
+
+    def _make_room(self, size: int) -> bool:
+        for leftover in self.folder.glob(".old-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        for leftover in self.folder.glob(".new-*"):
+            _remove(leftover)  # of writers that were killed: a living one holds its lock
+        held = {folder: _bytes_in(folder) for folder in self.entries()}
+        limit = self._limit(sum(held.values()))
+        if size > limit:
+            return False
+        for folder in list(held):
+            if sum(held.values()) + size <= limit:
+                break
+            if _remove(folder):
+                del held[folder]
+        return sum(held.values()) + size <= limit
+
+    def _limit(self, held: int) -> int:
+        return self.limit if self.limit is not None else (shutil.disk_usage(self.folder).free + held) // 2
+
+
+def _locked(folder: Path, how: int = fcntl.LOCK_SH) -> Entry | None:
+    """The folder with its lock held, None: it is not there, or its lock is not to be had at once."""
+    try:
+        lock = os.open(folder / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
+        if (folder / _LOCK).stat().st_ino == os.fstat(lock).st_ino:  # it may have been removed, and even written anew
+            return Entry(folder, lock)
+    except OSError:
+        pass
+    os.close(lock)
+    return None
+
+
+def _remove(folder: Path) -> bool:
+    entry = _locked(folder, fcntl.LOCK_EX)
+    if entry is None:
+        return False
+    away = folder.with_name(f".old-{uuid.uuid4().hex}")
+    try:
+        folder.rename(away)
+        shutil.rmtree(away, ignore_errors=True)
+    except OSError:
+        return False
+    finally:
+        entry.close()
+    return True
+
+
+def _bytes_in(folder: Path) -> int:
+    total = 0
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total

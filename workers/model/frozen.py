@@ -1,0 +1,77 @@
+"""The frozen weights of a rank while they are loaded, and what loading them did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from workers.quant.rowwise import RowQuantized
+
+Level = Literal["info", "warn"]
+Place = tuple[nn.Module, str]
+"""A module and the name under which it registers a parameter."""
+
+
+@dataclass
+class FrozenWeight:
+    """A frozen parameter on meta, and what takes its place on this rank."""
+
+    parameter: nn.Parameter
+    places: list[Place]
+    rows: tuple[int, int]
+    """This rank's rows [start, end)."""
+    storage: Tensor = field(default_factory=lambda: torch.empty(0))
+    """Where they go, once allocated."""
+
+    @property
+    def face(self) -> Tensor:
+        """This rank's part on meta: its dtype is the one that the weight is cached in, if it is plain."""
+        return self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter.data
+
+    def allocate(self, compute_dtype: torch.dtype, device: torch.device) -> None:
+        """`compute_dtype`: of plain weights that are not sharded."""
+        face = self.face
+        shape = (self.rows[1] - self.rows[0], *self.parameter.shape[1:])
+        if isinstance(face, RowQuantized):
+            self.storage = type(face).empty(shape, face.dtype, device)
+        else:
+            dtype = face.dtype if isinstance(self.parameter, DTensor) else compute_dtype
+            self.storage = torch.empty(shape, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What loading did, the same on every rank but for the bytes."""
+
+    changed: Mapping[str, float]
+    """Base parameter → ‖stored - read‖ / ‖read‖ of the whole of it, for those that storing changed."""
+    requantized: Mapping[str, str]
+    """Base parameter → the layout that the base held it quantised in, for those that had to be quantised again."""
+    kept: Mapping[str, str]
+    """The same for those that are stored as the base held them."""
+    cached: bool
+    """Whether the cache served it."""
+    bytes_read: int
+    """Of this rank, from the base or from the cache."""
+    notes: Sequence[tuple[Level, str]] = ()
+    """(level, text): what happened in the cache."""
+
+    def messages(self) -> Iterator[tuple[Level, str]]:
+        """(level, text) for the job's events."""
+        yield from self.notes
+        for layout in sorted(set(self.kept.values())):
+            count = list(self.kept.values()).count(layout)
+            yield "info", f"{count} weights of the base came as {layout} and are kept exactly."
+        for layout in sorted(set(self.requantized.values())):
+            errors = [self.changed[name] for name, found in self.requantized.items() if found == layout]
+            mean, worst = sum(errors) / len(errors), max(errors)
+            yield (
+                "warn",
+                f"{len(errors)} weights of the base came as {layout}, which no format here can hold as it is, and were "
+                f"quantised again. That changed them by {mean:.2%} of their norm on average, by {worst:.2%} at most.",
+            )

@@ -1,0 +1,58 @@
+"""NF4 with fp32 block scales: what bitsandbytes checkpoints are read into without changing a value.
+
+A weight [rows, cols] becomes two tensors whose dim 0 is the weight's dim 0:
+
+    codes      uint8    [rows, cols' / 2]    as in `workers.quant.nf4`
+    block_max  float32  [rows, cols' / 64]   largest magnitude of each block
+
+with cols' = cols rounded up to a multiple of the block (64). That is 0.5 + 4/64 bytes a parameter.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from workers.quant import kernels as kernels  # registers torch.ops.bitsandbytes
+from workers.quant.nf4 import BLOCK, padded_columns
+
+
+class NF4FP32Parts(NamedTuple):
+    """The storage of one weight, or of some of its rows."""
+
+    codes: Tensor
+    block_max: Tensor
+
+
+def empty_parts(rows: int, cols: int, device: torch.device | str) -> NF4FP32Parts:
+    """Uninitialised storage for a [rows, cols] weight."""
+    width = padded_columns(cols)
+    return NF4FP32Parts(
+        torch.empty(rows, width // 2, dtype=torch.uint8, device=device),
+        torch.empty(rows, width // BLOCK, dtype=torch.float32, device=device),
+    )
+
+
+def quantize(weight: Tensor) -> NF4FP32Parts:
+    """Quantise [rows, cols] of any float dtype. A row's parts depend on that row alone; a zero row stays zero."""
+    rows, cols = weight.shape
+    if rows == 0:
+        return empty_parts(0, cols, weight.device)
+    width = padded_columns(cols)
+    padded = pad(weight.detach(), (0, width - cols)).contiguous()
+    codes, block_max = torch.ops.bitsandbytes.quantize_4bit(padded, BLOCK, "nf4", torch.uint8)
+    return NF4FP32Parts(codes.view(rows, width // 2), block_max.view(rows, width // BLOCK).float())
+
+
+def dequantize(parts: NF4FP32Parts, cols: int, dtype: torch.dtype) -> Tensor:
+    """The weight [rows, cols] in `dtype`: bit for bit what bitsandbytes makes of the same codes and scales."""
+    codes, block_max = parts
+    rows, width = codes.shape[0], codes.shape[1] * 2
+    if rows == 0:
+        return torch.empty(0, cols, dtype=dtype, device=codes.device)
+    scales = block_max.reshape(-1)
+    weight = torch.ops.bitsandbytes.dequantize_4bit(codes.reshape(-1, 1), scales, BLOCK, "nf4", (rows, width), dtype)
+    return weight if width == cols else weight[:, :cols]

@@ -1,0 +1,86 @@
+"""When a checkpoint is due: a snapshot, and the writing beside training. One is on its way at a time.
+
+Writing runs in a thread of ours rather than in `dcp.async_save`: shards, hashes and the marker are one piece of work whose
+outcome the ranks agree on, and all of it is off training's path. Its collectives have a process group of their own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from ft_service.events import Metrics
+from ft_service.rundir import newest_step
+from workers import checkpoint
+from workers.checkpoint import Snapshot, Stager
+from workers.optim import JobState
+from workers.report import Reporter
+from workers.retention import remove_others
+from workers.runtime import CheckpointError, Runtime
+
+
+class Saver:
+    """Writes the checkpoints of one attempt. Its methods are called by all ranks together."""
+
+    def __init__(self, runtime: Runtime, reporter: Reporter) -> None:
+        self._runtime = runtime
+        self._reporter = reporter
+        self._stager = Stager()
+        self._thread: threading.Thread | None = None
+        self._crash: BaseException | None = None
+
+    def save(self, job: JobState, metrics: Metrics) -> None:
+        """Begin a checkpoint of the job as it is now; `metrics`: of its last step.
+
+        Waits for the one before it and for the copy. A checkpoint that cannot be written becomes a warning: the one before it
+        stands, and training goes on.
+        """
+        started = time.perf_counter()
+        self._wait()
+        snapshot = self._stager.snapshot(job, self._runtime.spec)
+        if not self._runtime.spec.checkpoint.async_save:
+            self._write_or_warn(snapshot, metrics, started, None)
+            return
+        arguments = (snapshot, metrics, started, time.perf_counter() - started)
+        self._thread = threading.Thread(target=self._in_background, args=arguments, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def save_last(self, job: JobState, metrics: Metrics) -> str:
+        """Write a checkpoint and return its name. Raises CheckpointError, on all ranks, if that cannot be done."""
+        started = time.perf_counter()
+        self._wait()
+        return self._write(self._stager.snapshot(job, self._runtime.spec), metrics, started, None)
+
+    def _wait(self) -> None:
+        """For the checkpoint on its way. Raises what its writing raised on this rank alone."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._crash is not None:
+            raise self._crash
+
+    def _in_background(self, snapshot: Snapshot, metrics: Metrics, started: float, stall: float) -> None:
+        try:
+            self._write_or_warn(snapshot, metrics, started, stall)
+        except BaseException as error:  # training's thread raises it
+            self._crash = error
+
+    def _write_or_warn(self, snapshot: Snapshot, metrics: Metrics, started: float, stall: float | None) -> None:
+        try:
+            self._write(snapshot, metrics, started, stall)
+        except CheckpointError as error:
+            newest = newest_step(self._runtime.run)
+            stands = f"The checkpoint of step {newest} stands" if newest >= 0 else "There is none yet"
+            self._reporter.message(f"{error} {stands}; training goes on and tries again at the next one.", "warn")
+
+    def _write(self, snapshot: Snapshot, metrics: Metrics, started: float, stall: float | None) -> str:
+        """`started`: when training stopped for it; `stall`: for how long. None: it still waits."""
+        runtime = self._runtime
+        # What was reported is safe before the steps it is about cannot come again.
+        name = checkpoint.write(snapshot, runtime.run, runtime.start.attempt, runtime.save_group, self._reporter.flush)
+        seconds = time.perf_counter() - started
+        times = {"checkpoint_stall_seconds": seconds if stall is None else stall, "checkpoint_seconds": seconds}
+        self._reporter.checkpoint(name, metrics.model_copy(update=times))
+        if runtime.rank == 0:
+            remove_others(runtime.run, runtime.spec)
+        return name

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 from pydantic import BaseModel, Field
 
 from ft_service.events import Metrics
-from ft_service.job import Job, State
+from ft_service.job import Job, Phase, State
 from ft_service.spec import LEARNING_RATE, JobSpec, Strict, TrainingOptions
 from ft_service.store.base import Checkpoint, File, StoredEvent
 from ft_service.store.records import Permission, Upload, UploadPart
@@ -51,7 +51,7 @@ class ResumeBody(Strict):
     """What a paused job goes on with. Not in OpenAI's API."""
 
     distributed: ResumeRanks | None = None
-    """Another number of ranks than before; it trains on the same samples in the same order."""
+    """Another number of ranks per node than before; it trains on the same samples in the same order."""
 
 
 class FileView(BaseModel):
@@ -287,7 +287,7 @@ def job_view(job: Job, *, organization: str, metrics: Metrics | None, now: float
         organization_id=organization,
         result_files=[job.result_file] if job.result_file else [],
         seed=spec.seed,
-        status=job.state.value,
+        status=State.QUEUED.value if job.phase is Phase.WAITING else job.state.value,
         trained_tokens=job.trained_tokens,
         training_file=job.request["training_file"],
         validation_file=job.request.get("validation_file"),
@@ -299,7 +299,7 @@ def job_view(job: Job, *, organization: str, metrics: Metrics | None, now: float
         reason=job.reason.value if job.reason else None,
         attempt=job.attempt,
         progress=_progress(metrics) if metrics else None,
-        pending_reason=job.pending if job.state is State.QUEUED else None,
+        pending_reason=job.pending if job.state is State.QUEUED or job.phase is Phase.WAITING else None,
         priority=job.priority,
         lora=spec.lora.model_dump(),
         precision=spec.precision.model_dump(),

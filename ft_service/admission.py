@@ -5,7 +5,8 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from ft_service import hardware, tuned
+from ft_service import tuned
+from ft_service.capacity import Capacity, capacity_of, refuse_too_many
 from ft_service.catalogue import Catalogue
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
@@ -44,8 +45,9 @@ def submit(
     _refuse_unstorable_text(body, "")
     request = parse_request(body)
     assert isinstance(body, dict)
-    spec = _resolve(request, job_id or new_id("ftjob-"), principal, store, settings, catalogue)
-    told = [NewEvent(level=level, message=message) for level, message in admit(spec)]
+    capacity = capacity_of(settings)
+    spec = _resolve(request, job_id or new_id("ftjob-"), principal, store, settings, catalogue, capacity)
+    told = [NewEvent(level=level, message=message) for level, message in admit(spec, capacity.machine)]
     job = Job(
         id=spec.job_id,
         project_id=principal.project_id,
@@ -60,7 +62,13 @@ def submit(
 
 
 def _resolve(
-    request: JobRequest, job_id: str, principal: Principal, store: Store, settings: Settings, catalogue: Catalogue
+    request: JobRequest,
+    job_id: str,
+    principal: Principal,
+    store: Store,
+    settings: Settings,
+    catalogue: Catalogue,
+    capacity: Capacity,
 ) -> JobSpec:
     parent: AdapterRef | None = None
     base = request.model
@@ -72,7 +80,6 @@ def _resolve(
     validation = None
     if request.validation_file is not None:
         validation = _find_file(request.validation_file, "validation_file", principal, store, settings)
-    slots = settings.slots or hardware.default_slots()
     spec = resolve(
         request,
         job_id=job_id,
@@ -81,28 +88,20 @@ def _resolve(
         training_data=training,
         validation_data=validation,
         seed=secrets.randbelow(2**31),
-        gpus=min(hardware.gpu_count(), slots),
+        gpus=capacity.gpus,
         parent=parent,
     )
-    _check_slots(spec.world_size, slots)
+    refuse_too_many(spec, capacity)
     return spec
 
 
-def ranks_to_resume_with(job: Job, ranks: int, settings: Settings) -> int:
-    """`ranks`, if the job can go on with so many on this host. Raises SpecError."""
-    slots = settings.slots or hardware.default_slots()
-    _check_slots(ranks, slots)
-    options = JobSpec.model_validate(job.spec).distributed
-    check_distributed(options, ranks, min(hardware.gpu_count(), slots))
-    return ranks
-
-
-def _check_slots(ranks: int, slots: int) -> None:
-    if ranks > slots:
-        raise SpecError(
-            f"distributed.nproc_per_node = {ranks}: this host runs at most {slots} ranks at once. Ask for fewer.",
-            param="distributed.nproc_per_node",
-        )
+def slots_to_resume_with(job: Job, nproc_per_node: int, settings: Settings) -> int:
+    """Ranks of the job with so many per node, if it can go on with them. Raises SpecError."""
+    capacity, spec = capacity_of(settings), JobSpec.model_validate(job.spec)
+    spec = spec.model_copy(update={"distributed": spec.distributed.model_copy(update={"nproc_per_node": nproc_per_node})})
+    refuse_too_many(spec, capacity)
+    check_distributed(spec.distributed, spec.world_size, capacity.gpus)
+    return spec.world_size
 
 
 def _find_parent(name: str, principal: Principal, store: Store, settings: Settings) -> tuple[JobSpec, AdapterRef]:

@@ -25,7 +25,15 @@ import torch
 from safetensors.torch import load_file
 
 from ft_service.events import read_segments
-from ft_service.rundir import RunDir, Start, complete_checkpoints, last_attempt, newest_step
+from ft_service.rundir import (
+    CHECKPOINT_NAME,
+    RunDir,
+    Start,
+    complete_checkpoints,
+    last_attempt,
+    newest_checkpoint,
+    newest_step,
+)
 from tests.attempts import wait_for
 from tests.e2e.service import SECONDS, Server, eventually, nothing_left, processes_of, submit, wait_until
 from tests.workers.models import save_chat_base, save_chats
@@ -72,7 +80,7 @@ class Story:
     struck: list[Kind] = field(default_factory=list)
     torn: list[str] = field(default_factory=list)
     resized_at: list[int] = field(default_factory=list)
-    """Steps of the newest checkpoint when the number of ranks changed."""
+    """Steps of the checkpoints that were resumed on another number of ranks."""
     refused_saves: int = 0
     """Checkpoints that could not be written."""
 
@@ -173,7 +181,8 @@ class _Strikes:
         if blow.kind == "torn":
             self._tear(blow.victim)
         if blow.ranks != self._ranks:
-            self._story.resized_at.append(max(0, newest_step(self._run)))
+            match = CHECKPOINT_NAME.fullmatch(newest_checkpoint(self._run) or "")
+            self._story.resized_at.append(int(match[1]) if match else 0)
             self._ranks = blow.ranks
         self._failures = 0
         jobs.resume(self._id, extra_body={"distributed": {"nproc_per_node": blow.ranks}})

@@ -19,7 +19,7 @@ def local_store(settings: Settings) -> Iterator[SqlStore]:
     """The store that FT_HOME or FT_DATABASE_URL names, brought to this version's schema."""
     from ft_service.store.sql import migrate, open_store  # half of the command line's start-up time, for few rare commands
 
-    settings.home.mkdir(parents=True, exist_ok=True)
+    settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     url = settings.resolved_database_url()
     migrate(url)
     store = open_store(url)

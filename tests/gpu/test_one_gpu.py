@@ -83,8 +83,8 @@ def test_an_attempt_trains_stops_and_resumes(tmp_path: Path) -> None:
     assert result.steps == 12
 
 
-def supervise(run: RunDir, attempt: int, checkpoint: str | None) -> int:
-    start = Start(job_id="ftjob-test", attempt=attempt, world_size=1, generation=1, checkpoint=checkpoint)
+def supervise(run: RunDir, attempt: int, checkpoint: str | None, world: int = 1) -> int:
+    start = Start(job_id="ftjob-test", attempt=attempt, world_size=world, generation=1, checkpoint=checkpoint)
     run.write(f"attempts/{attempt}/start.json", start)
     command = [sys.executable, "-m", "ft_service.supervisor", str(run.root), str(attempt)]
     environment: dict[str, Any] = {**os.environ, "FT_CACHE": "", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

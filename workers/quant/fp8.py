@@ -10,6 +10,7 @@ That is 1 + 4/cols bytes a parameter.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -36,11 +37,12 @@ def empty_parts(rows: int, cols: int, device: torch.device | str) -> FP8Parts:
 
 def quantize(weight: Tensor) -> FP8Parts:
     """Quantise [rows, cols] of any float dtype. A row's parts depend on that row alone; a zero row stays zero."""
-    full = weight.detach().float()
-    if full.shape[0] == 0:
-        return empty_parts(0, full.shape[1], weight.device)
-    scale = full.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny * LARGEST) / LARGEST
-    return FP8Parts((full / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale)
+    weight = weight.detach()
+    if weight.shape[0] == 0:
+        return empty_parts(0, weight.shape[1], weight.device)
+    largest = torch.linalg.vector_norm(weight, ord=math.inf, dim=1, keepdim=True).float()  # one pass, in the weight's dtype
+    scale = largest.clamp(min=torch.finfo(torch.float32).tiny * LARGEST) / LARGEST
+    return FP8Parts((weight / scale).to(torch.float8_e4m3fn), scale)
 
 
 def dequantize(parts: FP8Parts, cols: int, dtype: torch.dtype) -> Tensor:

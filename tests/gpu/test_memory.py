@@ -1,0 +1,85 @@
+"""Peak memory of a step on a GPU against the plan, and a base that lies in the host's memory."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.bases import Llama, write_llama
+from ft_service.plan.job import plan_job
+from ft_service.plan.machines import MACHINES
+from ft_service.rundir import RunDir
+from ft_service.spec import JobSpec
+from tests.gpu.test_one_gpu import supervise
+from tests.workers.models import save_chat_base, save_chats, spec_for
+from workers.activations import checkpoint_activations
+from workers.data.batches import Tokens, collate
+from workers.model.build import build
+from workers.model.load import adapters, load
+from workers.optim import JobState
+from workers.step import forward_backward
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+LLAMA = Llama(hidden=2048, intermediate=5632, layers=6, heads=16, vocabulary=32_000)
+LENGTH = 2048
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    write_llama(folder, LLAMA)
+    return folder
+
+
+@pytest.mark.parametrize("weight_format", ["bf16", "fp8", "nf4"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_peak_memory_is_within_ten_percent_of_the_plan(base: Path, weight_format: str, checkpointing: str) -> None:
+    spec = spec_for(
+        base,
+        precision={"default": weight_format},
+        training={"batch_size": 2, "per_device_train_batch_size": 2, "max_length": LENGTH},
+        lora={"r": 16, "target_modules": "all-linear"},
+        distributed={"activation_checkpointing": checkpointing},
+    )
+    planned = plan_job(spec, MACHINES["H200"]).rank.total
+    assert peak_of_two_steps(spec) == pytest.approx(planned, rel=0.1)
+
+
+def peak_of_two_steps(spec: JobSpec) -> int:
+    """Bytes that tensors take at most, from the first forward on."""
+    device = torch.device("cuda", 0)
+    built = build(spec, device)
+    checkpoint_activations(built.layers, spec.distributed.activation_checkpointing, spec.lora.r)
+    load(built.peft_model, spec.model.path, seed=0, compute_dtype=torch.bfloat16, device=device)
+    built.peft_model.train()
+    job = JobState(dict(adapters(built.peft_model)), spec.training)
+    ids = torch.randint(0, LLAMA.vocabulary, (2, LENGTH), generator=torch.Generator().manual_seed(0)).int().numpy()
+    batch = collate([Tokens(row, row >= 0) for row in ids], device)
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        forward_backward(built.peft_model, [batch], 2 * (LENGTH - 1), 1)
+        job.update(1e-4, 1.0)
+    return torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="what is sharded can be offloaded: needs two GPUs")
+def test_a_base_in_the_hosts_memory_trains_to_the_same_losses(tmp_path: Path) -> None:
+    folder, data = save_chat_base(tmp_path / "base"), save_chats(tmp_path / "train.jsonl", 16)
+    found: list[dict[str, str]] = []
+    for offload in (False, True):
+        options: dict[str, Any] = {"max_steps": 6, "batch_size": 4}
+        spec = spec_for(folder, data, ranks=2, precision={"default": "nf4"}, training=options)
+        placed = spec.distributed.model_copy(update={"offload": offload})
+        spec = spec.model_copy(update={"distributed": placed})
+        run = RunDir(tmp_path / f"offload-{offload}")
+        run.write("spec.json", spec)
+        assert supervise(run, 1, None, world=2) == 0
+        with run.path("metrics.csv").open() as table:
+            found.append({row["step"]: row["train_loss"] for row in csv.DictReader(table)})
+    plain, offloaded = ({step: float(loss) for step, loss in losses.items()} for losses in found)
+    assert offloaded == pytest.approx(plain, rel=1e-3)

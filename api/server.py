@@ -30,6 +30,7 @@ from ft_service.launcher.local import LocalLauncher
 from ft_service.meters import Meters
 from ft_service.reconciler import Reconciler
 from ft_service.settings import Settings
+from ft_service.standby import Standby
 from ft_service.store.base import Store
 from ft_service.store.sql import migrate, open_store
 
@@ -44,8 +45,14 @@ _STALE_UPLOAD_SECONDS = 24 * 3600.0
 
 def reconcile_here(settings: Settings, store: Store, meters: Meters, stop: threading.Event) -> None:
     """Run jobs as processes of this host."""
-    launcher = LocalLauncher(settings.slots or default_slots(), stop_grace_seconds=settings.stop_grace_seconds)
-    Reconciler(store, launcher, settings.runs_dir, settings.files_dir, meters=meters).run(stop)
+    standby = Standby(settings.stop_grace_seconds) if settings.warm_start else None
+    slots = settings.slots or default_slots()
+    launcher = LocalLauncher(slots, stop_grace_seconds=settings.stop_grace_seconds, standby=standby)
+    try:
+        Reconciler(store, launcher, settings.runs_dir, settings.files_dir, meters=meters).run(stop)
+    finally:
+        if standby is not None:
+            standby.close()
 
 
 def serve(settings: Settings, reconcile: Work = reconcile_here) -> None:

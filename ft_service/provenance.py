@@ -122,7 +122,8 @@ class Manifest(_Document):
     data: list[DataFile]
     frozen_modules: list[FrozenModule]
     quantiser: dict[str, int]
-    parent: Parent | None = None
+    parent: Parent | None
+    """None: training began with a new adapter."""
     versions: dict[str, str]
     history: list[Attempt]
     metrics: Metrics | None

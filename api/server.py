@@ -11,10 +11,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import uvicorn
 
@@ -24,50 +25,51 @@ from api.bootstrap import PROJECT, prepare, write_private
 from api.uploads import TEMPORARY_PREFIX
 from ft_service import logs
 from ft_service.errors import SpecError, UnavailableError
-from ft_service.hardware import default_slots
 from ft_service.job import Phase, State
-from ft_service.launcher.local import LocalLauncher
+from ft_service.launcher.choice import new_launcher
 from ft_service.meters import Meters
+from ft_service.places import Places
 from ft_service.reconciler import Reconciler
 from ft_service.settings import Settings
-from ft_service.standby import Standby
 from ft_service.store.base import Store
 from ft_service.store.sql import migrate, open_store
 
 Work = Callable[[Settings, Store, Meters, threading.Event], None]
 """Goes on until the event is set, in a thread of its own."""
 
+_Ended = TypeVar("_Ended", bound="_Ending")
+_END_POLL_SECONDS = 0.2
 _STREAM_GRACE_SECONDS = 3
 """How long running answers (downloads) may go on after the server was told to stop."""
 _THREAD_GRACE_SECONDS = 10.0
 _STALE_UPLOAD_SECONDS = 24 * 3600.0
 
 
+class _Ending(Protocol):
+    """What ends when this is set: the web server, or a process without one."""
+
+    should_exit: bool
+
+
 def reconcile_here(settings: Settings, store: Store, meters: Meters, stop: threading.Event) -> None:
-    """Run jobs as processes of this host."""
-    standby = Standby(settings.stop_grace_seconds) if settings.warm_start else None
-    slots = settings.slots or default_slots()
-    launcher = LocalLauncher(slots, stop_grace_seconds=settings.stop_grace_seconds, standby=standby)
-    try:
-        Reconciler(store, launcher, settings.runs_dir, settings.files_dir, meters=meters).run(stop)
-    finally:
-        if standby is not None:
-            standby.close()
+    """Run jobs where FT_LAUNCHER says."""
+    Reconciler(store, new_launcher(settings), Places.of(settings), meters=meters).run(stop)
 
 
-def serve(settings: Settings, reconcile: Work = reconcile_here) -> None:
+def serve(settings: Settings, reconcile: Work = reconcile_here, *, api_only: bool = False) -> None:
     """Serve until SIGINT or SIGTERM. Only for a process's main thread.
 
-    Raises SpecError if a setting is wrong or the port is taken, UnavailableError if the database does not answer.
+    `api_only`: other processes bring the database up to date (`migrate`) and move jobs (`reconcile_only`). Raises SpecError
+    if a setting is wrong or the port is taken, UnavailableError if the database does not answer or is not up to date.
     """
     logs.configure(settings.log_level, settings.log_format)
     settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(_bound(settings))
         url = _url(settings, listener)
-        migrate(settings.resolved_database_url())
-        store = open_store(settings.resolved_database_url())
-        stack.callback(store.close)
+        if not api_only:
+            migrate(settings.resolved_database_url())
+        store = stack.enter_context(_opened(settings))
         meters = Meters()
         app = create_app(settings, store, meters)
         key = prepare(settings, store, base_url=f"{url}/v1")
@@ -75,11 +77,53 @@ def serve(settings: Settings, reconcile: Work = reconcile_here) -> None:
         web = _web_server(app)
         stack.enter_context(_announced(settings.home / "server.json", url))
         stack.enter_context(_ended_by_signals(web))
-        for name, work in (("housekeeping", housekeeping.run), ("webhooks", webhooks.run), ("reconciler", reconcile)):
-            stack.enter_context(_in_thread(name, partial(work, settings, store, meters), web))
+        if not api_only:
+            _work_beside(stack, settings, store, meters, reconcile, web)
         _greet(url, key)
         web.run(sockets=[listener])
-        _say_what_goes_on(store)
+        if not api_only:
+            _say_what_goes_on(store)
+
+
+def reconcile_only(settings: Settings, reconcile: Work = reconcile_here) -> None:
+    """Move jobs, and do what else goes on beside the web server, until SIGINT or SIGTERM. Only for a process's main thread.
+
+    Raises UnavailableError if the database does not answer or is not up to date, and if a part of the work has failed.
+    """
+    logs.configure(settings.log_level, settings.log_format)
+    settings.home.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(_opened(settings))
+        end = stack.enter_context(_ended_by_signals(_End()))
+        _work_beside(stack, settings, store, Meters(), reconcile, end)
+        print("Moving jobs.", flush=True)
+        while not end.should_exit:
+            time.sleep(_END_POLL_SECONDS)
+
+
+@dataclass
+class _End:
+    """In place of a web server: whether to end."""
+
+    should_exit: bool = False
+
+
+@contextlib.contextmanager
+def _opened(settings: Settings) -> Iterator[Store]:
+    """The database, whose schema is this version's."""
+    store = open_store(settings.resolved_database_url())
+    try:
+        store.check()
+        yield store
+    finally:
+        store.close()
+
+
+def _work_beside(
+    stack: contextlib.ExitStack, settings: Settings, store: Store, meters: Meters, reconcile: Work, end: _Ending
+) -> None:
+    for name, work in (("housekeeping", housekeeping.run), ("webhooks", webhooks.run), ("reconciler", reconcile)):
+        stack.enter_context(_in_thread(name, partial(work, settings, store, meters), end))
 
 
 def _web_server(app: Any) -> uvicorn.Server:
@@ -129,7 +173,7 @@ def _announced(path: Path, url: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ended_by_signals(web: uvicorn.Server) -> Iterator[None]:
+def _ended_by_signals(web: _Ended) -> Iterator[_Ended]:
     """SIGINT and SIGTERM end the web server, also before it has started, and then leave this process time to clean up.
 
     uvicorn handles them while it runs, and raises them again afterwards, which would kill the process in the middle of that.
@@ -140,14 +184,14 @@ def _ended_by_signals(web: uvicorn.Server) -> Iterator[None]:
 
     previous = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield web
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 @contextlib.contextmanager
-def _in_thread(name: str, work: Callable[[threading.Event], None], web: uvicorn.Server) -> Iterator[None]:
+def _in_thread(name: str, work: Callable[[threading.Event], None], web: _Ending) -> Iterator[None]:
     """Work beside the server. If it fails, the process ends: a server whose jobs stand still must not look well.
 
     Raises UnavailableError at the end if it has failed.

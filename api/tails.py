@@ -9,19 +9,20 @@ from pathlib import Path
 
 _MAX_BYTES = 1024**2
 _CHUNK = 256 * 1024
-_RANK = re.compile(r"attempt_0/(\d+)/(stdout|stderr)\.log$")
+_RANK = re.compile(r"(?:(node-\d+)/)?[^/]*/attempt_0/(\d+)/(stdout|stderr)\.log")
 
 
 def log_files(folder: Path, rank: int | None = None) -> dict[str, Path]:
-    """Source → file, by name. `rank`: only what this rank printed; None: supervisor, torchrun and all ranks."""
+    """Source → file, by name. `rank`: only what this rank (of each node) printed; None: supervisor, torchrun and all ranks."""
     found: dict[str, Path] = {}
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() or not path.is_file():
             continue
-        match = _RANK.search(path.as_posix())
-        if rank is None or (match and int(match[1]) == rank):
-            source = f"rank {match[1]} {match[2]}" if match else path.relative_to(folder).as_posix()
-            found[source] = path
+        name = path.relative_to(folder).as_posix()
+        match = _RANK.fullmatch(name)
+        if rank is None or (match and int(match[2]) == rank):
+            node = f"{match[1]} " if match and match[1] else ""
+            found[f"{node}rank {match[2]} {match[3]}" if match else name] = path
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Any, Generic, Literal, TypeVar
 from pydantic import BaseModel
 
 from ft_service.events import Metrics
-from ft_service.job import Job, State
+from ft_service.job import Job, Phase, State
 from ft_service.spec import LEARNING_RATE, JobSpec, TrainingOptions
 from ft_service.store.base import Checkpoint, File, StoredEvent
 from ft_service.store.records import Permission, Upload, UploadPart
@@ -276,7 +276,7 @@ def job_view(job: Job, *, organization: str, metrics: Metrics | None, now: float
         organization_id=organization,
         result_files=[job.result_file] if job.result_file else [],
         seed=spec.seed,
-        status=job.state.value,
+        status=State.QUEUED.value if job.phase is Phase.WAITING else job.state.value,
         trained_tokens=job.trained_tokens,
         training_file=job.request["training_file"],
         validation_file=job.request.get("validation_file"),
@@ -288,7 +288,7 @@ def job_view(job: Job, *, organization: str, metrics: Metrics | None, now: float
         reason=job.reason.value if job.reason else None,
         attempt=job.attempt,
         progress=_progress(metrics) if metrics else None,
-        pending_reason=job.pending if job.state is State.QUEUED else None,
+        pending_reason=job.pending if job.state is State.QUEUED or job.phase is Phase.WAITING else None,
         priority=job.priority,
         lora=spec.lora.model_dump(),
         precision=spec.precision.model_dump(),

@@ -30,6 +30,7 @@ from ft_service.client import Client, RemoteJob
 from ft_service.connection import find_connection
 from ft_service.events import read_segments
 from ft_service.lifetime import RANKS_LOCK, is_locked
+from ft_service.node import Node
 from ft_service.rundir import RunDir, Start, sha256_of
 from ft_service.spec import BaseModelRef, DataFileRef, parse_request, resolve
 from ft_service.store.sql import open_store
@@ -99,11 +100,11 @@ def bare_torchrun(folder: Path) -> dict[str, float]:
     run.write("attempts/1/start.json", start)
     logs = run.path("attempts/1/logs")
     logs.mkdir()
-    environment = torchrun.environment({**os.environ, **surroundings(folder)}, start, run.path("attempts/1/rendezvous"))
+    environment = torchrun.environment({**os.environ, **surroundings(folder)}, start, run, Node())
     del environment["FT_SUPERVISOR_PID"]  # torchrun's parent is this process
     began = time.time()
     with (logs / "torchrun.log").open("wb") as log:
-        command = [*torchrun.command(start, logs), str(run.root), "1"]
+        command = [*torchrun.command(start, run, Node()), str(run.root), "1"]
         process = subprocess.Popen(command, env=environment, cwd=run.root, stdout=log, stderr=log)
     try:
         return {"first_step_seconds": first_step_at(run) - began}

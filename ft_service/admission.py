@@ -5,7 +5,8 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from ft_service import hardware, tuned
+from ft_service import tuned
+from ft_service.capacity import Capacity, capacity_of, refuse_too_many
 from ft_service.catalogue import Catalogue
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
@@ -35,8 +36,9 @@ def submit(
     _refuse_unstorable_text(body, "")
     request = parse_request(body)
     assert isinstance(body, dict)
-    spec = _resolve(request, job_id or new_id("ftjob-"), principal, store, settings, catalogue)
-    told = [NewEvent(level=level, message=message) for level, message in admit(spec)]
+    capacity = capacity_of(settings)
+    spec = _resolve(request, job_id or new_id("ftjob-"), principal, store, settings, catalogue, capacity)
+    told = [NewEvent(level=level, message=message) for level, message in admit(spec, capacity.machine)]
     job = Job(
         id=spec.job_id,
         project_id=principal.project_id,
@@ -51,7 +53,13 @@ def submit(
 
 
 def _resolve(
-    request: JobRequest, job_id: str, principal: Principal, store: Store, settings: Settings, catalogue: Catalogue
+    request: JobRequest,
+    job_id: str,
+    principal: Principal,
+    store: Store,
+    settings: Settings,
+    catalogue: Catalogue,
+    capacity: Capacity,
 ) -> JobSpec:
     parent: AdapterRef | None = None
     base = request.model
@@ -63,7 +71,6 @@ def _resolve(
     validation = None
     if request.validation_file is not None:
         validation = _find_file(request.validation_file, "validation_file", principal, store, settings)
-    slots = settings.slots or hardware.default_slots()
     spec = resolve(
         request,
         job_id=job_id,
@@ -72,14 +79,10 @@ def _resolve(
         training_data=training,
         validation_data=validation,
         seed=secrets.randbelow(2**31),
-        gpus=min(hardware.gpu_count(), slots),
+        gpus=capacity.gpus,
         parent=parent,
     )
-    if spec.world_size > slots:
-        raise SpecError(
-            f"distributed.nproc_per_node = {spec.world_size}: this host runs at most {slots} ranks at once. Ask for fewer.",
-            param="distributed.nproc_per_node",
-        )
+    refuse_too_many(spec, capacity)
     return spec
 
 

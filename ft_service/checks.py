@@ -15,6 +15,7 @@ from ft_service import offline
 from ft_service.dataset import check_file
 from ft_service.errors import FtError
 from ft_service.job import Job
+from ft_service.places import Places
 from ft_service.rundir import ErrorInfo
 from ft_service.spec import AdapterRef, DataFileRef, JobSpec
 
@@ -24,20 +25,20 @@ SMALL_CHECK_SECONDS = 0.2
 Check = Callable[[Job], ErrorInfo | None]
 
 
-def check_data(job: Job) -> ErrorInfo | None:
+def check_data(job: Job, places: Places) -> ErrorInfo | None:
     """Read a job's data files, and get the adapter ready that it goes on from. The first error, or None."""
     spec = JobSpec.model_validate(job.spec)
-    error = _prepare(spec.parent) if spec.parent else None
-    error = error or _check_one("training_file", spec.training_data)
+    error = _prepare(spec.parent, places) if spec.parent else None
+    error = error or _check_one("training_file", spec.training_data, places)
     if error is None and spec.validation_data is not None:
-        error = _check_one("validation_file", spec.validation_data)
+        error = _check_one("validation_file", spec.validation_data, places)
     return error
 
 
-def _prepare(parent: AdapterRef) -> ErrorInfo | None:
+def _prepare(parent: AdapterRef, places: Places) -> ErrorInfo | None:
     """Make the adapter of a checkpoint, unless it is there already; a job's outcome always is."""
     folder = Path(parent.path)
-    if folder.is_dir():
+    if places.fetched(folder).is_dir():
         return None
     try:
         offline.checkpoint_adapter(folder.parents[1], folder.name)
@@ -46,9 +47,9 @@ def _prepare(parent: AdapterRef) -> ErrorInfo | None:
     return None
 
 
-def _check_one(param: Literal["training_file", "validation_file"], data: DataFileRef) -> ErrorInfo | None:
+def _check_one(param: Literal["training_file", "validation_file"], data: DataFileRef, places: Places) -> ErrorInfo | None:
     try:
-        return check_file(Path(data.path)).error(param, data.name)
+        return check_file(places.fetched(Path(data.path))).error(param, data.name)
     except OSError as error:
         return ErrorInfo(code=f"invalid_{param}", message=f"{data.name} cannot be read: {error.strerror}.", param=param)
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from ft_service.job import Reason
 from ft_service.rundir import ErrorInfo, Exit, Outcome, Result
 
 Forced = Literal["cancelled", "stop_timeout"]
@@ -40,6 +42,7 @@ class Evidence:
     result: Result | None
     returncode: int
     """torchrun's; negative: the signal that killed it."""
+    nodes: int = 1
     forced: Forced | None = None
     failed_rank: FailedRank | None = None
     log_tail: str = ""
@@ -66,6 +69,14 @@ def exit_of(reason: str, message: str, error: ErrorInfo | None = None) -> Exit:
     return Exit.model_validate({"code": EXIT_CODE[reason], "reason": reason, "message": message, "error": error})
 
 
+def killed_exit(reason: Reason) -> Exit:
+    """The exit record of an attempt that the service has ended."""
+    if reason is Reason.USER_CANCELLED:
+        return exit_of("cancelled", "The attempt was cancelled.")
+    word = reason.value if reason in (Reason.STALLED, Reason.STOP_TIMEOUT) else "worker_killed"
+    return exit_of(word, f"The service ended the attempt ({reason.value}).")
+
+
 def decide_exit(seen: Evidence) -> Exit:
     """The attempt's exit record.
 
@@ -81,6 +92,30 @@ def decide_exit(seen: Evidence) -> Exit:
     if seen.forced == "stop_timeout":
         return exit_of("stop_timeout", "The ranks did not stop in time and were killed.")
     return _exit_unspoken(seen)
+
+
+def conclude(nodes: int, exits: Mapping[int, Exit], outcome: Outcome | None, result: Result | None) -> Exit:
+    """The exit record of an attempt on several nodes. `exits`: node → its record; one that left none is not in it.
+
+    As for one node: the ranks' word first, then what the supervisors did, then what torchrun saw. Of what torchrun saw a killed
+    rank is the cause, and errors of the ranks that lost it are not.
+    """
+    found = [exits[index] for index in sorted(exits)]
+    if result is not None:
+        return exit_of("succeeded", f"Training has finished after {result.steps} steps.")
+    cancelled = next((exit for exit in found if exit.reason == "cancelled"), None)
+    if cancelled is not None:
+        return cancelled
+    if outcome is not None:
+        return _exit_by_outcome(outcome)
+    for reason in ("permanent_error", "stopped", "stop_timeout", "worker_killed", "worker_error"):
+        for exit in found:
+            if exit.reason == reason:
+                return exit
+    silent = [str(index) for index in range(nodes) if index not in exits]
+    if silent:
+        return exit_of("worker_killed", f"Of {nodes} nodes these left no exit record: {', '.join(silent)}.")
+    return _worker_error("The ranks left without saying how training ended.")
 
 
 def _exit_by_outcome(outcome: Outcome) -> Exit:
@@ -100,6 +135,8 @@ def _exit_unspoken(seen: Evidence) -> Exit:
     if rank is not None and rank.exitcode < 0:
         message = f"Rank {rank.rank} was killed by {_signal_name(-rank.exitcode)}."
         return exit_of("worker_killed", message, ErrorInfo(code="worker_killed", message=message, rank=rank.rank))
+    if seen.returncode == 0 and seen.nodes > 1:  # the word is that of rank 0, whose node may be another
+        return exit_of("succeeded", "The ranks of this node are done.")
     if seen.returncode == 0:
         return _worker_error("The ranks left without saying how training ended.", seen)
     who = f"Rank {rank.rank}" if rank else "A rank"

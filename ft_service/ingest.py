@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ft_service.events import Event, read_segments
 from ft_service.ids import new_id
 from ft_service.job import Job
+from ft_service.places import Places
 from ft_service.rundir import CHECKPOINT_NAME, Result, RunDir, sha256_of
 from ft_service.store.base import Checkpoint, File, NewEvent
 
@@ -40,6 +42,11 @@ def read_report(run: RunDir, job: Job) -> Report:
     )
 
 
+def note_event(note: str) -> NewEvent:
+    """What an attempt's place says about it, as an event that is stored once an attempt, however often it is said."""
+    return NewEvent(level="info", message=note, source=(-1 - (zlib.crc32(note.encode()) >> 1), 0))
+
+
 def _new_event(source: tuple[int, int], event: Event) -> NewEvent:
     created_at = event.time or None  # a line that is no event has no time of its own
     metrics = event.metrics if event.kind == "metrics" else None  # a checkpoint's metrics were reported with its step
@@ -62,8 +69,8 @@ def _checkpoint(job: Job, event: Event) -> Checkpoint | None:
     )
 
 
-def collect_result(run: RunDir, job: Job, files_dir: Path) -> tuple[Job, list[File]]:
-    """A succeeded job with what it trained, and its metrics as a file: copied below `files_dir`, for the caller to store."""
+def collect_result(run: RunDir, job: Job, places: Places) -> tuple[Job, list[File]]:
+    """A succeeded job with what it trained, and its metrics as a file: copied to its place, for the caller to store."""
     result = run.read("result.json", Result)
     if result is None:
         return job, []
@@ -72,8 +79,9 @@ def collect_result(run: RunDir, job: Job, files_dir: Path) -> tuple[Job, list[Fi
     if not metrics.is_file():
         return job, []
     file_id = new_id("file-")
-    files_dir.mkdir(parents=True, exist_ok=True)
-    copy = Path(shutil.copyfile(metrics, files_dir / file_id))
+    places.files_dir.mkdir(parents=True, exist_ok=True)
+    copy = Path(shutil.copyfile(metrics, places.files_dir / file_id))
+    places.keep(file_id)
     file = File(
         id=file_id,
         project_id=job.project_id,

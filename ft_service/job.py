@@ -42,6 +42,8 @@ TERMINAL = frozenset({State.SUCCEEDED, State.FAILED, State.CANCELLED})
 class Phase(StrEnum):
     LAUNCHING = "launching"
     """Slots are held; the workers have not reported yet."""
+    WAITING = "waiting"
+    """The cluster has no place for the attempt yet; users see the job as queued."""
     TRAINING = "training"
     STOPPING = "stopping"
     """The attempt was asked to stop and has not ended."""
@@ -98,7 +100,8 @@ class Job:
     queued_at: float | None = None
     """When it entered the queue last; written by the store. None: it never did."""
     pending: str | None = None
-    """Why it stays in the queue although its turn has come, for the user; None: it waits for its turn."""
+    """Why it waits although its turn has come (its host is too small; the cluster has no place yet), for the user; None: it
+    waits for its turn, or does not wait."""
     version: int = 1
     """Raised by every write; a write names the version it read and changes nothing if another came first."""
 
@@ -150,12 +153,16 @@ class Absent:
 
 @dataclass(frozen=True)
 class Running:
-    """Its supervisor lives."""
+    """Its supervisor lives, or is to come to life without a further start."""
 
     reported: bool = False
     """Rank 0 has written at least one event."""
     silent_seconds: float = 0.0
     """Since the last new event, on the observer's monotonic clock."""
+    note: str | None = None
+    """What its place says about it, for the user: why it does not run yet, or that it is being taken away."""
+    admitted: bool = True
+    """False: its place keeps it waiting, and nothing of it runs yet."""
 
 
 @dataclass(frozen=True)
@@ -275,6 +282,12 @@ def _decide_alive(job: Job, seen: Running) -> Action:
         return Signal()
     if seen.silent_seconds > SILENCE_LIMIT_SECONDS:
         return Kill(Reason.STALLED)
+    if job.phase in (Phase.LAUNCHING, Phase.WAITING) and not seen.admitted:
+        waiting = replace(job, phase=Phase.WAITING, pending=seen.note)
+        return Wait() if waiting == job else Become(waiting)
+    if job.phase is Phase.WAITING:
+        launching = replace(job, phase=Phase.LAUNCHING, pending=None)
+        return Become(launching, message="The cluster has a place for the attempt.")
     if job.phase is Phase.LAUNCHING and seen.reported:
         return Become(replace(job, phase=Phase.TRAINING))
     return Wait()
@@ -330,7 +343,7 @@ def _after_failure(job: Job, checkpoint_step: int, reason: Reason, error: ErrorI
 def _at_rest(job: Job) -> Job:
     """Where a job goes whose attempt has ended before its time."""
     state = State.PAUSED if job.desired is Desired.PAUSE else State.QUEUED
-    return replace(job, state=state, phase=None, signalled=job.generation)
+    return replace(job, state=state, phase=None, signalled=job.generation, pending=None)
 
 
 def fail(job: Job, reason: Reason, error: ErrorInfo | None, now: float, text: str | None = None) -> Job:

@@ -24,6 +24,8 @@ from pathlib import Path
 from ft_service.errors import UnavailableError
 
 RANKS_LOCK = "ranks.lock"
+RANKS_LOCK_PATH = "FT_RANKS_LOCK"
+"""Environment variable by which a rank knows where its node's lock is; without it: in the run directory."""
 SUPERVISOR_PID = "FT_SUPERVISOR_PID"
 """Environment variable by which a rank knows who must be the parent of its parent."""
 
@@ -59,7 +61,7 @@ def die_with_parent(parent: int | None = None, with_signal: int = signal.SIGKILL
 
 def hold_rank_lock(run_dir: str | Path) -> None:
     """Take this rank's share of `ranks.lock` and keep it until the process ends. Call it after `die_with_parent`."""
-    descriptor = _open(Path(run_dir) / RANKS_LOCK)
+    descriptor = _open(Path(os.environ.get(RANKS_LOCK_PATH) or Path(run_dir) / RANKS_LOCK))
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     _held.append(descriptor)
 

@@ -13,12 +13,12 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import assert_never
 
 from ft_service import job as rules
 from ft_service.checks import Check, Checks, check_data
-from ft_service.ingest import Report, collect_result, read_report
+from ft_service.ingest import Report, collect_result, note_event, read_report
 from ft_service.job import (
     Absent,
     Become,
@@ -28,6 +28,7 @@ from ft_service.job import (
     Launch,
     Observation,
     Place,
+    Running,
     Signal,
     State,
     Validate,
@@ -36,6 +37,7 @@ from ft_service.job import (
 from ft_service.launcher.base import Launcher, LaunchError
 from ft_service.logs import about, fields
 from ft_service.meters import Meters
+from ft_service.places import Places
 from ft_service.rundir import Control, RunDir, Start, newest_checkpoint, newest_step
 from ft_service.scheduling import choose_slots
 from ft_service.spec import JobSpec
@@ -61,20 +63,17 @@ class Reconciler:
         self,
         store: Store,
         launcher: Launcher,
-        runs_dir: Path,
-        files_dir: Path,
+        places: Places,
         *,
         meters: Meters | None = None,
-        check: Check = check_data,
+        check: Check | None = None,
         idle_seconds: float = IDLE_SECONDS,
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
-        """`runs_dir`: run directories, named after job ids. `files_dir`: where the store's files lie, named after their ids.
-        `meters`: None: counts for nobody."""
+        """`meters`: None: counts for nobody. `check`: of a job's data files; None: `check_data`."""
         self._store = store
         self._launcher = launcher
-        self._runs_dir = runs_dir
-        self._files_dir = files_dir
+        self._places = places
         self._meters = meters or Meters()
         self._idle_seconds = idle_seconds
         self._lease_seconds = lease_seconds
@@ -82,7 +81,7 @@ class Reconciler:
         self._wake = threading.Event()
         self._queue_first = False
         self._tell_at = 0.0
-        self._checks = Checks(check, self.wake)
+        self._checks = Checks(check or partial(check_data, places=places), self.wake)
 
     def wake(self) -> None:
         """There may be something to do: end the loop's rest early."""
@@ -151,10 +150,14 @@ class Reconciler:
         return self._store.claim_next(**who, max_slots=free, host_slots=total) if free else None
 
     def _reconcile(self, claim: Claim) -> None:
-        run = RunDir(self._runs_dir / claim.job.id)
+        run = self._places.run(claim.job.id)
         seen = self._launcher.observe(run, claim.job.attempt) if claim.job.attempt else Absent()
         # Read after observing: what an attempt wrote before it ended is then all there.
         report = read_report(run, claim.job)
+        if isinstance(seen, Running) and seen.note:
+            report = replace(report, events=[*report.events, note_event(seen.note)])
+        if isinstance(seen, Running) and seen.note:
+            report = replace(report, events=[*report.events, note_event(seen.note)])
         if isinstance(seen, Ended) and report.more:
             self._apply(claim, report, report.job)
             return
@@ -222,6 +225,7 @@ class Reconciler:
             generation=job.generation,
             checkpoint=newest_checkpoint(run),
             slots=self._store.held_slots(job.id),
+            nodes=JobSpec.model_validate(job.spec).distributed.nnodes,
         )
         run.write_if_absent(f"attempts/{job.attempt}/start.json", start)
         try:
@@ -250,13 +254,14 @@ class Reconciler:
                 return
         job, files = action.job, []
         if job.state is State.SUCCEEDED:
-            job, files = collect_result(run, job, self._files_dir)
+            job, files = collect_result(run, job, self._places)
         if not self._apply(claim, report, job, _events(action), files=files, release_slots=action.release):
             for file in files:
-                (self._files_dir / file.id).unlink()
+                self._places.remove(file.id)
         elif action.release:
             reason = rules.reason_of(seen.exit) if isinstance(seen, Ended) else None
             self._meters.attempts_ended.labels(reason.value if reason else "stopped").inc()
+            self._launcher.clean(run, report.job.attempt)
 
     def _apply(
         self,

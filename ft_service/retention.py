@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ft_service.errors import NotFoundError
+from ft_service.errors import NotFoundError, SpecError
 from ft_service.job import TERMINAL, Job
 from ft_service.lifetime import try_lock
 from ft_service.settings import Settings
@@ -82,7 +82,18 @@ class _Needed:
 
 
 def plan(settings: Settings, store: Store, limits: Limits, *, cache: Path | None = None) -> list[Removal]:
-    """All that may go now, by kind and path. `cache`: folder of quantised bases; None: it is not looked at."""
+    """All that may go now, by kind and path. `cache`: folder of quantised bases; None: it is not looked at.
+
+    Raises SpecError for ages of what lies on object storage, whose own rules remove it.
+    """
+    if settings.storage:
+        if (limits.runs, limits.checkpoints, limits.files) != (None, None, None):
+            raise SpecError(
+                "FT_STORAGE is set: run directories and files are on object storage. Remove old ones by its lifecycle rules; "
+                "leave out FT_KEEP_RUNS_DAYS, FT_KEEP_CHECKPOINTS_DAYS and FT_KEEP_FILES_DAYS.",
+                param="FT_STORAGE",
+            )
+        return _of_cache(cache, limits.cache) if cache is not None and limits.cache is not None else []
     now = store.now()
     found = [*_of_jobs(settings, store, limits, now), *_of_files(settings, store, limits)]
     if limits.leftovers:
@@ -167,15 +178,15 @@ def _leftovers(settings: Settings, store: Store) -> Iterator[Removal]:
         yield Removal(kind="leftover", path=path, bytes=size_of(path), why=f"{what} belongs to it")
 
 
-def _of_cache(folder: Path, days: float) -> Iterator[Removal]:
+def _of_cache(folder: Path, days: float) -> list[Removal]:
     """Entries as workers/model/cache.py writes them: `index.json` was touched when the entry was last used."""
-    before = time.time() - days * DAY_SECONDS
-    for index in sorted(folder.glob("[!.]*/index.json")):
-        used = index.stat().st_mtime
-        if used <= before:
-            entry = index.parent
-            why = f"not used for {(time.time() - used) / DAY_SECONDS:.0f} days"
-            yield Removal(kind="cache", path=entry, bytes=size_of(entry), why=why)
+    now = time.time()
+    found = {index.parent: (now - index.stat().st_mtime) / DAY_SECONDS for index in sorted(folder.glob("[!.]*/index.json"))}
+    return [
+        Removal(kind="cache", path=entry, bytes=size_of(entry), why=f"not used for {unused:.0f} days")
+        for entry, unused in found.items()
+        if unused >= days
+    ]
 
 
 def _remove_from_cache(entry: Path) -> bool:

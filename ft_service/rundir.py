@@ -17,6 +17,9 @@
     result.json                           Result, last of all; names the attempt
     ranks.lock                            held (shared) by every living rank of any attempt
 
+What belongs to one of several nodes (supervisor.lock, supervisor.json, exit.json) lies in attempts/<n>/nodes/<k>/, and
+attempts/<n>/exit.json is made of theirs; ranks.lock is ranks-<k>.lock then.
+
 Documents are read and written with four operations only (put, put-if-absent, get, list), so that object storage can hold them
 too. A document is written whole or not at all.
 """
@@ -74,6 +77,15 @@ class RunDir:
         names = [p.relative_to(self.root).as_posix() for p in base.rglob("*") if p.is_file() and not p.name.startswith(".tmp-")]
         return sorted(names)
 
+    def size(self, key: str) -> int | None:
+        """In bytes; None: there is no such file."""
+        path = self.path(key)
+        return path.stat().st_size if path.is_file() else None
+
+    def digest(self, key: str) -> str | None:
+        """SHA-256 of a file that is there; None: not cheap to tell here."""
+        return sha256_of(self.path(key))
+
     def read(self, key: str, model: type[Document]) -> Document | None:
         """A JSON document, or None if it is not there. Raises pydantic.ValidationError on a document of another shape."""
         body = self.get(key)
@@ -129,6 +141,8 @@ class Start(_Document):
     """Folder name below `checkpoints/` to resume from; None: from the first step."""
     slots: list[int] = []
     """Slots of the host that the ranks hold: the GPUs they see, on a host with GPUs. Empty: nobody shares the host."""
+    nodes: int = 1
+    """Hosts that the ranks are spread over evenly."""
 
 
 class Control(_Document):
@@ -222,9 +236,11 @@ def checkpoint_name(step: int, attempt: int) -> str:
 def complete_checkpoints(run: RunDir) -> list[str]:
     """Names of the checkpoints whose marker is there, oldest first: by step, then by attempt. Those set aside do not count."""
     found: list[tuple[int, int]] = []
-    for folder in run.path("checkpoints").glob("step-*"):
-        match = CHECKPOINT_NAME.fullmatch(folder.name)
-        if match and (folder / "COMPLETE").is_file() and not (folder / "DAMAGED").exists():
+    keys = set(run.list("checkpoints"))
+    for key in keys:
+        _, name, file = key.split("/", 2)
+        match = CHECKPOINT_NAME.fullmatch(name)
+        if match and file == "COMPLETE" and f"checkpoints/{name}/DAMAGED" not in keys:
             found.append((int(match[1]), int(match[2])))
     return [checkpoint_name(step, attempt) for step, attempt in sorted(found)]
 
@@ -254,12 +270,13 @@ def checkpoint_faults(run: RunDir, name: str) -> list[str]:
         return ["COMPLETE is missing"]
     faults = []
     for file in marker.files:
-        path = run.path(f"checkpoints/{name}/{file.name}")
-        if not path.is_file():
+        key = f"checkpoints/{name}/{file.name}"
+        size = run.size(key)
+        if size is None:
             faults.append(f"{file.name} is missing")
-        elif path.stat().st_size != file.bytes:
-            faults.append(f"{file.name} has {path.stat().st_size} bytes instead of {file.bytes}")
-        elif sha256_of(path) != file.sha256:
+        elif size != file.bytes:
+            faults.append(f"{file.name} has {size} bytes instead of {file.bytes}")
+        elif run.digest(key) not in (None, file.sha256):
             faults.append(f"{file.name} has other contents than when it was written")
     return faults
 
@@ -276,8 +293,8 @@ def set_damaged_aside(run: RunDir, resumed_from: str | None) -> dict[str, list[s
 
 def last_attempt(run: RunDir) -> int:
     """The highest attempt number that was started in this directory; 0: none."""
-    numbers = [int(p.parent.name) for p in run.path("attempts").glob("*/start.json") if p.parent.name.isdigit()]
-    return max(numbers, default=0)
+    started = (key.split("/") for key in run.list("attempts") if key.endswith("/start.json"))
+    return max((int(parts[1]) for parts in started if len(parts) == 3 and parts[1].isdigit()), default=0)
 
 
 def sha256_of(path: Path) -> str:

@@ -28,6 +28,13 @@ class Settings(BaseSettings):
     """Folders of base models in Hugging Face layout, separated as in PATH; empty: FT_HOME/models."""
     model_aliases: Path | None = None
     """YAML file: name that clients send → name of a base."""
+    storage: str = Field(default="", pattern=r"^((s3|gs)://.+)?$")
+    """Object storage for run directories and files: s3://bucket/prefix or gs://bucket/prefix, with the credentials that s3fs or
+    gcsfs find. Empty: they are in FT_HOME, which pods must share. Only with FT_LAUNCHER = kubernetes."""
+    launcher: Literal["local", "kubernetes"] = "local"
+    """Where jobs run: as processes of this host, or as pods of a cluster."""
+    pod_profile: Path | None = None
+    """YAML file: how worker pods look. Needed by FT_LAUNCHER = kubernetes."""
     bootstrap_key_file: Path | None = None
     """File whose content becomes the first admin key, instead of a random one."""
     organization: str = Field(default="local", pattern=r"^[a-z0-9-]{1,40}$")
@@ -88,6 +95,22 @@ class Settings(BaseSettings):
     def _one_database_url(self) -> Settings:
         if self.database_url and self.database_url_file:
             raise ValueError("FT_DATABASE_URL and FT_DATABASE_URL_FILE are both set: keep one")
+        return self
+
+    @model_validator(mode="after")
+    def _whole_cluster(self) -> Settings:
+        if self.launcher == "local":
+            if self.storage:
+                raise ValueError(
+                    "FT_STORAGE needs FT_LAUNCHER = kubernetes: processes of this host keep their files in FT_HOME"
+                )
+            return self
+        if self.pod_profile is None:
+            raise ValueError("FT_LAUNCHER = kubernetes needs FT_POD_PROFILE, which says how worker pods look")
+        if not self.database_url_file and not self.database_url.startswith("postgresql"):
+            raise ValueError(
+                "FT_LAUNCHER = kubernetes needs PostgreSQL in FT_DATABASE_URL: SQLite's locks do not work between hosts"
+            )
         return self
 
     def resolved_database_url(self) -> str:

@@ -6,6 +6,9 @@ It holds `supervisor.lock` as long as it lives and names itself in `supervisor.j
 attempt alone. It starts torchrun when no rank of an earlier attempt lives, ends it when the user cancels (`control.json`) or a
 stop takes longer than the grace, and writes `exit.json` last, when the last rank is gone. SIGTERM and SIGINT ask the ranks to
 checkpoint and leave (`stop.json`). Its exit code is that of the exit record. Nothing here imports torch.
+
+An attempt on several nodes has a supervisor on each (`--node-rank`), as PID 1 of a pod or below `ft run`. Each writes the exit
+record of its node; the attempt's own is made of them (`exits.conclude`).
 """
 
 from __future__ import annotations
@@ -22,8 +25,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ft_service import processes, standby, torchrun
-from ft_service.exits import Evidence, Forced, decide_exit, exit_of, find_failed_rank
-from ft_service.lifetime import RANKS_LOCK, die_with_parent, require_linux, try_lock, wait_unlocked
+from ft_service.exits import Evidence, Forced, conclude, decide_exit, exit_of, find_failed_rank
+from ft_service.lifetime import die_with_parent, require_linux, try_lock, wait_unlocked
+from ft_service.mirror import Mirror
+from ft_service.node import Node, node_key
 from ft_service.rundir import Control, Exit, Outcome, Result, RunDir, Start, Stop
 
 log = logging.getLogger(__name__)
@@ -52,7 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.standby is not None:
         return _stand_by(options.standby)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
-    return _supervise(Supervisor(RunDir(options.run_dir), options.attempt, options.grace, options.command), options.lock_fd)
+    run = RunDir(options.run_dir)
+    node = Node(options.node_rank, options.rdzv_endpoint, options.address, options.scratch, options.conclude)
+    mirror = Mirror(options.mirror, run, options.attempt, options.node_rank) if options.mirror else None
+    supervisor = Supervisor(run, options.attempt, options.grace, options.command, node=node, mirror=mirror)
+    return _supervise(supervisor, options.lock_fd)
 
 
 def _supervise(supervisor: Supervisor, lock: int | None) -> int:
@@ -82,7 +91,7 @@ def _stand_by(descriptor: int) -> int:
 
 
 class Supervisor:
-    """One attempt of one run directory, whose `start.json` is there."""
+    """One attempt of one run directory, whose `start.json` is there; on several nodes: this node's share of it."""
 
     def __init__(
         self,
@@ -90,15 +99,21 @@ class Supervisor:
         attempt: int,
         grace_seconds: float,
         command: Sequence[str] | None = None,
+        *,
+        node: Node | None = None,
+        mirror: Mirror | None = None,
         agent: subprocess.Popen[bytes] | None = None,
     ) -> None:
-        """`command`: what to run instead of torchrun with our workers; it gets RUN_DIR and ATTEMPT appended. `agent`: a
-        preloaded process that runs the ranks instead (standby.py)."""
+        """`command`: what to run instead of torchrun with our workers; it gets RUN_DIR and ATTEMPT appended. `mirror`: keeps
+        the run directory the same as one on object storage; None: the run directory is where everybody looks. `agent`:
+        a preloaded process that runs the ranks in place of torchrun (standby.py)."""
         self.agent = agent
         self.run_dir = run
         self.attempt = attempt
         self.grace_seconds = grace_seconds
         self.command = command
+        self.node = node or Node()
+        self.mirror = mirror
         self.stop_signal: int | None = None
         self.forced: Forced | None = None
         self._deadline: float | None = None
@@ -108,28 +123,52 @@ class Supervisor:
         self.stop_signal = number
 
     def run(self, lock: int | None = None) -> int:
-        """Run the attempt if nobody did before, and return its exit code. `lock`: descriptor by which it is held already."""
-        held = lock if lock is not None else try_lock(self.run_dir.path(self._key("supervisor.lock")))
+        """Run the attempt if nobody did before, and return its exit code. `lock`: descriptor by which it is held already.
+
+        Raises MirrorError if object storage cannot be read.
+        """
+        if self.mirror is not None:
+            self.mirror.fetch()
+        start = self.run_dir.read(attempt_key(self.attempt, "start.json"), Start)
+        begun = start or Start(job_id="", attempt=self.attempt, world_size=1, generation=0, checkpoint=None)
+        held = lock if lock is not None else try_lock(self.node.lock(self.run_dir, begun))
         if held is None:
             log.info("attempt %d is held by another supervisor; nothing to do", self.attempt)
             return 1
-        recorded = self.run_dir.read(self._key("exit.json"), Exit)
+        recorded = self.run_dir.read(self.node.key(begun, "exit.json"), Exit)
         if recorded is not None:
             log.info("attempt %d has ended before; nothing to do", self.attempt)
             return recorded.code
-        if not self.run_dir.write_if_absent(self._key("supervisor.json"), processes.of(os.getpid())):
+        if not self.run_dir.write_if_absent(self.node.key(begun, "supervisor.json"), processes.of(os.getpid())):
             log.info("attempt %d was run before, and its supervisor left no exit record; nothing to do", self.attempt)
             return 1
-        ended = self._attempt()
-        self.run_dir.write_if_absent(self._key("exit.json"), ended)
+        ended = self._attempt(start) if start else exit_of("permanent_error", f"{self._key('start.json')} is missing.")
+        return self._end(begun, ended)
+
+    def _end(self, start: Start, ended: Exit) -> int:
+        self.run_dir.write_if_absent(self.node.key(start, "exit.json"), ended)
+        if start.nodes > 1 and self.node.concludes:
+            ended = self._conclude(start)
+            self.run_dir.write_if_absent(self._key("exit.json"), ended)
+        if self.mirror is not None:
+            self.mirror.finish()
         log.info("attempt %d ended: %s (%s)", self.attempt, ended.reason, ended.message)
         return ended.code
 
-    def _attempt(self) -> Exit:
-        start = self.run_dir.read(self._key("start.json"), Start)
-        if start is None:
-            return exit_of("permanent_error", f"{self._key('start.json')} is missing.")
-        if not wait_unlocked(self.run_dir.path(RANKS_LOCK), EARLIER_RANKS_SECONDS):
+    def _conclude(self, start: Start) -> Exit:
+        """The attempt's exit record, once the other nodes have left theirs or have had time to."""
+        deadline = time.monotonic() + self.grace_seconds
+        while len(exits := node_exits(self.run_dir, start)) < start.nodes and time.monotonic() < deadline:
+            time.sleep(CONTROL_POLL_SECONDS)
+        outcome = self.run_dir.read(self._key("outcome.json"), Outcome)
+        return conclude(start.nodes, exits, outcome, self.run_dir.read("result.json", Result))
+
+    def _attempt(self, start: Start) -> Exit:
+        if start.nodes > 1 and not self.node.endpoint:
+            return exit_of(
+                "permanent_error", f"The job runs on {start.nodes} nodes: each needs --node-rank and --rdzv-endpoint."
+            )
+        if not wait_unlocked(self.node.ranks_lock(self.run_dir, start), EARLIER_RANKS_SECONDS):
             waited = f"{EARLIER_RANKS_SECONDS:g} seconds"
             return exit_of("worker_error", f"Processes of an earlier attempt are still alive after {waited}.")
         result = self.run_dir.read("result.json", Result)
@@ -143,22 +182,24 @@ class Supervisor:
             process = self._spawn(start)
         except OSError as error:
             return exit_of("worker_error", f"torchrun could not be started: {error}.")
+        if self.mirror is not None:
+            self.mirror.follow()
         self._watch(process)
-        self._wait_for_ranks()
-        return self._judge(process.returncode)
+        self._wait_for_ranks(self.node.ranks_lock(self.run_dir, start))
+        return self._judge(start, process.returncode)
 
     def _spawn(self, start: Start) -> subprocess.Popen[bytes]:
-        logs = self.run_dir.path(self._key("logs"))
+        logs = self.node.logs(self.run_dir, start)
         logs.mkdir(parents=True, exist_ok=True)
         if self.agent is not None:
             return self._go(self.agent, start, logs)
-        command = list(self.command) if self.command else torchrun.command(start, logs)
+        command = list(self.command) if self.command else torchrun.command(start, self.run_dir, self.node)
         supervisor = os.getpid()
         with (logs / torchrun.LOG).open("wb") as output:
             process = subprocess.Popen(
                 [*command, str(self.run_dir.root), str(self.attempt)],
                 cwd=self.run_dir.root,
-                env=torchrun.environment(os.environ, start, self.run_dir.path(self._key("rendezvous"))),
+                env=torchrun.environment(os.environ, start, self.run_dir, self.node),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -166,7 +207,7 @@ class Supervisor:
                 # This process has one thread, so that running Python between fork and exec is safe.
                 preexec_fn=lambda: die_with_parent(supervisor),
             )
-        log.info("attempt %d: %d ranks below process %d", self.attempt, start.world_size, process.pid)
+        log.info("attempt %d: %d ranks below process %d", self.attempt, start.world_size // start.nodes, process.pid)
         return process
 
     def _go(self, agent: subprocess.Popen[bytes], start: Start, logs: Path) -> subprocess.Popen[bytes]:
@@ -177,7 +218,7 @@ class Supervisor:
                 "attempt": self.attempt,
                 "world_size": start.world_size,
                 "logs": str(logs),
-                "environment": torchrun.environment(os.environ, start, self.run_dir.path(self._key("rendezvous"))),
+                "environment": torchrun.environment(os.environ, start, self.run_dir, self.node),
             },
         )
         log.info("attempt %d: %d ranks below process %d, which was preloaded", self.attempt, start.world_size, agent.pid)
@@ -189,6 +230,8 @@ class Supervisor:
         try:
             while not select.select([handle], [], [], CONTROL_POLL_SECONDS)[0]:
                 self._enforce(process)
+                if self.mirror is not None:
+                    self.mirror.tend()
         finally:
             os.close(handle)
         process.wait()
@@ -215,19 +258,20 @@ class Supervisor:
             self.forced = why
         os.killpg(process.pid, signal.SIGKILL)
 
-    def _wait_for_ranks(self) -> None:
+    def _wait_for_ranks(self, lock: Path) -> None:
         """However long it takes: while one lives, the attempt has not ended and no other may start."""
-        while not wait_unlocked(self.run_dir.path(RANKS_LOCK), LEFTOVER_LOG_SECONDS):
+        while not wait_unlocked(lock, LEFTOVER_LOG_SECONDS):
             log.warning("attempt %d: torchrun is gone and a rank still lives", self.attempt)
 
-    def _judge(self, returncode: int) -> Exit:
-        logs = self.run_dir.path(self._key("logs"))
+    def _judge(self, start: Start, returncode: int) -> Exit:
+        logs = self.node.logs(self.run_dir, start)
         failed = find_failed_rank(torchrun.tail(logs / torchrun.LOG, 400))
         return decide_exit(
             Evidence(
                 outcome=self.run_dir.read(self._key("outcome.json"), Outcome),
                 result=self.run_dir.read("result.json", Result),
                 returncode=returncode,
+                nodes=start.nodes,
                 forced=self.forced,
                 failed_rank=failed,
                 log_tail=torchrun.guilty_tail(logs, failed.rank if failed else None),
@@ -240,6 +284,16 @@ class Supervisor:
 
     def _key(self, name: str) -> str:
         return attempt_key(self.attempt, name)
+
+
+def node_exits(run: RunDir, start: Start) -> dict[int, Exit]:
+    """Exit records of an attempt's nodes that are there, by node."""
+    found: dict[int, Exit] = {}
+    for index in range(start.nodes):
+        exit = run.read(node_key(start.attempt, index, start.nodes, "exit.json"), Exit)
+        if exit is not None:
+            found[index] = exit
+    return found
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -256,6 +310,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--parent", type=int, help="process id of the caller, whose death means SIGTERM")
     parser.add_argument("--standby", type=int, help="inherited socket from which the attempt will come; preload meanwhile")
     parser.add_argument("--lock-fd", type=int, help="inherited descriptor that holds supervisor.lock")
+    parser.add_argument("--node-rank", type=int, default=0, metavar="K", help="number of this node among those of the attempt")
+    parser.add_argument("--rdzv-endpoint", default="", metavar="HOST:PORT", help="where node 0 waits for the others")
+    parser.add_argument("--address", default="", help="by which the other nodes reach this one (default: its host name)")
+    parser.add_argument("--scratch", type=Path, help="folder of this node's own for locks and sockets (default: RUN_DIR)")
+    parser.add_argument(
+        "--conclude", action="store_true", help="write the attempt's exit record once all nodes have left theirs"
+    )
+    parser.add_argument("--mirror", metavar="URL", help="object storage that RUN_DIR is kept the same as")
     parser.add_argument(
         "--command",
         nargs=argparse.REMAINDER,

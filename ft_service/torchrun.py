@@ -1,8 +1,9 @@
-"""How torchrun is called for one attempt on one host: command, environment, and where its output lies.
+"""How torchrun is called for one attempt on one node: command, environment, and where its output lies.
 
-Nothing of it listens beyond this host. A TCP store, torchrun's own or that of the ranks' process group, listens on all
-interfaces whatever address it is given, so both rendezvous go through files of the attempt: torchrun is told so on its command
-line, the ranks by FT_INIT_METHOD, for `init_process_group(init_method=…)`. Gloo and NCCL are bound to the loopback interface.
+On one node nothing of it listens beyond the host. A TCP store, torchrun's own or that of the ranks' process group, listens on
+all interfaces whatever address it is given, so both rendezvous go through files of the attempt: torchrun is told so on its
+command line, the ranks by FT_INIT_METHOD, for `init_process_group(init_method=…)`. Gloo and NCCL are bound to the loopback
+interface. Several nodes meet at a TCP store of node 0's, and their network must admit nobody else: there is no authentication.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ft_service.hardware import visible_gpus
-from ft_service.lifetime import SUPERVISOR_PID
-from ft_service.rundir import Start
+from ft_service.lifetime import RANKS_LOCK_PATH, SUPERVISOR_PID
+from ft_service.node import Node
+from ft_service.rundir import RunDir, Start
 
 LOG = "torchrun.log"
 INIT_METHOD = "FT_INIT_METHOD"
@@ -22,38 +24,53 @@ INIT_METHOD = "FT_INIT_METHOD"
 CACHE = "FT_CACHE"
 """Environment variable with the folder in which ranks keep quantised bases: the host's, so that no file of a job names it."""
 TAIL_LINES = 30
+JOIN_SECONDS = 900
+"""How long the nodes of an attempt wait for each other at its start: as long as a node may take to fetch its image."""
 _LOOPBACK = "127.0.0.1"
+_LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
-def command(start: Start, logs: Path) -> list[str]:
+def command(start: Start, run: RunDir, node: Node) -> list[str]:
     """torchrun with our workers; RUN_DIR and ATTEMPT are still to be appended."""
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes", "1", "--nproc-per-node", str(start.world_size), "--max-restarts", "0"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", str(logs.parent / "rendezvous" / "torchrun")),
-        *("--rdzv-conf", "store_type=file", "--rdzv-id", f"attempt-{start.attempt}", "--local-addr", _LOOPBACK),
-        *("--log-dir", str(logs), "--redirects", "3"),
+        *("--nnodes", str(start.nodes), "--nproc-per-node", str(start.world_size // start.nodes), "--max-restarts", "0"),
+        *("--rdzv-backend", "c10d", "--rdzv-id", f"{start.job_id}-{start.attempt}"),
+        *_meeting(start, run, node),
+        *("--log-dir", str(node.logs(run, start)), "--redirects", "3"),
         *("-m", "workers.train"),
     ]
 
 
-def environment(inherited: Mapping[str, str], start: Start, rendezvous: Path) -> dict[str, str]:
+def _meeting(start: Start, run: RunDir, node: Node) -> list[str]:
+    if start.nodes == 1:
+        store = node.rendezvous(run, start) / "torchrun"
+        return ["--rdzv-endpoint", str(store), "--rdzv-conf", "store_type=file", "--local-addr", _LOOPBACK]
+    conf = f"is_host={int(node.index == 0)},join_timeout={JOIN_SECONDS}"
+    return [
+        *("--rdzv-endpoint", node.endpoint, "--rdzv-conf", conf),
+        *(("--local-addr", node.address) if node.address else ()),
+    ]
+
+
+def environment(inherited: Mapping[str, str], start: Start, run: RunDir, node: Node) -> dict[str, str]:
     """The environment of torchrun and its ranks. What the caller set for threads, interfaces and the cache stays."""
-    rendezvous.mkdir(parents=True, exist_ok=True)
-    defaults = {
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // start.world_size)),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
-        CACHE: str(Path(inherited.get("FT_HOME") or "~/.ft").expanduser().absolute() / "cache"),
-    }
+    threads = max(1, len(os.sched_getaffinity(0)) * start.nodes // start.world_size)
     fixed = {
         "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        INIT_METHOD: f"file://{rendezvous / 'ranks'}",
+        RANKS_LOCK_PATH: str(node.ranks_lock(run, start)),
         SUPERVISOR_PID: str(os.getpid()),
     }
-    return {**defaults, **inherited, **_devices(start), **fixed}
+    among_nodes = {} if start.nodes > 1 else _inside_host(node.rendezvous(run, start))
+    cache = Path(inherited.get("FT_HOME") or "~/.ft").expanduser().absolute() / "cache"
+    defaults = {"OMP_NUM_THREADS": str(threads), CACHE: str(cache), **({} if start.nodes > 1 else _LOOPBACK_ONLY)}
+    return {**defaults, **inherited, **_devices(start), **among_nodes, **fixed}
+
+
+def _inside_host(rendezvous: Path) -> dict[str, str]:
+    rendezvous.mkdir(parents=True, exist_ok=True)
+    return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", INIT_METHOD: f"file://{rendezvous / 'ranks'}"}
 
 
 def _devices(start: Start) -> dict[str, str]:

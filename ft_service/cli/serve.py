@@ -1,10 +1,10 @@
-"""`ft serve`: the server in the foreground."""
+"""`ft serve`: the server in the foreground; and its parts alone, for where they run in containers of their own."""
 
 from __future__ import annotations
 
 import importlib
 import signal
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,21 +17,41 @@ WEB_PACKAGES = frozenset({"api", "fastapi", "fastapi_offline", "starlette", "uvi
 
 def register(app: typer.Typer) -> None:
     app.command()(serve)
+    app.command()(reconcile)
+    app.command()(migrate)
 
 
 def serve(
     port: Annotated[int | None, typer.Option(metavar="N", help="Default: FT_PORT, else 8000; 0: any free one.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on. Default: FT_BIND, else 127.0.0.1.")] = None,
+    api_only: Annotated[
+        bool, typer.Option("--api-only", help="Only the REST API; `ft migrate` and `ft reconcile` do the rest elsewhere.")
+    ] = False,
     with_parent: Annotated[bool, typer.Option("--die-with-parent", hidden=True)] = False,
 ) -> None:
     """Serve the REST API and run jobs on this machine, until Ctrl-C."""
     if with_parent:
         die_with_parent(with_signal=signal.SIGTERM)
     settings = load_settings(port=port, bind=host)
+    _server().serve(settings, api_only=api_only)
+
+
+def reconcile() -> None:
+    """Move jobs, deliver webhooks and remove what is no longer needed, without serving the API, until Ctrl-C."""
+    _server().reconcile_only(load_settings())
+
+
+def migrate() -> None:
+    """Bring the database to this version's schema. `ft serve` does that by itself unless it serves only the API."""
+    store = importlib.import_module("ft_service.store.sql")
+    store.migrate(load_settings().resolved_database_url())
+    print("The database has this version's schema.")
+
+
+def _server() -> Any:
     try:
-        server = importlib.import_module("api.server")
+        return importlib.import_module("api.server")
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in WEB_PACKAGES:
             raise
         raise FtError(f"The server needs {error.name}, which is not installed: pip install 'ft-service[api]'.") from None
-    server.serve(settings)

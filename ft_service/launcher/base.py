@@ -40,3 +40,7 @@ class Launcher(Protocol):
     def kill(self, run: RunDir, attempt: int, reason: Reason) -> None:
         """End the attempt's processes now, and leave an exit record with this reason once they are gone."""
         ...
+
+    def clean(self, run: RunDir, attempt: int) -> None:
+        """The attempt has ended and that is stored: remove what its place still keeps of it. Run directories stay."""
+        ...

@@ -28,6 +28,7 @@ class FakeLauncher:
         """Attempts that came into being, in order; starting one again adds nothing."""
         self.signals: list[tuple[str, int, Control]] = []
         self.kills: list[tuple[str, int, Reason]] = []
+        self.cleaned: list[Key] = []
         self.refusal: str | None = None
         """If set, `start` raises LaunchError with this message."""
         self.on_start: Callable[[RunDir, int], None] | None = None
@@ -65,6 +66,9 @@ class FakeLauncher:
         if not isinstance(self.observe(run, attempt), Ended):
             word = {Reason.STALLED: "stalled", Reason.STOP_TIMEOUT: "stop_timeout", Reason.USER_CANCELLED: "cancelled"}
             self.end(run.root.name, attempt, exit_of(word.get(reason, "worker_killed"), "The service ended the attempt."))
+
+    def clean(self, run: RunDir, attempt: int) -> None:
+        self.cleaned.append((run.root.name, attempt))
 
     def report(self, job_id: str, attempt: int, silent_seconds: float = 0.0) -> None:
         """The attempt lives and has written events."""

@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ft_service import processes
-from ft_service.events import segment_key
-from ft_service.exits import exit_of
-from ft_service.job import Absent, Ended, Observation, Reason, Running, Unknown
+from ft_service.exits import exit_of, killed_exit
+from ft_service.job import Absent, Ended, Observation, Reason, Unknown
 from ft_service.launcher.base import LaunchError
+from ft_service.launcher.silence import Silence
 from ft_service.lifetime import RANKS_LOCK, is_locked, require_linux, try_lock, wait_unlocked
 from ft_service.processes import ProcessIdentity
 from ft_service.rundir import Control, Exit, Result, RunDir, newest_step
@@ -65,9 +65,7 @@ class LocalLauncher:
         self._grace = stop_grace_seconds
         self._worker_command = worker_command
         self._standby = standby
-        self._clock = clock
-        self._heard: dict[tuple[Path, int], tuple[int, float]] = {}
-        """Attempt → number of segments seen, and when the last new one was seen, on our clock."""
+        self._silence = Silence(clock)
 
     @property
     def host(self) -> str:
@@ -93,7 +91,7 @@ class LocalLauncher:
     def observe(self, run: RunDir, attempt: int) -> Observation:
         ended = _exit_record(run, attempt)
         if ended is None and is_locked(run.path(attempt_key(attempt, "supervisor.lock"))):
-            return self._running(run, attempt)
+            return self._silence.running(run, attempt)
         if ended is None:
             supervisor = run.read(attempt_key(attempt, "supervisor.json"), ProcessIdentity)
             if supervisor is None:
@@ -104,7 +102,6 @@ class LocalLauncher:
                 return Unknown(f"supervisor {supervisor.pid} lives and does not hold its lock")
         if ended is None and is_locked(run.path(RANKS_LOCK)):
             return Unknown("the supervisor is gone and a rank still lives")
-        self._heard.pop((run.root, attempt), None)
         return Ended(ended, newest_step(run))
 
     def signal(self, run: RunDir, attempt: int, control: Control) -> None:
@@ -120,6 +117,10 @@ class LocalLauncher:
             log.warning("%s, attempt %d: its processes are not gone yet", run.root, attempt)
             return
         _seal(run, attempt, reason)
+
+    def clean(self, run: RunDir, attempt: int) -> None:
+        """Its processes are gone, and its files are the job's."""
+        self._silence.forget(run, attempt)
 
     def _spawn(self, run: RunDir, attempt: int, lock: int) -> None:
         command = [sys.executable, "-P", "-m", "ft_service.supervisor", str(run.root), str(attempt)]
@@ -144,16 +145,6 @@ class LocalLauncher:
             raise LaunchError(f"The supervisor could not be started: {error}.") from error
         if code:
             raise LaunchError(f"The supervisor could not be started (exit code {code}): {tail(output, 3)}")
-
-    def _running(self, run: RunDir, attempt: int) -> Running:
-        seen, since = self._heard.get((run.root, attempt), (0, self._clock()))
-        count = seen
-        while run.path(segment_key(attempt, count)).exists():
-            count += 1
-        if count != seen:
-            since = self._clock()
-        self._heard[run.root, attempt] = (count, since)
-        return Running(reported=count > 0, silent_seconds=self._clock() - since)
 
 
 def _exit_record(run: RunDir, attempt: int) -> Exit | None:
@@ -186,7 +177,4 @@ def _killed_exit(run: RunDir, attempt: int, reason: Reason) -> Exit:
     result = run.read("result.json", Result)
     if result is not None and result.attempt == attempt:
         return exit_of("succeeded", f"Training has finished after {result.steps} steps.")
-    if reason is Reason.USER_CANCELLED:
-        return exit_of("cancelled", "The attempt was cancelled.")
-    word = reason.value if reason in (Reason.STALLED, Reason.STOP_TIMEOUT) else "worker_killed"
-    return exit_of(word, f"The service ended the attempt ({reason.value}).")
+    return killed_exit(reason)

@@ -6,20 +6,20 @@ from typing import Literal
 
 from ft_service.errors import SpecError
 from ft_service.plan.job import Plan, plan_job
-from ft_service.plan.machines import this_host
+from ft_service.plan.machines import Machine, this_host
 from ft_service.plan.text import bytes_text, change_text, summary
 from ft_service.spec import JobSpec
 
 Told = tuple[Literal["info", "warn"], str]
 
 
-def admit(spec: JobSpec) -> list[Told]:
-    """Plan a job for this host: (level, message) of what its events begin with.
+def admit(spec: JobSpec, machine: Machine | None = None) -> list[Told]:
+    """Plan a job for a machine (None: this host): (level, message) of what its events begin with.
 
     Raises SpecError for a base that cannot be read, for patterns and names that match nothing in it, and for a job that cannot
     fit. What depends on the data (activations, logits) is an upper estimate: it warns, and refuses nothing.
     """
-    plan = plan_job(spec, this_host())
+    plan = plan_job(spec, machine or this_host())
     _refuse_what_cannot_fit(plan)
     ways = "; ".join(change_text(change) for change in plan.changes if change.fits)
     told: Told = ("warn" if plan.fits is False else "info", f"{summary(plan)} {ways}".rstrip())

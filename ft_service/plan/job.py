@@ -119,7 +119,7 @@ def _plan(base: Base, spec: JobSpec, machine: Machine, memory: int | None) -> Pl
 
 
 def _usable(machine: Machine, spec: JobSpec) -> int | None:
-    memory = machine.memory_of_rank(spec.world_size)
+    memory = machine.memory_of_rank(spec.world_size // spec.distributed.nnodes)
     return None if memory is None else int(memory * USABLE)
 
 
@@ -181,7 +181,7 @@ def _candidates(base: Base, spec: JobSpec) -> Iterator[dict[str, Any]]:
         yield {"precision.default": "nf4", "precision.overrides": {}}
     if layout_of(spec).replicate > 1:
         yield {"distributed.replicate": 1}
-    yield {"distributed.nproc_per_node": 2 * spec.world_size}
+    yield {"distributed.nproc_per_node": 2 * spec.world_size // spec.distributed.nnodes}
 
 
 def _formats(base: Base, spec: JobSpec) -> list[WeightFormat]:

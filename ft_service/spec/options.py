@@ -119,11 +119,14 @@ class DistributedOptions(Strict):
     """How many processes train, and how they keep the base. Where nothing is sharded (one rank, or replicate -1), what says
     how to shard or gather is ignored."""
 
+    nnodes: Annotated[int, Field(ge=1, le=512)] = 1
+    """Hosts (on Kubernetes: pods) that train together, with nproc_per_node ranks each."""
     nproc_per_node: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = "auto"
-    """Ranks on the host. "auto": one per GPU of the host; 1 without a GPU."""
+    """Ranks on each host. "auto": one per GPU of the host; 1 without a GPU."""
     replicate: Annotated[int, Field(ge=1, le=4096)] | Literal[-1, "auto"] = "auto"
     """Copies of the model (HSDP), each sharded over ranks / replicate ranks; gradients are averaged over all. Must divide the
-    number of ranks. -1: one copy a rank, so nothing is sharded; "auto": one copy in all."""
+    number of ranks. -1: one copy a rank, so nothing is sharded; "auto": one copy a host, so that weights are gathered within
+    hosts only and what crosses the network is the adapters' gradients."""
     wrap: Literal["layers", "none"] | WrapBySize = "layers"
     """What is gathered together. "layers": every decoder layer, the embedding, norm with head; "none": everything at once, held
     for the whole step; or by size."""

@@ -59,7 +59,7 @@ class JobSpec(Resolved):
     precision: PrecisionOptions
     training: TrainingOptions
     distributed: DistributedOptions
-    """nproc_per_node is a number here."""
+    """nproc_per_node and replicate are numbers here."""
     checkpoint: CheckpointOptions
     parent: AdapterRef | None = None
     """Whose adapter training starts from; None: a new one. The optimizer, the schedule and the data are this job's own."""
@@ -68,7 +68,7 @@ class JobSpec(Resolved):
     def world_size(self) -> int:
         """Ranks of one attempt."""
         assert isinstance(self.distributed.nproc_per_node, int), "a resolved spec names a number of ranks"
-        return self.distributed.nproc_per_node
+        return self.distributed.nnodes * self.distributed.nproc_per_node
 
 
 def resolve(
@@ -87,9 +87,7 @@ def resolve(
 
     Raises SpecError for options that do not fit the number of ranks.
     """
-    ranks = request.distributed.nproc_per_node
-    ranks = max(1, gpus) if ranks == AUTO else ranks
-    check_distributed(request.distributed, ranks, gpus)
+    distributed = _resolve_distributed(request.distributed, gpus)
     base = model.name.rsplit("/", 1)[-1]
     return JobSpec(
         job_id=job_id,
@@ -101,7 +99,7 @@ def resolve(
         lora=request.lora,
         precision=request.precision,
         training=request.resolved_training(),
-        distributed=request.distributed.model_copy(update={"nproc_per_node": ranks}),
+        distributed=distributed,
         checkpoint=request.checkpoint,
         parent=parent,
     )
@@ -125,6 +123,14 @@ def inherit(request: JobRequest, parent: JobSpec, name: str) -> JobRequest:
     lora = parent.lora.model_copy(update={field: getattr(request.lora, field) for field in given})
     precision = request.precision if "precision" in request.model_fields_set else parent.precision
     return request.model_copy(update={"lora": lora, "precision": precision})
+
+
+def _resolve_distributed(options: DistributedOptions, gpus: int) -> DistributedOptions:
+    ranks = max(1, gpus) if options.nproc_per_node == AUTO else options.nproc_per_node
+    replicate = options.nnodes if options.replicate == AUTO else options.replicate
+    resolved = options.model_copy(update={"nproc_per_node": ranks, "replicate": replicate})
+    check_distributed(resolved, options.nnodes * ranks, gpus)
+    return resolved
 
 
 def check_distributed(options: DistributedOptions, ranks: int, gpus: int) -> None:

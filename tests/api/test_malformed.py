@@ -12,6 +12,7 @@ import pytest
 
 from ft_service.job import State
 from ft_service.launcher.fake import FakeLauncher
+from ft_service.places import Places
 from ft_service.reconciler import Reconciler
 from tests.api.conftest import TRAINING, Service, wait_until
 from tests.api.test_refusals import MALFORMED, UNREADABLE, check_error
@@ -139,7 +140,7 @@ def test_a_line_that_cannot_be_trained_on_fails_the_job_with_its_number(
     service: Service, client: openai.OpenAI, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     launcher = FakeLauncher(4)
-    reconciler = Reconciler(service.store, launcher, service.settings.runs_dir, service.settings.files_dir, idle_seconds=0.0)
+    reconciler = Reconciler(service.store, launcher, Places.of(service.settings), idle_seconds=0.0)
     for line, says in LINES:
         with subtests.test(line=line[:40]):
             body = TRAINING + line + b"\n" + TRAINING

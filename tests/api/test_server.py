@@ -36,6 +36,7 @@ ENDLESS_CHECK = """
 import threading
 from api import server
 from ft_service.launcher.local import LocalLauncher
+from ft_service.places import Places
 from ft_service.reconciler import Reconciler
 from ft_service.settings import Settings
 
@@ -44,7 +45,7 @@ def check(job) -> None:
     threading.Event().wait()
 
 def reconcile(settings, store, meters, stop: threading.Event) -> None:
-    Reconciler(store, LocalLauncher(2), settings.runs_dir, settings.files_dir, check=check).run(stop)
+    Reconciler(store, LocalLauncher(2), Places.of(settings), check=check).run(stop)
 
 settings = Settings()
 server.serve(settings, reconcile)

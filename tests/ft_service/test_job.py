@@ -354,3 +354,18 @@ def test_an_attempt_that_ended_by_itself_knows_every_wish() -> None:
 @pytest.mark.parametrize("total", [RETRY, ERROR_CODE, USER_TEXT])
 def test_every_reason_has_its_retry_class_code_and_text(total: dict[Reason, object]) -> None:
     assert set(total) == set(Reason)
+
+
+def test_a_job_that_the_cluster_keeps_waiting_says_why_until_it_has_a_place() -> None:
+    job = replace(running_job(), phase=Phase.LAUNCHING)
+    kept = Running(note="no node has 8 GPUs", admitted=False)
+    waiting = decide(job, kept, NOW)
+    assert isinstance(waiting, Become)
+    assert (waiting.job.state, waiting.job.phase, waiting.job.pending) == (State.RUNNING, Phase.WAITING, "no node has 8 GPUs")
+    assert isinstance(decide(waiting.job, kept, NOW), Wait)
+    other = decide(waiting.job, Running(note="the quota is used up", admitted=False), NOW)
+    assert isinstance(other, Become)
+    assert other.job.pending == "the quota is used up"
+    placed_at_last = decide(other.job, Running(), NOW)
+    assert isinstance(placed_at_last, Become)
+    assert (placed_at_last.job.phase, placed_at_last.job.pending) == (Phase.LAUNCHING, None)

@@ -16,6 +16,7 @@ from ft_service.ingest import SEGMENTS_PER_PASS
 from ft_service.job import Desired, Ended, Job, Phase, Reason, Running, State, Unknown, Verb
 from ft_service.launcher.fake import FakeLauncher
 from ft_service.meters import Meters
+from ft_service.places import Places
 from ft_service.reconciler import Reconciler, check_data
 from ft_service.rundir import CheckpointMarker, Control, ErrorInfo, Result, RunDir, Start
 from ft_service.spec import DataFileRef, JobSpec
@@ -156,16 +157,16 @@ def test_check_data_reads_both_files_and_names_the_one_at_fault(tmp_path: Path, 
         ]
         return add_job(store, f"ftjob-{training}-{validation}", training_data=data[0], validation_data=data[1])
 
-    assert check_data(job("good", None)) is None
-    assert check_data(job("good", "good")) is None
+    assert check_data(job("good", None), Places(tmp_path)) is None
+    assert check_data(job("good", "good"), Places(tmp_path)) is None
     for found, param in (
-        (check_data(job("bad", "good")), "training_file"),
-        (check_data(job("good", "bad")), "validation_file"),
+        (check_data(job("bad", "good"), Places(tmp_path)), "training_file"),
+        (check_data(job("good", "bad"), Places(tmp_path)), "validation_file"),
     ):
         assert found is not None
         assert (found.code, found.param) == (f"invalid_{param}", param)
         assert "bad.jsonl: line 2" in found.message
-    missing = check_data(job("none", None))
+    missing = check_data(job("none", None), Places(tmp_path))
     assert missing is not None
     assert missing.message == "none.jsonl cannot be read: No such file or directory."
 

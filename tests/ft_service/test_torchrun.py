@@ -7,6 +7,7 @@ import pytest
 
 from ft_service import torchrun
 from ft_service.launcher.local import LocalLauncher
+from ft_service.node import Node
 from ft_service.rundir import Exit, RunDir, Start
 from tests.attempts import new_run, process_of, supervisor_of, wait_for
 
@@ -32,15 +33,29 @@ def start_of(**changes: object) -> Start:
 
 def test_the_environment_keeps_what_the_caller_set_and_fixes_what_safety_needs(tmp_path: Path) -> None:
     given = {"OMP_NUM_THREADS": "7", "NCCL_SOCKET_IFNAME": "eth1", "PYTHONSAFEPATH": "", "HOME": "/home/me"}
-    found = torchrun.environment(given, start_of(), tmp_path)
+    found = torchrun.environment(given, start_of(), RunDir(tmp_path), Node())
     assert (found["OMP_NUM_THREADS"], found["NCCL_SOCKET_IFNAME"], found["HOME"]) == ("7", "eth1", "/home/me")
     assert found["PYTHONSAFEPATH"] == "1"
     assert found["GLOO_SOCKET_IFNAME"] == "lo"
     cores = len(os.sched_getaffinity(0))
-    assert torchrun.environment({}, start_of(), tmp_path)["OMP_NUM_THREADS"] == str(max(1, cores // 2))
-    assert torchrun.environment({"FT_HOME": "/state"}, start_of(), tmp_path)["FT_CACHE"] == "/state/cache"
-    assert torchrun.environment({"FT_HOME": "/state", "FT_CACHE": ""}, start_of(), tmp_path)["FT_CACHE"] == ""
-    assert torchrun.environment({}, start_of(world_size=1000), tmp_path)["OMP_NUM_THREADS"] == "1"
+    assert torchrun.environment({}, start_of(), RunDir(tmp_path), Node())["OMP_NUM_THREADS"] == str(max(1, cores // 2))
+    assert torchrun.environment({"FT_HOME": "/state"}, start_of(), RunDir(tmp_path), Node())["FT_CACHE"] == "/state/cache"
+    assert torchrun.environment({"FT_HOME": "/state", "FT_CACHE": ""}, start_of(), RunDir(tmp_path), Node())["FT_CACHE"] == ""
+    assert torchrun.environment({}, start_of(world_size=1000), RunDir(tmp_path), Node())["OMP_NUM_THREADS"] == "1"
+
+
+def test_several_nodes_meet_at_the_first_and_are_not_bound_to_the_loopback_interface(tmp_path: Path) -> None:
+    start, run = start_of(world_size=8, nodes=2), RunDir(tmp_path)
+    first, second = (Node(index, endpoint="host-0:29400", address=f"10.0.0.{index}") for index in range(2))
+    words = torchrun.command(start, run, first)
+    assert words[words.index("--nproc-per-node") + 1] == "4"
+    assert words[words.index("--rdzv-endpoint") + 1] == "host-0:29400"
+    assert words[words.index("--local-addr") + 1] == "10.0.0.0"
+    assert "is_host=1,join_timeout=900" in words
+    assert "is_host=0,join_timeout=900" in torchrun.command(start, run, second)
+    found = torchrun.environment({}, start, run, second)
+    assert not found.keys() & {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", torchrun.INIT_METHOD}
+    assert found["FT_RANKS_LOCK"] == str(tmp_path / "ranks-1.lock")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +71,7 @@ def test_ranks_see_the_gpus_of_their_slots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: list[str], slots: list[int], expected: str | None
 ) -> None:
     monkeypatch.setattr(torchrun, "visible_gpus", lambda: gpus)
-    assert torchrun.environment({}, start_of(slots=slots), tmp_path).get("CUDA_VISIBLE_DEVICES") == expected
+    assert torchrun.environment({}, start_of(slots=slots), RunDir(tmp_path), Node()).get("CUDA_VISIBLE_DEVICES") == expected
 
 
 def test_the_tail_of_a_log(tmp_path: Path) -> None:

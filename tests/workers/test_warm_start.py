@@ -95,7 +95,7 @@ def test_whoever_is_killed_no_rank_outlives_the_attempt_and_none_waits_on(
     assert exit is not None
     assert (exit.reason, exit.error and exit.error.rank) == ("worker_killed", 1)
     assert not is_locked(run.path(RANKS_LOCK))
-    assert gone([supervisor])
+    wait_for(lambda: gone([supervisor]))
 
     wait_for(standby.is_ready, SECONDS)
     again = prepared(tmp_path / "again", spec, steps=100_000)

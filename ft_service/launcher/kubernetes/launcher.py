@@ -1,0 +1,210 @@
+"""Attempts as Indexed Jobs: started by name, observed by looking, ended by deleting.
+
+`attempts/<n>/launched.json` says that the Job was created, so that a Job which is gone later was lost and not never there. An
+attempt has ended when its Job has (or is gone) and no pod of it can be alive; what the nodes wrote, and what the cluster says
+of the pods, makes the exit record then. A pod on a node that does not answer counts as alive: two attempts at once are worse
+than one that waits for the cluster's operator.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import BaseModel
+
+from ft_service.exits import exit_of, killed_exit
+from ft_service.job import Absent, Ended, Observation, Reason, Running, Unknown
+from ft_service.launcher.base import LaunchError
+from ft_service.launcher.kubernetes import status
+from ft_service.launcher.kubernetes.cluster import Cluster, ClusterAwayError, RefusedError
+from ft_service.launcher.kubernetes.manifests import Attempt, Site, job_manifest, object_name, service_manifest
+from ft_service.launcher.kubernetes.profile import QUEUE_SLOTS, PodProfile
+from ft_service.launcher.kubernetes.watch import Changes
+from ft_service.launcher.silence import Silence
+from ft_service.rundir import Control, Exit, Outcome, Result, RunDir, Start, newest_step
+from ft_service.supervisor import attempt_key, node_exits
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 15.0
+"""How long a look at an attempt is good for, if the cluster tells of no change."""
+
+
+class Launched(BaseModel):
+    """`launched.json`: the Job of the attempt was created."""
+
+    job: str
+    uid: str
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What the cluster said, and when (our monotonic clock)."""
+
+    job: dict[str, Any] | None
+    pods: list[dict[str, Any]]
+    warnings: list[str]
+    at: float
+
+
+class KubernetesLauncher:
+    """Runs attempts in one namespace of a cluster. For one thread."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        profile: PodProfile,
+        site: Site,
+        *,
+        watch: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`watch`: be told of changes; False: look every time."""
+        self._cluster = cluster
+        self._profile = profile
+        self._site = site
+        self._clock = clock
+        self._silence = Silence(clock)
+        self._looks: dict[str, _Look] = {}
+        self._changes = Changes(cluster) if watch else None
+
+    @property
+    def host(self) -> str:
+        """The namespace: whichever replica of the service looks, it sees the same."""
+        return f"kubernetes/{self._site.namespace}"
+
+    @property
+    def slots(self) -> int:
+        return self._profile.slots if self._profile.queue is None else QUEUE_SLOTS
+
+    def start(self, run: RunDir, attempt: int) -> None:
+        start = run.read(attempt_key(attempt, "start.json"), Start)
+        if start is None or run.get(attempt_key(attempt, "exit.json")) is not None:
+            return
+        shape = Attempt(run.root.name, attempt, start.nodes, start.world_size // start.nodes)
+        try:
+            job = self._cluster.create(job_manifest(shape, self._profile, self._site))
+            self._cluster.create(service_manifest(job, self._profile.rendezvous_port))
+        except RefusedError as error:
+            self.kill(run, attempt, Reason.LAUNCH_FAILED)  # half a start must not come to life later
+            raise LaunchError(f"The cluster refuses the job: {error}") from error
+        except ClusterAwayError as error:
+            log.warning("%s, attempt %d: not started yet, the cluster is away: %s", run.root.name, attempt, error)
+            return
+        metadata = job["metadata"]
+        run.write_if_absent(attempt_key(attempt, "launched.json"), Launched(job=metadata["name"], uid=metadata["uid"]))
+
+    def observe(self, run: RunDir, attempt: int) -> Observation:
+        try:
+            look = self._look(object_name(run.root.name, attempt))
+        except (ClusterAwayError, RefusedError) as error:
+            return Unknown(f"the cluster cannot be asked: {error}")
+        if look.job is None and not any(map(status.is_alive, look.pods)):
+            return self._gone(run, attempt)
+        if look.job is None or not status.is_finished(look.job) or any(map(status.is_alive, look.pods)):
+            return self._running(run, attempt, look)
+        return self._ended(run, attempt, look)
+
+    def signal(self, run: RunDir, attempt: int, control: Control) -> None:
+        """Running pods read it; those that do not run yet cannot, and a cancelled attempt need not."""
+        run.write(attempt_key(attempt, "control.json"), control)
+        if control.desired == "run":
+            return
+        try:
+            pods = self._cluster.pods(object_name(run.root.name, attempt))
+            if control.desired == "cancel":
+                self._delete(run, attempt)
+            elif not status.has_started(pods):
+                self._seal(run, attempt, exit_of("stopped", "The attempt was stopped before it started."))
+                self._delete(run, attempt)
+        except (ClusterAwayError, RefusedError) as error:
+            log.warning("%s, attempt %d: its pods were not told: %s", run.root.name, attempt, error)
+            raise
+
+    def kill(self, run: RunDir, attempt: int, reason: Reason) -> None:
+        """The supervisors kill their ranks as soon as they see the wish; pods that cannot read it are ended by the cluster."""
+        run.write(attempt_key(attempt, "control.json"), Control(generation=2**31, desired="cancel"))
+        self._seal(run, attempt, killed_exit(reason))
+        try:
+            self._delete(run, attempt)
+        except (ClusterAwayError, RefusedError) as error:
+            log.warning("%s, attempt %d: its Job is not deleted yet: %s", run.root.name, attempt, error)
+
+    def clean(self, run: RunDir, attempt: int) -> None:
+        """What was stopped leaves nothing behind; what ended by itself can be looked at until its time to live is over."""
+        ended = run.read(attempt_key(attempt, "exit.json"), Exit)
+        self._silence.forget(run, attempt)
+        self._looks.pop(object_name(run.root.name, attempt), None)
+        if ended is not None and ended.reason in ("stopped", "cancelled", "stalled", "stop_timeout"):
+            try:
+                self._delete(run, attempt)
+            except (ClusterAwayError, RefusedError) as error:
+                log.warning("%s, attempt %d: its Job stays until its time to live ends: %s", run.root.name, attempt, error)
+
+    def close(self) -> None:
+        """Attempts go on; nothing of them is observed any more."""
+        self._cluster.close()
+
+    def _look(self, name: str) -> _Look:
+        known = self._looks.get(name)
+        changed = self._changes is None or self._changes.take(name)
+        if known is not None and not changed and self._clock() - known.at < LOOK_SECONDS:
+            return known
+        self._looks.pop(name, None)
+        job = self._cluster.job(name)
+        pods = self._cluster.pods(name)
+        refused = job is not None and len(pods) < job["spec"].get("parallelism", 1) and not job["spec"].get("suspend")
+        look = _Look(job, pods, self._cluster.warnings(name) if refused else [], self._clock())
+        if job is not None and not status.is_finished(job) and not status.is_leaving(job):
+            self._looks[name] = look  # what may end an attempt is looked at anew each time
+        return look
+
+    def _running(self, run: RunDir, attempt: int, look: _Look) -> Running:
+        seen = self._silence.running(run, attempt)
+        waiting = status.waiting(look.job, look.pods, look.warnings) if look.job is not None and not seen.reported else None
+        if waiting is None:
+            return replace(seen, note=status.disruption(look.pods))
+        if waiting.admitted:
+            return replace(seen, note=waiting.reason)
+        self._silence.forget(run, attempt)  # its time begins when the cluster has a place for it
+        return replace(seen, silent_seconds=0.0, note=waiting.reason, admitted=False)
+
+    def _gone(self, run: RunDir, attempt: int) -> Observation:
+        """No Job and no pods: never created, deleted by us, gone by its time to live, or deleted by somebody."""
+        self._silence.forget(run, attempt)
+        ended = self._exit(run, attempt, None, [])
+        if ended is None and run.read(attempt_key(attempt, "launched.json"), Launched) is None:
+            return Absent()
+        return Ended(ended, newest_step(run))
+
+    def _ended(self, run: RunDir, attempt: int, look: _Look) -> Ended:
+        self._silence.forget(run, attempt)
+        ended = self._exit(run, attempt, look.job, look.pods)
+        if ended is not None:
+            self._seal(run, attempt, ended)
+        return Ended(ended, newest_step(run))
+
+    def _exit(self, run: RunDir, attempt: int, job: dict[str, Any] | None, pods: list[dict[str, Any]]) -> Exit | None:
+        start = run.read(attempt_key(attempt, "start.json"), Start)
+        if start is None:
+            return None
+        result = run.read("result.json", Result)
+        if result is not None and result.attempt != attempt:
+            result = None
+        recorded = run.read(attempt_key(attempt, "exit.json"), Exit)
+        if recorded is not None and result is None:
+            return recorded
+        outcome = run.read(attempt_key(attempt, "outcome.json"), Outcome)
+        return status.judge(start.nodes, node_exits(run, start), outcome, result, job, pods)
+
+    def _seal(self, run: RunDir, attempt: int, ended: Exit) -> None:
+        run.write_if_absent(attempt_key(attempt, "exit.json"), ended)
+
+    def _delete(self, run: RunDir, attempt: int) -> None:
+        name = object_name(run.root.name, attempt)
+        self._looks.pop(name, None)
+        self._cluster.delete_job(name)

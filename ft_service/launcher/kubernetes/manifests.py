@@ -1,0 +1,219 @@
+"""An attempt as Kubernetes objects: one Indexed Job and the headless Service by which its pods find node 0. Pure.
+
+One retry layer: any pod's end ends the Job (`backoffLimit: 0`), and the service starts the next attempt, since a pod that is
+replaced inside a Job cannot be kept from meeting the one that it replaces. podFailurePolicy only tells why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ft_service.launcher.kubernetes.profile import PodProfile
+
+Manifest = dict[str, Any]
+
+MANAGED_BY = {"app.kubernetes.io/name": "ft-worker", "app.kubernetes.io/managed-by": "ft-service"}
+SELECTOR = ",".join(f"{key}={value}" for key, value in MANAGED_BY.items())
+JOB_LABEL = "ft-service/job"
+ATTEMPT_LABEL = "ft-service/attempt"
+JOB_NAME = "batch.kubernetes.io/job-name"
+QUEUE_NAME = "kueue.x-k8s.io/queue-name"
+CONTAINER = "worker"
+END_SECONDS = 30
+"""Of a pod's grace, beyond what its ranks may take to stop: for what the supervisor still does then."""
+SCRATCH = "/tmp"
+CACHE = "/var/cache/ft"
+
+PERMANENT_CODE, STOPPED_CODE = 64, 75
+RULES: list[Manifest] = [
+    {"action": "FailJob", "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [PERMANENT_CODE]}},
+    {"action": "FailJob", "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [STOPPED_CODE]}},
+    {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+]
+"""Of podFailurePolicy. The number of the one that matched is in the Job's condition."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What of an attempt its objects depend on."""
+
+    job_id: str
+    attempt: int
+    nodes: int
+    ranks_per_node: int
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where pods find the service's files."""
+
+    namespace: str
+    home: Path
+    """FT_HOME, the same path in every pod."""
+    storage: str = ""
+    """FT_STORAGE: pods fetch and bring their files; empty: FT_HOME is a shared volume."""
+    stop_grace_seconds: float = 60.0
+
+
+def object_name(job_id: str, attempt: int) -> str:
+    """Of Job and Service. Names know no upper case; that two random ids differ in nothing else does not happen."""
+    tail = job_id.removeprefix("ftjob-").lower()
+    if not re.fullmatch(r"[a-z0-9]{1,40}", tail):
+        tail = hashlib.sha256(job_id.encode()).hexdigest()[:24]
+    return f"ft-{tail}-{attempt}"
+
+
+def job_manifest(attempt: Attempt, profile: PodProfile, site: Site) -> Manifest:
+    name = object_name(attempt.job_id, attempt.attempt)
+    labels = _labels(attempt, profile)
+    spec: Manifest = {
+        "completionMode": "Indexed",
+        "completions": attempt.nodes,
+        "parallelism": attempt.nodes,
+        "backoffLimit": 0,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {"rules": RULES},
+        "ttlSecondsAfterFinished": profile.ttl_seconds_after_finished,
+        "template": {
+            "metadata": {"labels": labels, **({"annotations": profile.annotations} if profile.annotations else {})},
+            "spec": _pod(name, attempt, profile, site),
+        },
+    }
+    if profile.active_deadline_seconds is not None:
+        spec["activeDeadlineSeconds"] = profile.active_deadline_seconds
+    metadata: Manifest = {"name": name, "namespace": site.namespace, "labels": dict(labels)}
+    if profile.queue is not None:
+        spec["suspend"] = True  # Kueue unsuspends it
+        metadata["labels"][QUEUE_NAME] = profile.queue
+        if profile.queue_priority_class is not None:
+            metadata["labels"]["kueue.x-k8s.io/priority-class"] = profile.queue_priority_class
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
+
+
+def service_manifest(job: Manifest, port: int) -> Manifest:
+    """The Service of a Job that was created, which owns it: when the Job goes, it goes too."""
+    metadata = job["metadata"]
+    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": metadata["name"], "uid": metadata["uid"], "controller": True}
+    labels = {key: value for key, value in metadata["labels"].items() if not key.startswith("kueue.")}
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {
+            "name": metadata["name"],
+            "namespace": metadata["namespace"],
+            "labels": labels,
+            "ownerReferences": [owner],
+        },
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,  # the ranks meet before any of them is ready
+            "selector": {JOB_NAME: metadata["name"]},
+            "ports": [{"name": "rendezvous", "port": port, "targetPort": port, "protocol": "TCP"}],
+        },
+    }
+
+
+def _labels(attempt: Attempt, profile: PodProfile) -> dict[str, str]:
+    ours = {**MANAGED_BY, JOB_LABEL: attempt.job_id, ATTEMPT_LABEL: str(attempt.attempt)}
+    return {**profile.labels, **ours}
+
+
+def _pod(name: str, attempt: Attempt, profile: PodProfile, site: Site) -> Manifest:
+    volumes, mounts = _volumes(profile, site)
+    pod: Manifest = {
+        "restartPolicy": "Never",
+        "subdomain": name,
+        "serviceAccountName": profile.service_account,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": math.ceil(site.stop_grace_seconds) + END_SECONDS,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": profile.run_as_user,
+            "runAsGroup": profile.run_as_group,
+            "fsGroup": profile.run_as_group,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [_container(name, attempt, profile, site, mounts)],
+        "volumes": volumes,
+    }
+    optional: Manifest = {
+        "imagePullSecrets": [{"name": secret} for secret in profile.image_pull_secrets],
+        "nodeSelector": profile.node_selector,
+        "tolerations": profile.tolerations,
+        "affinity": profile.affinity,
+        "priorityClassName": profile.priority_class,
+        "runtimeClassName": profile.runtime_class,
+    }
+    return pod | {key: value for key, value in optional.items() if value}
+
+
+def _container(name: str, attempt: Attempt, profile: PodProfile, site: Site, mounts: list[Manifest]) -> Manifest:
+    gpus = {profile.gpu_resource: attempt.ranks_per_node} if profile.gpu_resource else {}
+    capabilities: Manifest = {"drop": ["ALL"]}
+    if profile.add_capabilities:
+        capabilities["add"] = profile.add_capabilities
+    container: Manifest = {
+        "name": CONTAINER,
+        "image": profile.image,
+        "imagePullPolicy": profile.image_pull_policy,
+        "command": [*profile.command, "-P", "-m", "ft_service.supervisor"],
+        "args": _arguments(name, attempt, profile, site),
+        "env": [*_environment(profile, site), *profile.env],
+        "resources": {"requests": profile.requests, "limits": {**profile.limits, **gpus}},
+        "volumeMounts": mounts,
+        "workingDir": SCRATCH,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": capabilities,
+        },
+    }
+    if attempt.nodes > 1:
+        container["ports"] = [{"name": "rendezvous", "containerPort": profile.rendezvous_port, "protocol": "TCP"}]
+    if profile.env_from:
+        container["envFrom"] = profile.env_from
+    return container
+
+
+def _arguments(name: str, attempt: Attempt, profile: PodProfile, site: Site) -> list[str]:
+    """Kubernetes puts the value of a variable in place of `$(NAME)`."""
+    found = [f"{site.home}/runs/{attempt.job_id}", str(attempt.attempt), "--grace", f"{site.stop_grace_seconds:g}"]
+    found += ["--node-rank", "$(JOB_COMPLETION_INDEX)", "--scratch", "$(TMPDIR)"]
+    if attempt.nodes > 1:
+        found += ["--rdzv-endpoint", f"{name}-0.{name}:{profile.rendezvous_port}", "--address", "$(POD_IP)"]
+    return [*found, "--mirror", site.storage] if site.storage else found
+
+
+def _environment(profile: PodProfile, site: Site) -> list[Manifest]:
+    index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
+    fixed = {"FT_HOME": str(site.home), "HOME": SCRATCH, "TMPDIR": SCRATCH}
+    return [
+        {"name": "JOB_COMPLETION_INDEX", "valueFrom": index},
+        {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        *({"name": key, "value": value} for key, value in fixed.items()),
+        {"name": "FT_CACHE", "value": CACHE if profile.cache_volume is not None else ""},
+    ]
+
+
+def _volumes(profile: PodProfile, site: Site) -> tuple[list[Manifest], list[Manifest]]:
+    """Volumes, and where they are mounted."""
+    limit = {"sizeLimit": profile.scratch_size} if profile.scratch_size else {}
+    own: list[tuple[str, str, Manifest]] = [
+        ("tmp", SCRATCH, {"emptyDir": dict(limit)}),
+        ("shm", "/dev/shm", {"emptyDir": {"medium": "Memory", "sizeLimit": profile.shm_size}}),
+    ]
+    if site.storage and not profile.mounts(site.home):
+        own.append(("home", str(site.home), {"emptyDir": dict(limit)}))
+    if profile.cache_volume is not None:
+        own.append(("cache", CACHE, profile.cache_volume))
+    volumes = [{"name": name, **source} for name, _, source in own]
+    mounts = [{"name": name, "mountPath": path} for name, path, _ in own]
+    return [*volumes, *profile.volumes], [*mounts, *profile.volume_mounts]

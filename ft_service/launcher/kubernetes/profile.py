@@ -1,0 +1,116 @@
+"""The pod profile: what the operator of a cluster says about worker pods. Nothing of it can come from a job's spec.
+
+A YAML file, named by FT_POD_PROFILE. Where a field holds a Kubernetes object (tolerations, volumes, …) it is that object, as in
+a pod's manifest.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from ft_service.errors import SpecError
+from ft_service.spec import Strict, spec_error
+
+ServiceAccountFolder = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+QUEUE_SLOTS = 4096
+"""Ranks of jobs that are handed to a cluster's own queue at once."""
+Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
+Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?([EPTGMk]i?|m)?$")]
+Objects = list[dict[str, Any]]
+
+
+class PodProfile(Strict):
+    """How worker pods look, and how many of them there may be."""
+
+    image: Annotated[str, Field(min_length=1)]
+    """Of the workers; by digest, so that all attempts of a job run the same."""
+    image_pull_policy: str = "IfNotPresent"
+    image_pull_secrets: list[Name] = Field(default_factory=list)
+    """Names of Secrets."""
+    command: list[str] = Field(default_factory=lambda: ["python"])
+    """The Python interpreter in the image."""
+    namespace: Name | None = None
+    """Of the pods; None: the service's own."""
+    service_account: Name = "ft-worker"
+    """Of the pods, which get no token of it: they never talk to the cluster."""
+
+    slots: Annotated[int, Field(ge=1, le=65_536)]
+    """Ranks that run at once in the whole cluster: its GPUs for this service. Ignored with `queue`: the cluster counts then."""
+    ranks_per_node: Annotated[int, Field(ge=1, le=64)]
+    """Most ranks of one pod: the GPUs of a node. It is what `nproc_per_node: auto` takes."""
+    gpu_resource: str | None = "nvidia.com/gpu"
+    """Resource of which a pod asks for one a rank; None: the nodes have no GPUs."""
+    hardware: str | None = None
+    """The nodes' GPUs, as `ft plan --hardware` names them, to refuse jobs that cannot fit. None: nobody looks at memory."""
+    requests: dict[str, Quantity | int] = Field(default_factory=dict)
+    """Of a pod, beside GPUs."""
+    limits: dict[str, Quantity | int] = Field(default_factory=dict)
+    node_selector: dict[str, str] = Field(default_factory=dict)
+    tolerations: Objects = Field(default_factory=list)
+    affinity: dict[str, Any] = Field(default_factory=dict)
+    priority_class: Name | None = None
+    runtime_class: Name | None = None
+    labels: dict[str, str] = Field(default_factory=dict)
+    annotations: dict[str, str] = Field(default_factory=dict)
+
+    env: Objects = Field(default_factory=list)
+    """Of the workers' container: NCCL's interfaces, credentials of object storage (by `valueFrom`)."""
+    env_from: Objects = Field(default_factory=list)
+    volumes: Objects = Field(default_factory=list)
+    volume_mounts: Objects = Field(default_factory=list)
+    """One must hold FT_HOME, unless FT_STORAGE is set, and one the base models; both at the paths that the service has."""
+    cache_volume: dict[str, Any] | None = None
+    """Volume source (`emptyDir`, `hostPath`, …) for quantised bases, local to the node. None: no cache."""
+    scratch_size: Quantity | None = None
+    """Limit of the pod's own files (with FT_STORAGE: its copy of the run directory)."""
+    shm_size: Quantity = "2Gi"
+    """Of /dev/shm; counts as memory of the pod."""
+    add_capabilities: list[str] = Field(default_factory=list)
+    """IPC_LOCK, where RDMA needs it. All others are dropped."""
+    run_as_user: Annotated[int, Field(ge=1)] = 10001
+    run_as_group: Annotated[int, Field(ge=1)] = 10001
+    rendezvous_port: Annotated[int, Field(ge=1024, le=65535)] = 29400
+    """At which the pod of node 0 waits for the others."""
+
+    active_deadline_seconds: Annotated[int, Field(ge=60)] | None = None
+    """Longest time of one attempt; the next one goes on from its last checkpoint. None: no limit."""
+    ttl_seconds_after_finished: Annotated[int, Field(ge=0)] = 3600
+    """How long a Job that has ended can still be looked at with kubectl."""
+    queue: str | None = None
+    """Kueue's LocalQueue: Jobs are created suspended, and Kueue admits them. None: this service counts its slots."""
+    queue_priority_class: str | None = None
+    """Kueue's WorkloadPriorityClass; ignored without `queue`."""
+
+    @model_validator(mode="after")
+    def _unique_names(self) -> PodProfile:
+        taken = {"tmp", "shm", "home", "cache"} & {str(volume.get("name")) for volume in self.volumes}
+        if taken:
+            raise ValueError(f"volumes: the name {min(taken)!r} is used by the service; choose another")
+        return self
+
+    def mounts(self, path: Path) -> bool:
+        """Whether a volume of the operator's holds this path."""
+        mounted = [PurePosixPath(str(mount.get("mountPath"))) for mount in self.volume_mounts]
+        return any(PurePosixPath(path).is_relative_to(folder) for folder in mounted)
+
+
+def load_profile(path: Path) -> PodProfile:
+    """Raises SpecError naming the file and the field at fault."""
+    try:
+        body = yaml.safe_load(path.read_text())
+        return PodProfile.model_validate(body)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SpecError(f"FT_POD_PROFILE = {path}: {error}", param="FT_POD_PROFILE") from None
+    except ValidationError as error:
+        found = spec_error(error, PodProfile)
+        raise SpecError(f"FT_POD_PROFILE = {path}: {found.message}", param="FT_POD_PROFILE") from None
+
+
+def own_namespace(folder: Path = ServiceAccountFolder) -> str | None:
+    """The namespace that this process runs in; None: outside a cluster."""
+    path = folder / "namespace"
+    return path.read_text().strip() if path.is_file() else None

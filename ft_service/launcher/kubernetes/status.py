@@ -1,0 +1,155 @@
+"""What a Job, its pods and its events say about an attempt. Pure: Kubernetes' objects in, words of ours out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ft_service.exits import conclude, exit_of
+from ft_service.launcher.kubernetes.manifests import CONTAINER, QUEUE_NAME
+from ft_service.rundir import ErrorInfo, Exit, Outcome, Result
+
+Object = Mapping[str, Any]
+
+_WAITING_FOR_NOTHING = frozenset({"ContainerCreating", "PodInitializing", ""})
+"""Reasons of a waiting container that pass by themselves."""
+_RULE = re.compile(r"matching FailJob rule at index (\d+)")
+_MAX_TEXT = 400
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Why the pods do not run yet."""
+
+    reason: str
+    admitted: bool
+    """False: the cluster has no place for them yet. True: it has, and something is wrong with them."""
+
+
+def is_finished(job: Object) -> bool:
+    """The Job has ended; its last pods may still be on their way out."""
+    return _true_condition(job, "Complete") is not None or _true_condition(job, "Failed") is not None
+
+
+def is_leaving(job: Object) -> bool:
+    """Somebody has deleted the Job, and it waits for what belongs to it."""
+    return bool(job["metadata"].get("deletionTimestamp"))
+
+
+def is_alive(pod: Object) -> bool:
+    """Whether processes of the pod may run. A pod on a node that does not answer may, however long that takes."""
+    return _phase(pod) not in ("Succeeded", "Failed")
+
+
+def has_started(pods: Sequence[Object]) -> bool:
+    """Whether any of our supervisors runs, or has run."""
+    return any(_container(pod).get("state", {}).keys() & {"running", "terminated"} for pod in pods)
+
+
+def waiting(job: Object, pods: Sequence[Object], warnings: Sequence[str]) -> Waiting | None:
+    """Why an attempt does not run yet; None: it does, or is about to. `warnings`: messages of the Job's own warning events."""
+    if job.get("spec", {}).get("suspend"):
+        queue = job["metadata"].get("labels", {}).get(QUEUE_NAME)
+        where = f" in the queue {queue}" if queue else ": its Job is suspended"
+        return Waiting(f"The attempt waits for admission{where}.", admitted=False)
+    for pod in pods:
+        condition = _true_condition(pod, "PodScheduled", status="False")
+        if condition is not None:
+            return Waiting(f"The cluster has no place for {_name(pod)}: {_text(condition)}", admitted=False)
+    for pod in pods:
+        state = _container(pod).get("state", {}).get("waiting", {})
+        if state.get("reason", "") not in _WAITING_FOR_NOTHING:
+            message = f"{state['reason']}: {state.get('message', '')}".rstrip(": ")
+            return Waiting(f"{_name(pod)} cannot start: {message[:_MAX_TEXT]}", admitted=True)
+    if len(pods) < job.get("spec", {}).get("parallelism", 1) and warnings:
+        return Waiting(f"The cluster refuses pods: {warnings[-1][:_MAX_TEXT]}", admitted=False)
+    return None
+
+
+def disruption(pods: Sequence[Object]) -> str | None:
+    """Who takes a pod away (eviction, preemption, a node that is drained or lost), in the cluster's words."""
+    for pod in pods:
+        condition = _true_condition(pod, "DisruptionTarget")
+        if condition is not None:
+            return f"{_name(pod)} is taken away ({condition.get('reason', 'disruption')}): {_text(condition)}"
+    return None
+
+
+def judge(
+    nodes: int,
+    exits: Mapping[int, Exit],
+    outcome: Outcome | None,
+    result: Result | None,
+    job: Object | None,
+    pods: Sequence[Object],
+) -> Exit | None:
+    """How an attempt ended whose Job has ended and whose pods are gone. None: nobody left a word, and nobody knows why.
+
+    What the ranks and supervisors wrote comes first; a cause that they cannot see (out of memory, eviction, the deadline) comes
+    before the errors of those who only lost their peers.
+    """
+    spoken = result is not None or outcome is not None or any(exit.reason == "cancelled" for exit in exits.values())
+    if spoken:
+        return conclude(nodes, exits, outcome, result)
+    killed = _out_of_memory(pods)
+    if killed is not None:
+        return _killed("out_of_memory", killed)
+    failed = _true_condition(job, "Failed") if job else None
+    if failed is not None and failed.get("reason") == "DeadlineExceeded":
+        return _killed("deadline_exceeded", "The attempt took longer than the cluster's operator allows one attempt to take.")
+    taken = disruption(pods)
+    if taken is not None:
+        return exit_of("stopped", taken)
+    return _evicted(pods) or (conclude(nodes, exits, None, None) if exits else None) or _by_rule(failed)
+
+
+def _by_rule(failed: Object | None) -> Exit | None:
+    """By the rule of podFailurePolicy that matched: the exit code of a supervisor whose files did not arrive."""
+    match = _RULE.search(failed.get("message", "")) if failed else None
+    if failed is None or match is None:
+        return None
+    message = failed["message"][:_MAX_TEXT]
+    return exit_of(("permanent_error", "stopped", "stopped")[int(match[1])], message)
+
+
+def _killed(code: str, message: str) -> Exit:
+    return exit_of("worker_killed", message, ErrorInfo(code=code, message=message))
+
+
+def _out_of_memory(pods: Sequence[Object]) -> str | None:
+    for pod in pods:
+        if _container(pod).get("state", {}).get("terminated", {}).get("reason") == "OOMKilled":
+            return f"{_name(pod)} ran out of memory: raise its limit in the pod profile, or make the job smaller."
+    return None
+
+
+def _evicted(pods: Sequence[Object]) -> Exit | None:
+    """A pod that the node ended for what it used itself, which is no disruption."""
+    for pod in pods:
+        if pod.get("status", {}).get("reason") == "Evicted":
+            return _killed("evicted", f"{_name(pod)} was evicted: {_text(pod['status'])}")
+    return None
+
+
+def _true_condition(object: Object, kind: str, status: str = "True") -> Object | None:
+    conditions = object.get("status", {}).get("conditions") or []
+    return next((c for c in conditions if c["type"] == kind and c["status"] == status), None)
+
+
+def _container(pod: Object) -> Object:
+    statuses = pod.get("status", {}).get("containerStatuses") or []
+    return next((s for s in statuses if s["name"] == CONTAINER), {})
+
+
+def _text(part: Object) -> str:
+    return str(part.get("message") or part.get("reason") or "no reason given")[:_MAX_TEXT]
+
+
+def _phase(pod: Object) -> str:
+    return pod.get("status", {}).get("phase", "Pending")
+
+
+def _name(pod: Object) -> str:
+    return f"pod {pod['metadata']['name']}"

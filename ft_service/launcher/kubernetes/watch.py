@@ -1,0 +1,46 @@
+"""Which Jobs have changed, told as soon as the cluster tells it: watching only saves waiting, looking is the truth."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from ft_service.launcher.kubernetes.cluster import Cluster, ClusterAwayError, ExpiredError, RefusedError
+
+log = logging.getLogger(__name__)
+
+BREAK_SECONDS = 1.0
+
+
+class Changes:
+    """Watches Jobs and pods in threads of its own, which end with the process."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._lock = threading.Lock()
+        self._changed: set[str] = set()
+        for kind in ("Job", "Pod"):
+            threading.Thread(target=self._watch, args=(kind,), name=f"watch-{kind}", daemon=True).start()
+
+    def take(self, job: str) -> bool:
+        """Whether a Job or its pods have changed since this was asked last."""
+        with self._lock:
+            changed = job in self._changed
+            self._changed.discard(job)
+            return changed
+
+    def _watch(self, kind: str) -> None:
+        while not self._cluster.closed:
+            try:
+                for job in self._cluster.watch(kind):  # begins with all that there is, so that a break hides nothing
+                    with self._lock:
+                        self._changed.add(job)
+            except ExpiredError:
+                continue
+            except (ClusterAwayError, RefusedError) as error:
+                log.warning("%ss cannot be watched: %s", kind, error)
+            except RuntimeError:  # of a client that was closed meanwhile
+                if not self._cluster.closed:
+                    raise
+            time.sleep(BREAK_SECONDS)

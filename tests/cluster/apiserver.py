@@ -1,0 +1,370 @@
+"""The API server: as much of Kubernetes' API as the launcher and a node use, with its own rules about versions and deletion."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+Object = dict[str, Any]
+Key = tuple[str, str, str]
+"""Plural, namespace ("" for what has none), name."""
+
+HISTORY = 2000
+KINDS = {"jobs": ("batch/v1", "Job"), "pods": ("v1", "Pod"), "services": ("v1", "Service"), "events": ("v1", "Event")}
+KINDS |= {"nodes": ("v1", "Node"), "serviceaccounts": ("v1", "ServiceAccount"), "namespaces": ("v1", "Namespace")}
+_PATH = re.compile(
+    r"^/(?:api/v1|apis/(?P<group>[a-z.]+)/v1)"
+    r"(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[a-z]+)(?:/(?P<name>[^/]+))?(?:/(?P<sub>[a-z]+))?$"
+)
+
+
+class Refused(Exception):
+    """An answer that is an error: HTTP status, reason, message."""
+
+    def __init__(self, code: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.code, self.reason, self.message = code, reason, message
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for, as roles see it."""
+
+    user: str
+    verb: str
+    group: str
+    resource: str
+    """With its subresource: `pods/eviction`."""
+
+
+@dataclass
+class State:
+    """All objects, and what has become of them."""
+
+    objects: dict[Key, Object] = field(default_factory=dict)
+    history: list[tuple[int, str, str, Object]] = field(default_factory=list)
+    """Version, ADDED | MODIFIED | DELETED, plural, object."""
+    changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))
+    version: int = 0
+    refuse_create: Callable[[str, Object], None] = lambda plural, body: None
+    """Raises Refused: a quota, or an admission policy."""
+
+    def get(self, key: Key) -> Object:
+        if key not in self.objects:
+            raise Refused(404, "NotFound", f'{key[0]} "{key[2]}" not found')
+        return self.objects[key]
+
+    def list(self, plural: str, namespace: str = "") -> list[Object]:
+        """Copies, so that a controller can think about them in peace."""
+        with self.changed:
+            found = [o for (p, n, _), o in self.objects.items() if p == plural and (not namespace or n == namespace)]
+            return copy.deepcopy(found)
+
+    def create(self, plural: str, namespace: str, body: Object) -> Object:
+        with self.changed:
+            body = copy.deepcopy(body)
+            metadata = body.setdefault("metadata", {})
+            if "generateName" in metadata and "name" not in metadata:
+                metadata["name"] = metadata["generateName"] + uuid.uuid4().hex[:5]
+            if namespace:
+                metadata["namespace"] = namespace
+            key = (plural, namespace, metadata["name"])
+            if key in self.objects:
+                raise Refused(409, "AlreadyExists", f'{plural} "{key[2]}" already exists')
+            self.refuse_create(plural, body)
+            body["apiVersion"], body["kind"] = KINDS[plural]
+            metadata |= {"uid": str(uuid.uuid4()), "creationTimestamp": now()}
+            body.setdefault("status", {"phase": "Pending"} if plural == "pods" else {})
+            self.objects[key] = body
+            return self._happened("ADDED", key)
+
+    def replace(self, key: Key, body: Object) -> Object:
+        """Raises Refused if the version that the body was made from is not the newest."""
+        with self.changed:
+            there = self.get(key)
+            version = body["metadata"].get("resourceVersion")
+            if version and version != there["metadata"]["resourceVersion"]:
+                raise Refused(409, "Conflict", f"{key[2]}: the object has been modified")
+            self.objects[key] = copy.deepcopy(body)
+            return self._happened("MODIFIED", key)
+
+    def change(self, key: Key, change: Callable[[Object], Any]) -> Object | None:
+        """Change an object in place, if it is there."""
+        with self.changed:
+            if key not in self.objects:
+                return None
+            before = copy.deepcopy(self.objects[key])
+            change(self.objects[key])
+            return self.objects[key] if before == self.objects[key] else self._happened("MODIFIED", key)
+
+    def delete(self, key: Key, grace: int | None) -> Object:
+        """A pod that runs on a node is only told to end; the node deletes it with a grace of 0."""
+        with self.changed:
+            there = self.get(key)
+            metadata = there["metadata"]
+            seconds = grace or 0
+            if key[0] == "pods" and grace is None:
+                seconds = there["spec"].get("terminationGracePeriodSeconds", 30)
+            if seconds > 0 and there["spec"].get("nodeName") and there["status"].get("phase") in ("Pending", "Running"):
+                if "deletionTimestamp" not in metadata:
+                    metadata |= {"deletionTimestamp": now(), "deletionGracePeriodSeconds": seconds}
+                    self._happened("MODIFIED", key)
+                return there
+            self._happened("DELETED", key)
+            return self.objects.pop(key)
+
+    def _happened(self, kind: str, key: Key) -> Object:
+        self.version += 1
+        there = self.objects[key]
+        there["metadata"]["resourceVersion"] = str(self.version)
+        self.history.append((self.version, kind, key[0], copy.deepcopy(there)))
+        del self.history[:-HISTORY]
+        self.changed.notify_all()
+        return copy.deepcopy(there)
+
+
+class ApiServer:
+    """`State` over HTTP on a free port of the loopback interface. `stop` and `start` as often as a test likes: state stays."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.requests: set[Request] = set()
+        self.roles: dict[str, list[Object]] = {}
+        """Bearer token → rules of its roles. A token that is not here may do everything."""
+        self.port = 0
+        self._server: _Server | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        self._server = _Server(("127.0.0.1", self.port), self)
+        self.port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+
+    def stop(self) -> None:
+        """As when it is away: connections are refused, watches break."""
+        if self._server is not None:
+            self._server.closing = True
+            with self.state.changed:
+                self.state.changed.notify_all()
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+    def check(self, request: Request) -> None:
+        """Raises Refused if the user's roles do not grant it."""
+        self.requests.add(request)
+        rules = self.roles.get(request.user)
+        if rules is None:
+            return
+        granted = any(
+            request.verb in rule["verbs"] and request.group in rule["apiGroups"] and request.resource in rule["resources"]
+            for rule in rules
+        )
+        if not granted:
+            words = f"{request.verb} {request.resource} in API group {request.group!r}"
+            raise Refused(403, "Forbidden", f"{request.user} cannot {words}")
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    allow_reuse_address = True
+    closing = False
+
+    def __init__(self, address: tuple[str, int], api: ApiServer) -> None:
+        super().__init__(address, _Handler)
+        self.api = api
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients that are killed in the middle of a request are what some tests are about."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Server  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self._answer("GET")
+
+    def do_POST(self) -> None:
+        self._answer("POST")
+
+    def do_PUT(self) -> None:
+        self._answer("PUT")
+
+    def do_PATCH(self) -> None:
+        self._answer("PATCH")
+
+    def do_DELETE(self) -> None:
+        self._answer("DELETE")
+
+    def _answer(self, method: str) -> None:
+        if self.server.closing:
+            self.close_connection = True
+            return
+        length = int(self.headers.get("Content-Length") or 0)
+        body = json.loads(self.rfile.read(length)) if length else {}
+        url = urlsplit(self.path)
+        query = {name: values[-1] for name, values in parse_qs(url.query).items()}
+        try:
+            match = _PATH.match(url.path)
+            if match is None:
+                raise Refused(404, "NotFound", url.path)
+            self._authorize(method, match, query)
+            if query.get("watch") == "true":
+                self._watch(match, query)
+            else:
+                with self.server.api.state.changed:
+                    self._send(200, self._do(method, match, query, body))
+        except Refused as error:
+            self._send(error.code, _status(error))
+
+    def _authorize(self, method: str, match: re.Match[str], query: dict[str, str]) -> None:
+        named = match["name"] is not None
+        verb = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}.get(method)
+        verb = verb or ("get" if named else "watch" if query.get("watch") == "true" else "list")
+        resource = match["plural"] + (f"/{match['sub']}" if match["sub"] else "")
+        user = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+        self.server.api.check(Request(user, verb, match["group"] or "", resource))
+
+    def _do(self, method: str, match: re.Match[str], query: dict[str, str], body: Object) -> Object:
+        state = self.server.api.state
+        plural, namespace = match["plural"], match["namespace"] or ""
+        if match["name"] is None:
+            if method == "POST":
+                return state.create(plural, namespace, body)
+            items = [item for item in state.list(plural, namespace) if _selected(item, query)]
+            version, kind = KINDS[plural]
+            metadata = {"resourceVersion": str(state.version)}
+            return {"apiVersion": version, "kind": f"{kind}List", "metadata": metadata, "items": items}
+        key = (plural, namespace, match["name"])
+        if match["sub"] == "eviction":
+            return _evict(state, key)
+        if method == "PATCH":
+            state.get(key)
+            return state.change(key, lambda there: merge(there, body)) or {}
+        if method == "PUT":
+            return state.replace(key, body)
+        if method == "DELETE":
+            return state.delete(key, body.get("gracePeriodSeconds", _int(query.get("gracePeriodSeconds"))))
+        return copy.deepcopy(state.get(key))
+
+    def _watch(self, match: re.Match[str], query: dict[str, str]) -> None:
+        deadline = time.monotonic() + float(query.get("timeoutSeconds") or 60)
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        with suppress(BrokenPipeError, ConnectionResetError):
+            for event in self._events(match, query, deadline):
+                self._chunk(json.dumps(event).encode() + b"\n")
+            if not self.server.closing:
+                self._chunk(b"")
+        self.close_connection = True
+
+    def _events(self, match: re.Match[str], query: dict[str, str], deadline: float) -> Iterator[Object]:
+        state = self.server.api.state
+        version = _int(query.get("resourceVersion"))
+        with state.changed:
+            if version is None:
+                version = state.version
+                start = [item for item in state.list(match["plural"], match["namespace"] or "") if _selected(item, query)]
+            elif state.history and version < state.history[0][0] - 1:
+                yield {"type": "ERROR", "object": _status(Refused(410, "Expired", "too old resource version"))}
+                return
+            else:
+                start = []
+        for item in start:
+            yield {"type": "ADDED", "object": item}
+        while time.monotonic() < deadline and not self.server.closing:
+            with state.changed:
+                news = [entry for entry in state.history if entry[0] > version]
+                if not news:
+                    state.changed.wait(0.5)
+            for number, kind, plural, item in news:
+                version = number
+                here = plural == match["plural"] and item["metadata"].get("namespace", "") == (match["namespace"] or "")
+                if here and _selected(item, query):
+                    yield {"type": kind, "object": item}
+
+    def _chunk(self, data: bytes) -> None:
+        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+        self.wfile.flush()
+
+    def _send(self, code: int, body: Object) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+def _evict(state: State, key: Key) -> Object:
+    def mark(pod: Object) -> None:
+        reason = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+        pod["status"].setdefault("conditions", []).append({**reason, "message": "Eviction API: evicting"})
+
+    state.get(key)
+    state.change(key, mark)
+    state.delete(key, None)
+    return {"kind": "Status", "status": "Success"}
+
+
+def merge(there: Object, patch: Object) -> None:
+    """JSON merge patch, except that conditions are merged by their type, as a strategic merge patch does."""
+    for name, value in patch.items():
+        if value is None:
+            there.pop(name, None)
+        elif name == "conditions":
+            kinds = {condition["type"] for condition in value}
+            there[name] = [c for c in there.get(name, []) if c["type"] not in kinds] + copy.deepcopy(value)
+        elif isinstance(value, dict) and isinstance(there.get(name), dict):
+            merge(there[name], value)
+        else:
+            there[name] = copy.deepcopy(value)
+
+
+def _selected(item: Object, query: dict[str, str]) -> bool:
+    labels = item["metadata"].get("labels") or {}
+    for pair in filter(None, (query.get("labelSelector") or "").split(",")):
+        name, _, value = pair.partition("=")
+        if labels.get(name) != value.lstrip("="):
+            return False
+    for pair in filter(None, (query.get("fieldSelector") or "").split(",")):
+        path, _, value = pair.partition("=")
+        found: Any = item
+        for part in path.split("."):
+            found = (found or {}).get(part)
+        if found != value.lstrip("="):
+            return False
+    return True
+
+
+def _status(error: Refused) -> Object:
+    body = {"apiVersion": "v1", "kind": "Status", "status": "Failure"}
+    return {**body, "code": error.code, "reason": error.reason, "message": error.message, "metadata": {}}
+
+
+def _int(value: str | None) -> int | None:
+    return int(value) if value else None
+
+
+def now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -1,0 +1,243 @@
+"""What a control plane does by itself: makes pods of Indexed Jobs, ends Jobs, gives pods nodes, removes what lost its owner."""
+
+from __future__ import annotations
+
+import calendar
+import copy
+import threading
+import time
+import uuid
+from contextlib import suppress
+
+from tests.cluster.apiserver import Key, Object, Refused, State, now
+
+INDEX = "batch.kubernetes.io/job-completion-index"
+JOB_NAME = "batch.kubernetes.io/job-name"
+TERMINAL = ("Succeeded", "Failed")
+
+
+class Controllers:
+    """All of them in one thread, which looks at everything after each change."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.stopped = threading.Event()
+        self._seen: dict[str, dict[str, Object]] = {}
+        """Uid of a Job → uid of each pod that it ever had → the pod as it was last."""
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self.stopped.set()
+        with self.state.changed:
+            self.state.changed.notify_all()
+        self._thread.join(10)
+
+    def _run(self) -> None:
+        version = -1
+        while not self.stopped.is_set():
+            with self.state.changed:
+                if version == self.state.version:
+                    self.state.changed.wait(0.2)
+                version = self.state.version
+                for job in self.state.list("jobs"):
+                    self._job(job)
+                for pod in self.state.list("pods"):
+                    self._schedule(pod)
+                self._collect()
+
+    # Jobs --------------------------------------------------------------------------------------------------------------
+
+    def _job(self, job: Object) -> None:
+        key = _key("jobs", job)
+        if _condition(job, "Complete") or _condition(job, "Failed"):
+            self._expire(key, job)
+            return
+        pods = [pod for pod in self.state.list("pods", key[1]) if _owned(pod, job)]
+        self._remember(job, pods)
+        active = [pod for pod in pods if pod["status"]["phase"] not in TERMINAL]
+        if job["spec"].get("suspend"):
+            self._suspend(key, active)
+            return
+        if _condition(job, "Suspended"):
+            self._set(key, {"type": "Suspended", "status": "False", "reason": "JobResumed"})
+        self.state.change(key, lambda there: there["status"].setdefault("startTime", now()))
+        failure = _condition(job, "FailureTarget") or self._failure(job, pods)
+        if failure:
+            self._fail(key, failure, active)
+            return
+        done = {_index(pod) for pod in pods if pod["status"]["phase"] == "Succeeded"}
+        if len(done) == job["spec"]["completions"]:
+            self._set(key, {"type": "SuccessCriteriaMet", "status": "True", "reason": "CompletionsReached"})
+            if not active:
+                self._end(key, {"type": "Complete", "status": "True", "reason": "CompletionsReached"})
+            return
+        there = done | {_index(pod) for pod in active}
+        for index in range(job["spec"]["completions"]):
+            if index not in there:
+                self._create_pod(job, index)
+
+    def _remember(self, job: Object, pods: list[Object]) -> None:
+        known = self._seen.setdefault(job["metadata"]["uid"], {})
+        here = {pod["metadata"]["uid"] for pod in pods}
+        known.update({pod["metadata"]["uid"]: pod for pod in pods})
+        for uid, pod in known.items():
+            if uid not in here and pod["status"]["phase"] not in TERMINAL:
+                pod["status"]["phase"] = "Failed"  # a pod that vanishes has failed
+
+    def _failure(self, job: Object, pods: list[Object]) -> Object | None:
+        if self._overdue(job):
+            return {
+                "type": "FailureTarget",
+                "status": "True",
+                "reason": "DeadlineExceeded",
+                "message": "Job was active too long",
+            }
+        for pod in self._seen[job["metadata"]["uid"]].values():
+            if pod["status"]["phase"] == "Failed":
+                reason, message = _judged(job, pod)
+                return {"type": "FailureTarget", "status": "True", "reason": reason, "message": message}
+        return None
+
+    def _overdue(self, job: Object) -> bool:
+        limit, start = job["spec"].get("activeDeadlineSeconds"), job["status"].get("startTime")
+        return bool(limit and start) and time.time() - _seconds(start) > limit
+
+    def _fail(self, key: Key, failure: Object, active: list[Object]) -> None:
+        self._set(key, failure)
+        for pod in active:
+            if "deletionTimestamp" not in pod["metadata"]:
+                self.state.delete(_key("pods", pod), None)
+        if not active:
+            self._end(key, {**failure, "type": "Failed"})
+
+    def _end(self, key: Key, condition: Object) -> None:
+        self._set(key, condition)
+        self.state.change(key, lambda job: job["status"].setdefault("completionTime", now()))
+
+    def _expire(self, key: Key, job: Object) -> None:
+        ttl = job["spec"].get("ttlSecondsAfterFinished")
+        if ttl is not None and time.time() - _seconds(job["status"].get("completionTime", now())) >= ttl:
+            self.state.delete(key, 0)
+
+    def _suspend(self, key: Key, active: list[Object]) -> None:
+        for pod in active:
+            if "deletionTimestamp" not in pod["metadata"]:
+                self.state.delete(_key("pods", pod), None)
+        self._set(key, {"type": "Suspended", "status": "True", "reason": "JobSuspended", "message": "Job suspended"})
+
+    def _create_pod(self, job: Object, index: int) -> None:
+        metadata, template = job["metadata"], copy.deepcopy(job["spec"]["template"])
+        name = metadata["name"]
+        labels = {**template["metadata"].get("labels", {}), JOB_NAME: name, INDEX: str(index)}
+        annotations = {**template["metadata"].get("annotations", {}), INDEX: str(index)}
+        template["spec"]["hostname"] = f"{name}-{index}"
+        pod = {
+            "metadata": {
+                "name": f"{name}-{index}-{uuid.uuid4().hex[:5]}",
+                "labels": labels,
+                "annotations": annotations,
+                "ownerReferences": [{"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": metadata["uid"]}],
+            },
+            "spec": template["spec"],
+        }
+        try:
+            self.state.create("pods", metadata["namespace"], pod)
+        except Refused as error:
+            self._warn(job, f"Error creating: {error.message}")
+
+    def _warn(self, job: Object, message: str) -> None:
+        metadata = job["metadata"]
+        event = {
+            "metadata": {"name": f"{metadata['name']}.failed-create"},
+            "involvedObject": {"kind": "Job", "name": metadata["name"], "namespace": metadata["namespace"]},
+            "type": "Warning",
+            "reason": "FailedCreate",
+            "message": message,
+            "lastTimestamp": now(),
+        }
+        with suppress(Refused):  # there already
+            self.state.create("events", metadata["namespace"], event)
+
+    def _set(self, key: Key, condition: Object) -> None:
+        def put(job: Object) -> None:
+            conditions = job["status"].setdefault("conditions", [])
+            if not any(c["type"] == condition["type"] and c["status"] == condition["status"] for c in conditions):
+                conditions[:] = [c for c in conditions if c["type"] != condition["type"]] + [condition]
+
+        self.state.change(key, put)
+
+    # Nodes -------------------------------------------------------------------------------------------------------------
+
+    def _schedule(self, pod: Object) -> None:
+        if pod["spec"].get("nodeName") or pod["metadata"].get("deletionTimestamp"):
+            return
+        for node in self.state.list("nodes"):
+            if self._fits(pod, node):
+                self.state.change(_key("pods", pod), lambda there, node=node: _bind(there, node))
+                return
+        unable = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+        unable["message"] = "0/1 nodes are available: 1 node(s) didn't match Pod's node affinity/selector."
+
+        def tell(there: Object) -> None:
+            there["status"]["conditions"] = [unable]
+
+        self.state.change(_key("pods", pod), tell)
+
+    def _fits(self, pod: Object, node: Object) -> bool:
+        labels = node["metadata"].get("labels", {})
+        return all(labels.get(name) == value for name, value in pod["spec"].get("nodeSelector", {}).items())
+
+    def _collect(self) -> None:
+        there = {item["metadata"]["uid"] for item in self.state.list("jobs")}
+        for plural in ("pods", "services"):
+            for item in self.state.list(plural):
+                owners = item["metadata"].get("ownerReferences", [])
+                if (
+                    owners
+                    and not any(owner["uid"] in there for owner in owners)
+                    and "deletionTimestamp" not in item["metadata"]
+                ):
+                    self.state.delete(_key(plural, item), None)
+
+
+def _bind(pod: Object, node: Object) -> None:
+    pod["spec"]["nodeName"] = node["metadata"]["name"]
+    pod["status"]["conditions"] = [{"type": "PodScheduled", "status": "True"}]
+
+
+def _judged(job: Object, pod: Object) -> tuple[str, str]:
+    """Reason and message of a Job that a failed pod ends."""
+    where = f"{pod['metadata']['namespace']}/{pod['metadata']['name']}"
+    for number, rule in enumerate(job["spec"].get("podFailurePolicy", {}).get("rules", [])):
+        matching = f"matching {rule['action']} rule at index {number}"
+        for status in pod["status"].get("containerStatuses", []) if "onExitCodes" in rule else []:
+            code = status.get("state", {}).get("terminated", {}).get("exitCode")
+            if code in rule["onExitCodes"]["values"]:
+                return "PodFailurePolicy", f"Container {status['name']} for pod {where} failed with exit code {code} {matching}"
+        kinds = {c["type"] for c in pod["status"].get("conditions", []) if c["status"] == "True"}
+        if any(wanted["type"] in kinds for wanted in rule.get("onPodConditions", [])):
+            return "PodFailurePolicy", f"Pod {where} has condition DisruptionTarget {matching}"
+    return "BackoffLimitExceeded", "Job has reached the specified backoff limit"
+
+
+def _condition(item: Object, kind: str) -> Object | None:
+    return next((c for c in item["status"].get("conditions", []) if c["type"] == kind and c["status"] == "True"), None)
+
+
+def _owned(pod: Object, job: Object) -> bool:
+    return any(owner["uid"] == job["metadata"]["uid"] for owner in pod["metadata"].get("ownerReferences", []))
+
+
+def _index(pod: Object) -> int:
+    return int(pod["metadata"]["annotations"][INDEX])
+
+
+def _key(plural: str, item: Object) -> Key:
+    return plural, item["metadata"].get("namespace", ""), item["metadata"]["name"]
+
+
+def _seconds(stamp: str) -> float:
+    return float(calendar.timegm(time.strptime(stamp, "%Y-%m-%dT%H:%M:%SZ")))

@@ -1,0 +1,277 @@
+"""A node whose pods are processes of this host: what the container asks for is run as it stands, with signals and exit codes.
+
+It speaks HTTP only, so a real control plane without nodes takes it for one. Volumes are folders of this host: a hostPath is
+used as it is, an emptyDir is a new folder, put in place of its mount path in arguments and environment. With `mounts` pods have
+a mount namespace of their own instead, in which every volume lies where the pod expects it (needs `unshare`, see `can_mount`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx2
+
+from tests.cluster.apiserver import Object, now
+
+POLL_SECONDS = 0.05
+HEARTBEAT_SECONDS = 10.0
+ROOT = Path(__file__).parents[2]
+MISSING_IMAGE = "missing:latest"
+"""An image that no pod of this node can get."""
+
+
+def can_mount() -> bool:
+    """Whether this user may make a mount namespace here."""
+    command = ["unshare", "--user", "--map-root-user", "--mount", "true"]
+    return shutil.which("unshare") is not None and subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+@dataclass
+class _Pod:
+    """A pod of this node, and its process."""
+
+    name: str
+    namespace: str
+    process: subprocess.Popen[bytes] | None
+    folder: Path
+    kill_at: float | None = None
+    reason: str | None = None
+    """Of its end, where the exit code does not say it: OOMKilled."""
+    ended: bool = False
+    volumes: dict[str, Path] = field(default_factory=dict)
+
+
+class Kubelet:
+    """Runs what is scheduled to the node `name`."""
+
+    def __init__(self, http: httpx2.Client, name: str = "test-node", *, mounts: bool = False) -> None:
+        self.name = name
+        self.frozen = False
+        """As a node that does not answer: its processes go on, and nobody hears of it."""
+        self._http = http
+        self._mounts = mounts
+        self._pods: dict[str, _Pod] = {}
+        self._folder = Path(tempfile.mkdtemp(prefix="kubelet-"))
+        self._stopped = threading.Event()
+        self._lock = threading.RLock()
+        self._beat = float("-inf")
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Kills what still runs, and leaves no node and no file behind."""
+        self._stopped.set()
+        self._thread.join(10)
+        for pod in self._pods.values():
+            _kill(pod, signal.SIGKILL)
+            if pod.process is not None:
+                pod.process.wait()
+        with suppress(httpx2.HTTPError):
+            self._http.delete(f"/api/v1/nodes/{self.name}")
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def out_of_memory(self, pod: str) -> None:
+        """As the kernel does it: the container is gone, and the node knows why."""
+        with self._lock:
+            found = next(p for p in self._pods.values() if p.name == pod)
+            found.reason = "OOMKilled"
+            _kill(found, signal.SIGKILL)
+
+    def vanish(self, pod: str) -> None:
+        """The processes are gone and the pod with them, without a word: as when a node dies and is removed."""
+        with self._lock:
+            found = next(p for p in self._pods.values() if p.name == pod)
+            _kill(found, signal.SIGKILL)
+            found.ended = True
+        self._http.request("DELETE", f"/api/v1/namespaces/{found.namespace}/pods/{pod}", json={"gracePeriodSeconds": 0})
+
+    def output(self, pod: str) -> str:
+        """What a pod has printed."""
+        return next((p.folder / "output").read_text() for p in self._pods.values() if p.name == pod)
+
+    def alive(self) -> list[str]:
+        """Pods whose process lives."""
+        return [p.name for p in self._pods.values() if p.process is not None and p.process.poll() is None]
+
+    def _run(self) -> None:
+        while not self._stopped.wait(POLL_SECONDS):
+            if self.frozen:
+                continue
+            with suppress(httpx2.HTTPError, ValueError), self._lock:  # the API server may be away
+                self._heartbeat()
+                self._turn()
+
+    def _heartbeat(self) -> None:
+        if time.monotonic() - self._beat < HEARTBEAT_SECONDS:
+            return
+        ready = {"type": "Ready", "status": "True", "reason": "KubeletReady", "message": "", "lastHeartbeatTime": now()}
+        room = {"cpu": "64", "memory": "256Gi", "pods": "110", "ephemeral-storage": "100Gi"}
+        status = {"conditions": [{**ready, "lastTransitionTime": now()}], "capacity": room, "allocatable": room}
+        node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": self.name, "labels": {"test": "ft"}}}
+        self._http.post("/api/v1/nodes", json=node)
+        if self._patch(f"/api/v1/nodes/{self.name}/status", {"status": status}):
+            self._beat = time.monotonic()
+
+    def _turn(self) -> None:
+        answer = self._http.get("/api/v1/pods", params={"fieldSelector": f"spec.nodeName={self.name}"})
+        answer.raise_for_status()
+        there = {item["metadata"]["uid"]: item for item in answer.json()["items"]}
+        for uid, item in there.items():
+            if uid not in self._pods and "deletionTimestamp" not in item["metadata"]:
+                self._pods[uid] = self._start(item)
+        for uid, pod in self._pods.items():
+            self._tend(pod, there.get(uid))
+
+    def _tend(self, pod: _Pod, item: Object | None) -> None:
+        if item is None:
+            _kill(pod, signal.SIGKILL)  # forced away
+            pod.ended = True
+            return
+        if "deletionTimestamp" in item["metadata"] and pod.kill_at is None:
+            _kill(pod, signal.SIGTERM)
+            pod.kill_at = time.monotonic() + item["metadata"].get("deletionGracePeriodSeconds", 30)
+        if pod.kill_at is not None and time.monotonic() > pod.kill_at:
+            _kill(pod, signal.SIGKILL)
+        if pod.process is None:
+            self._leave(pod, item)
+            return
+        code = pod.process.poll()
+        if code is not None and not pod.ended:
+            self._tell_end(pod, code)
+        if code is not None:
+            self._leave(pod, item)
+
+    def _leave(self, pod: _Pod, item: Object) -> None:
+        if "deletionTimestamp" in item["metadata"]:
+            self._http.request("DELETE", _path(pod), json={"gracePeriodSeconds": 0})
+
+    def _tell_end(self, pod: _Pod, code: int) -> None:
+        shown = code if code >= 0 else 128 - code
+        reason = pod.reason or ("Completed" if code == 0 else "Error")
+        state = {"terminated": {"exitCode": shown, "reason": reason, "startedAt": now(), "finishedAt": now()}}
+        phase = "Succeeded" if code == 0 else "Failed"
+        pod.ended = self._patch(f"{_path(pod)}/status", {"status": {"phase": phase, "containerStatuses": [_container(state)]}})
+
+    def _start(self, item: Object) -> _Pod:
+        metadata, spec = item["metadata"], item["spec"]
+        container = spec["containers"][0]
+        folder = self._folder / metadata["uid"]
+        folder.mkdir()
+        pod = _Pod(metadata["name"], metadata["namespace"], None, folder)
+        if container["image"] == MISSING_IMAGE:
+            state = {"waiting": {"reason": "ErrImagePull", "message": f"no such image: {MISSING_IMAGE}"}}
+            self._patch(f"{_path(pod)}/status", {"status": {"phase": "Pending", "containerStatuses": [_container(state)]}})
+            return pod
+        command, environment = self._resolved(item, container, folder)
+        with (folder / "output").open("wb") as output:
+            pod.process = subprocess.Popen(
+                command,
+                env=environment,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        status = {"phase": "Running", "podIP": "127.0.0.1", "podIPs": [{"ip": "127.0.0.1"}], "startTime": now()}
+        state = {"running": {"startedAt": now()}}
+        self._patch(f"{_path(pod)}/status", {"status": {**status, "containerStatuses": [_container(state)]}})
+        return pod
+
+    def _resolved(self, item: Object, container: Object, folder: Path) -> tuple[list[str], dict[str, str]]:
+        """Command and environment, as the container runtime would make them."""
+        places = self._places(item, container, folder)
+        moved: Callable[[str], str] = (lambda text: text) if self._mounts else (lambda text: _moved(text, places))
+        environment = {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "LANG": "C.UTF-8",
+        }
+        for entry in container.get("env", []):
+            value = entry.get("value") or _field(item, entry.get("valueFrom", {}))
+            environment[entry["name"]] = moved(_found(value, item))
+        words = [*container["command"], *container.get("args", [])]
+        words = [re.sub(r"\$\((\w+)\)", lambda match: environment[match[1]], moved(_found(word, item))) for word in words]
+        return (_mounting(places, words) if self._mounts else words), environment
+
+    def _places(self, item: Object, container: Object, folder: Path) -> dict[str, Path]:
+        """Mount path → folder of this host."""
+        places: dict[str, Path] = {}
+        volumes = {volume["name"]: volume for volume in item["spec"].get("volumes", [])}
+        for mount in container.get("volumeMounts", []):
+            volume = volumes[mount["name"]]
+            if "hostPath" in volume:
+                places[mount["mountPath"]] = Path(volume["hostPath"]["path"])
+            elif mount["mountPath"] != "/dev/shm":
+                places[mount["mountPath"]] = folder / mount["name"]
+                (folder / mount["name"]).mkdir(exist_ok=True)
+        return places
+
+    def _patch(self, path: str, body: Object) -> bool:
+        kind = {"Content-Type": "application/strategic-merge-patch+json"}
+        return self._http.patch(path, json=body, headers=kind).is_success
+
+
+def _container(state: Object) -> Object:
+    running = "running" in state
+    return {
+        "name": "worker",
+        "image": "",
+        "imageID": "",
+        "ready": running,
+        "restartCount": 0,
+        "started": running,
+        "state": state,
+    }
+
+
+def _field(item: Object, source: Object) -> str:
+    path = source.get("fieldRef", {}).get("fieldPath", "")
+    if path == "status.podIP":
+        return "127.0.0.1"
+    match = re.fullmatch(r"metadata\.(annotations|labels)\['(.+)'\]", path)
+    return item["metadata"][match[1]][match[2]] if match else ""
+
+
+def _found(text: str, item: Object) -> str:
+    """The cluster's DNS: pods of a headless Service by their host names."""
+    service = item["spec"].get("subdomain")
+    return re.sub(rf"\b{service}-\d+\.{service}\b", "127.0.0.1", text) if service else text
+
+
+def _moved(text: str, places: dict[str, Path]) -> str:
+    for path, folder in sorted(places.items(), key=lambda place: -len(place[0])):  # what lies in /tmp itself may be mounted
+        if text == path or text.startswith(f"{path}/"):
+            return str(folder) + text[len(path) :]
+    return text
+
+
+def _mounting(places: dict[str, Path], words: list[str]) -> list[str]:
+    script = "".join(f'mkdir -p "{path}"; mount --bind "{folder}" "{path}"; ' for path, folder in places.items())
+    return ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec", script + 'cd /; exec "$@"', "sh", *words]
+
+
+def _path(pod: _Pod) -> str:
+    return f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}"
+
+
+def _kill(pod: _Pod, number: int) -> None:
+    if pod.process is not None and pod.process.poll() is None:
+        # SIGTERM to process 1 only, as a container runtime does; SIGKILL to all, as when its PID namespace ends.
+        target = os.killpg if number == signal.SIGKILL else os.kill
+        with suppress(ProcessLookupError):
+            target(pod.process.pid, number)

@@ -1,0 +1,136 @@
+"""A job as pods of a cluster (see tests/cluster): two pods that meet by torchrun's rendezvous, train, lose one, and go on."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ft_service.job import Job, State
+from ft_service.launcher.kubernetes.manifests import object_name
+from ft_service.launcher.kubernetes.profile import PodProfile
+from ft_service.places import Places
+from ft_service.reconciler import Reconciler
+from ft_service.rundir import Result, RunDir, Start, complete_checkpoints, sha256_of
+from ft_service.spec import BaseModelRef, DataFileRef, parse_request, resolve
+from ft_service.store.sql import SqlStore
+from tests.cluster.harness import HarnessCluster, open_cluster
+from tests.e2e.service import eventually
+from tests.reconciling import PROJECT, get, messages, new_store
+
+JOB = "ftjob-1"
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[HarnessCluster]:
+    with open_cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[SqlStore]:
+    store = new_store(tmp_path)
+    yield store
+    store.close()
+
+
+def add_two_node_job(store: SqlStore, models: Path, data: Path) -> Job:
+    body = {
+        "model": "tiny",
+        "training_file": "file-1",
+        "precision": {"default": "nf4"},
+        "lora": {"r": 4},
+        "training": {"max_steps": STEPS, "batch_size": 8, "per_device_train_batch_size": 4, "learning_rate": 1e-3},
+        "distributed": {"nnodes": 2, "nproc_per_node": 1},
+        "checkpoint": {"save_steps": 4},
+    }
+    spec = resolve(
+        parse_request(body),
+        job_id=JOB,
+        organization="local",
+        model=BaseModelRef(name="tiny", path=str(models / "tiny")),
+        training_data=DataFileRef(name=data.name, path=str(data), sha256=sha256_of(data)),
+        validation_data=None,
+        seed=1,
+        gpus=0,
+    )
+    job = Job(
+        id=JOB,
+        project_id=PROJECT,
+        created_at=0.0,
+        request=body,
+        spec=spec.model_dump(mode="json"),
+        state=State.VALIDATING,
+        slots=spec.world_size,
+    )
+    return store.create_job(job)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def profile_for(home: Path) -> PodProfile:
+    return PodProfile.model_validate(
+        {
+            "image": "worker:test",
+            "command": [sys.executable],
+            "slots": 2,
+            "ranks_per_node": 1,
+            "gpu_resource": None,
+            "env": [
+                {"name": "GLOO_SOCKET_IFNAME", "value": "lo"},
+                {"name": "CUDA_VISIBLE_DEVICES", "value": ""},
+                {"name": "OMP_NUM_THREADS", "value": "1"},
+            ],
+            "volumes": [{"name": "data", "hostPath": {"path": str(home)}}],
+            "volume_mounts": [{"name": "data", "mountPath": str(home)}],
+            "node_selector": {"test": "ft"},
+            "rendezvous_port": free_port(),
+        }
+    )
+
+
+def test_an_evicted_job_of_two_pods_resumes_and_succeeds(
+    cluster: HarnessCluster, store: SqlStore, models: Path, data: Path, tmp_path: Path
+) -> None:
+    launcher = cluster.launcher(profile_for(tmp_path), tmp_path)
+    reconciler = Reconciler(store, launcher, Places(tmp_path), idle_seconds=0.1)
+    add_two_node_job(store, models, data)
+    run = RunDir(tmp_path / "runs" / JOB)
+
+    def checkpointed() -> bool:
+        reconciler.step()
+        assert get(store, JOB).attempt < 2, "\n".join(messages(store, JOB))
+        return bool(complete_checkpoints(run))
+
+    eventually(checkpointed)
+    cluster.evict(eventually(lambda: cluster.pod(object_name(JOB, 1), 1)))
+
+    def done() -> Job | None:
+        reconciler.step()
+        job = get(store, JOB)
+        return job if job.state in (State.SUCCEEDED, State.FAILED) else None
+
+    job = eventually(done)
+    told = messages(store, JOB)
+    assert job.state is State.SUCCEEDED, "\n".join(told)
+    assert (job.attempt, job.failures) == (2, 0), "an eviction is no failure"
+    assert any("is taken away (EvictionByEvictionAPI)" in message for message in told)
+    start = run.read("attempts/2/start.json", Start)
+    assert start is not None
+    assert start.checkpoint is not None
+    assert (start.nodes, start.world_size) == (2, 2)
+    steps = [event.metrics.step for event in store.list_events(PROJECT, JOB, limit=100).data if event.metrics]
+    assert sorted(steps) == list(range(1, STEPS + 1)), "every step once: the first attempt stopped by agreement"
+    result = run.read("result.json", Result)
+    assert result is not None
+    assert result.attempt == 2
+    assert run.path("adapter/adapter_model.safetensors").is_file()
+    eventually(lambda: not cluster.kubelet.alive())

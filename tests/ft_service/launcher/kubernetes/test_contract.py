@@ -1,0 +1,306 @@
+"""What the launcher promises, on a cluster: our own, or that of KUBECONFIG. Pods run our supervisor, whose workers play."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ft_service.exits import exit_of
+from ft_service.job import Absent, Ended, Reason, Running, Unknown
+from ft_service.launcher.base import LaunchError
+from ft_service.launcher.kubernetes.watch import Changes
+from ft_service.rundir import Control, RunDir
+from tests.attempts import wait_for
+from tests.cluster.apiserver import Object, Refused, Request
+from tests.cluster.harness import HarnessCluster, role_rules
+from tests.cluster.kubelet import MISSING_IMAGE
+from tests.ft_service.launcher.kubernetes.conftest import SECONDS, Attempt, Attempts
+
+
+def reason_of(ended: Ended) -> str:
+    assert ended.exit is not None
+    return ended.exit.reason
+
+
+def test_an_attempt_from_its_start_to_its_end(attempts: Attempts) -> None:
+    attempt = attempts("event,checkpoint=3,wait")
+    assert attempt.seen() == Absent()
+    attempt.start()
+    assert isinstance(attempt.seen(), Running)  # from this moment on, without a gap
+    attempt.wait_reported()
+    attempt.launcher.signal(attempt.run, 1, Control(generation=2, desired="pause"))
+    message = "Training has stopped at checkpoint step-3-a1."
+    assert attempt.wait_ended() == Ended(exit_of("stopped", message), checkpoint_step=3)
+    attempt.launcher.clean(attempt.run, 1)
+    attempt.wait_gone()
+    assert reason_of(attempt.wait_ended()) == "stopped", "what is known of it outlives the Job"
+
+
+def test_success_leaves_the_job_to_its_time_to_live(attempts: Attempts, cluster: HarnessCluster) -> None:
+    attempt = attempts("event,succeed")
+    attempt.start()
+    assert reason_of(attempt.wait_ended()) == "succeeded"
+    attempt.launcher.clean(attempt.run, 1)
+    conditions = {c["type"] for c in cluster.get("jobs", attempt.name)["status"]["conditions"] if c["status"] == "True"}
+    assert "Complete" in conditions
+    short = attempts("event,succeed", nodes=1, ttl_seconds_after_finished=0)
+    short.start()
+    assert reason_of(short.wait_ended()) == "succeeded"
+    short.wait_gone()
+    assert reason_of(short.wait_ended()) == "succeeded"
+
+
+def test_starting_again_starts_nothing_and_another_launcher_takes_over(attempts: Attempts, cluster: HarnessCluster) -> None:
+    attempt = attempts("event,hang")
+    attempt.start()
+    attempt.wait_reported()
+    uid = cluster.get("jobs", attempt.name)["metadata"]["uid"]
+    successor = cluster.launcher(attempt.profile, attempt.home)
+    successor.start(attempt.run, 1)
+    assert cluster.get("jobs", attempt.name)["metadata"]["uid"] == uid
+    assert cluster.get("services", attempt.name)["metadata"]["ownerReferences"][0]["uid"] == uid
+    assert isinstance(successor.observe(attempt.run, 1), Running)
+    successor.signal(attempt.run, 1, Control(generation=2, desired="cancel"))
+    attempt.wait_gone()
+    assert isinstance(attempt.wait_ended(), Ended)
+
+
+def test_an_eviction_is_an_agreed_stop(attempts: Attempts, cluster: HarnessCluster) -> None:
+    attempt = attempts("event,checkpoint=3,wait")
+    attempt.start()
+    attempt.wait_reported()
+    cluster.evict(attempt.pod(1))
+    ended = attempt.wait_ended()
+    assert (reason_of(ended), ended.checkpoint_step) == ("stopped", 3)
+
+
+def test_a_permanent_failure_keeps_its_words(attempts: Attempts) -> None:
+    attempt = attempts("event,refuse")
+    attempt.start()
+    ended = attempt.wait_ended()
+    assert reason_of(ended) == "permanent_error"
+    assert ended.exit is not None
+    assert ended.exit.message == "This model cannot be trained."
+
+
+def test_a_pod_that_runs_out_of_memory_says_so(attempts: Attempts, cluster: HarnessCluster) -> None:
+    attempt = attempts("event,hang", grace=1.0)
+    attempt.start()
+    attempt.wait_reported()
+    cluster.kubelet.out_of_memory(attempt.pod(1))
+    ended = attempt.wait_ended()
+    assert reason_of(ended) == "worker_killed"
+    assert ended.exit is not None
+    assert ended.exit.error is not None
+    assert ended.exit.error.code == "out_of_memory"
+
+
+def test_a_pod_that_vanishes_ends_the_attempt(attempts: Attempts, cluster: HarnessCluster) -> None:
+    attempt = attempts("event,hang", grace=1.0)
+    attempt.start()
+    attempt.wait_reported()
+    cluster.kubelet.vanish(attempt.pod(0))
+    assert reason_of(attempt.wait_ended()) in ("stop_timeout", "worker_killed")
+
+
+def test_what_has_no_place_says_why_and_can_be_cancelled(attempts: Attempts) -> None:
+    attempt = attempts("succeed", node_selector={"gpu": "none-has-it"})
+    attempt.start()
+    seen = attempt.wait_noted()
+    assert not seen.admitted
+    assert "didn't match" in (seen.note or "")
+    attempt.launcher.signal(attempt.run, 1, Control(generation=2, desired="cancel"))
+    attempt.wait_gone()
+    assert isinstance(attempt.seen(), Ended)
+
+
+def test_a_pause_before_the_start_takes_the_job_away(attempts: Attempts) -> None:
+    attempt = attempts("succeed", node_selector={"gpu": "none-has-it"})
+    attempt.start()
+    attempt.wait_noted()
+    attempt.launcher.signal(attempt.run, 1, Control(generation=2, desired="pause"))
+    attempt.wait_gone()
+    assert reason_of(attempt.wait_ended()) == "stopped"
+
+
+def test_an_image_that_is_not_there_is_told(attempts: Attempts) -> None:
+    attempt = attempts("succeed", image=MISSING_IMAGE)
+    attempt.start()
+    seen = attempt.wait_noted()
+    assert seen.admitted, "the cluster has a place; that time counts"
+    assert "ErrImagePull" in (seen.note or "")
+
+
+def test_a_queue_admits(attempts: Attempts, cluster: HarnessCluster) -> None:
+    attempt = attempts("event,succeed", queue="team-a")
+    attempt.start()
+    seen = attempt.wait_noted()
+    assert (seen.admitted, seen.note) == (False, "The attempt waits for admission in the queue team-a.")
+    job = cluster.get("jobs", attempt.name)
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
+    assert not [pod for pod in cluster.items("pods") if pod["metadata"]["name"].startswith(attempt.name)]
+    cluster.patch_job(attempt.name, {"spec": {"suspend": False}})  # as Kueue does
+    assert reason_of(attempt.wait_ended()) == "succeeded"
+
+
+def test_killing_ends_everything_and_says_why(attempts: Attempts) -> None:
+    attempt = attempts("event,hang")
+    attempt.start()
+    attempt.wait_reported()
+    attempt.launcher.kill(attempt.run, 1, Reason.STALLED)
+    ended = attempt.wait_ended()
+    assert reason_of(ended) == "stalled"
+    attempt.wait_gone()
+    attempt.start()
+    assert attempt.cluster.get("jobs", attempt.name) is None, "an attempt that was ended cannot be started"
+
+
+def test_an_attempt_that_was_given_up_before_its_start_cannot_be_started(attempts: Attempts, cluster: HarnessCluster) -> None:
+    attempt = attempts("succeed")
+    attempt.launcher.kill(attempt.run, 1, Reason.USER_CANCELLED)
+    attempt.start()
+    assert cluster.get("jobs", attempt.name) is None
+    assert reason_of(attempt.wait_ended()) == "cancelled"
+
+
+def test_a_job_that_somebody_deletes_was_lost_and_not_absent(attempts: Attempts, cluster: HarnessCluster) -> None:
+    attempt = attempts("succeed", node_selector={"gpu": "none-has-it"})
+    attempt.start()
+    attempt.wait_noted()
+    cluster.http.delete(
+        f"/apis/batch/v1/namespaces/{cluster.namespace}/jobs/{attempt.name}", params={"propagationPolicy": "Background"}
+    )
+    attempt.wait_gone()
+    assert attempt.seen() == Ended(None)
+
+
+def test_a_node_that_does_not_answer_keeps_the_attempt_alive(attempts: Attempts, cluster: HarnessCluster) -> None:
+    """Its processes may go on: a second attempt beside them would write into the same run directory."""
+    attempt = attempts("event,hang")
+    attempt.start()
+    attempt.wait_reported()
+    cluster.kubelet.frozen = True
+    try:
+        attempt.launcher.kill(attempt.run, 1, Reason.STALLED)
+        wait_for(lambda: cluster.get("jobs", attempt.name) is None, SECONDS)
+        assert isinstance(attempt.seen(), Running)
+    finally:
+        cluster.kubelet.frozen = False
+    assert reason_of(attempt.wait_ended()) == "stalled"
+
+
+# What only our own cluster can be made to do ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ours(cluster: HarnessCluster) -> HarnessCluster:
+    if cluster.fake is None:
+        pytest.skip("a real control plane cannot be taken away, and grants the tests everything")
+    return cluster
+
+
+def test_while_the_api_server_is_away_nothing_is_known_and_nothing_starts(attempts: Attempts, ours: HarnessCluster) -> None:
+    assert ours.fake is not None
+    attempt, other = attempts("event,hang"), attempts("event,hang")
+    attempt.start()
+    attempt.wait_reported()
+    ours.fake.stop()
+    try:
+        assert isinstance(attempt.seen(), Unknown)
+        other.start()
+        assert isinstance(other.seen(), Unknown)
+    finally:
+        ours.fake.start()
+    wait_for(lambda: isinstance(attempt.seen(), Running))
+    wait_for(lambda: other.seen() == Absent())
+    other.start()
+    other.wait_reported()
+
+
+def test_a_quota_is_told_while_it_lasts(attempts: Attempts, ours: HarnessCluster) -> None:
+    assert ours.fake is not None
+
+    def refuse(plural: str, body: Object) -> None:
+        if plural == "pods":
+            raise Refused(403, "Forbidden", 'pods "x" is forbidden: exceeded quota: gpus, requested: 1, used: 8, limited: 8')
+
+    attempt = attempts("event,succeed")
+    ours.fake.state.refuse_create = refuse
+    try:
+        attempt.start()
+        seen = attempt.wait_noted()
+        assert not seen.admitted
+        assert "exceeded quota: gpus" in (seen.note or "")
+    finally:
+        ours.fake.state.refuse_create = lambda plural, body: None
+        ours.patch_job(attempt.name, {"metadata": {"labels": {"poke": "1"}}})
+    assert reason_of(attempt.wait_ended()) == "succeeded"
+
+
+def test_what_the_cluster_refuses_for_good_is_told_and_cannot_come_to_life_later(
+    attempts: Attempts, ours: HarnessCluster
+) -> None:
+    assert ours.fake is not None
+
+    def refuse(plural: str, body: Object) -> None:
+        raise Refused(422, "Invalid", "spec.template.spec.containers[0].image: must not have spaces")
+
+    attempt = attempts("succeed")
+    ours.fake.state.refuse_create = refuse
+    try:
+        with pytest.raises(LaunchError, match="must not have spaces"):
+            attempt.start()
+    finally:
+        ours.fake.state.refuse_create = lambda plural, body: None
+    attempt.start()
+    assert ours.get("jobs", attempt.name) is None
+
+
+def test_changes_are_told_by_watching_also_after_a_break(attempts: Attempts, ours: HarnessCluster) -> None:
+    assert ours.fake is not None
+    attempt, later = attempts("event,hang"), attempts("event,hang")
+    attempt.start()
+    changes = Changes(ours.client())
+    wait_for(lambda: changes.take(attempt.name), SECONDS)  # those that exist already, too
+    ours.fake.stop()
+    ours.fake.state.history.clear()  # too long a break: versions are forgotten
+    ours.fake.state.version += 100
+    ours.fake.start()
+    later.start()
+    wait_for(lambda: changes.take(later.name), SECONDS)
+
+
+def test_the_role_in_deploy_grants_what_is_used_and_nothing_else(attempts: Attempts, ours: HarnessCluster) -> None:
+    """Every request of this module was made under that role; here the last one that is made by watching, and the comparison."""
+    assert ours.fake is not None
+    attempt = attempts("event,succeed", node_selector={"gpu": "none-has-it"})
+    attempt.start()
+    attempt.start()
+    attempt.seen()
+    attempt.launcher.kill(attempt.run, 1, Reason.STALLED)
+    Changes(ours.client())
+    wait_for(lambda: {"jobs", "pods"} <= {r.resource for r in made(ours) if r.verb == "watch"}, SECONDS)
+    granted = {
+        (verb, group, resource)
+        for rule in role_rules()
+        for verb in rule["verbs"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+    }
+    assert {(r.verb, r.group, r.resource) for r in made(ours)} == granted
+
+
+def made(cluster: HarnessCluster) -> set[Request]:
+    assert cluster.fake is not None
+    return {request for request in set(cluster.fake.requests) if request.user == "launcher"}
+
+
+def test_run_directories_hold_what_each_node_left(attempts: Attempts) -> None:
+    attempt: Attempt = attempts("event,succeed")
+    attempt.start()
+    attempt.wait_ended()
+    run: RunDir = attempt.run
+    assert json.loads(run.get("attempts/1/nodes/1/exit.json") or b"")["reason"] == "succeeded"
+    assert Path(run.path("attempts/1/exit.json")).is_file()

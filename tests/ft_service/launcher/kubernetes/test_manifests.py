@@ -1,0 +1,98 @@
+"""The objects of an attempt: golden files, and the schemas of the Kubernetes versions that are supported."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from ft_service.launcher.kubernetes.manifests import Attempt, Site, job_manifest, object_name, service_manifest
+from ft_service.launcher.kubernetes.profile import PodProfile, load_profile
+from tests.cluster.versions import KUBERNETES_VERSIONS
+
+GOLDEN = Path(__file__).parent / "golden"
+PROFILES = Path(__file__).parents[4] / "deploy/kubernetes"
+JOB = "ftjob-aB3dE5gH7jK9mN1pQ3sT5vX7"
+
+LOCAL = {"image": "ft-worker:dev", "gpu_resource": None, "slots": 4, "ranks_per_node": 2}
+LOCAL |= {
+    "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "ft-data"}}],
+    "volume_mounts": [{"name": "data", "mountPath": "/var/lib/ft"}],
+}
+CASES: dict[str, tuple[Attempt, dict[str, Any], dict[str, Any]]] = {
+    "one-cpu-pod": (Attempt(JOB, 1, 1, 2), LOCAL, {}),
+    "two-gpu-nodes": (
+        Attempt(JOB, 12, 2, 8),
+        {
+            "image": "registry.example/ft-worker@sha256:" + "0" * 64,
+            "image_pull_secrets": ["registry"],
+            "slots": 16,
+            "ranks_per_node": 8,
+            "requests": {"cpu": "32", "memory": "512Gi", "rdma/ib": 1},
+            "limits": {"memory": "512Gi", "rdma/ib": 1},
+            "node_selector": {"node.kubernetes.io/instance-type": "gpu-8"},
+            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+            "priority_class": "training",
+            "runtime_class": "nvidia",
+            "annotations": {"k8s.v1.cni.cncf.io/networks": "rdma"},
+            "env": [{"name": "NCCL_SOCKET_IFNAME", "value": "eth0"}],
+            "volumes": [{"name": "models", "persistentVolumeClaim": {"claimName": "models", "readOnly": True}}],
+            "volume_mounts": [{"name": "models", "mountPath": "/models", "readOnly": True}],
+            "cache_volume": {"hostPath": {"path": "/var/cache/ft", "type": "DirectoryOrCreate"}},
+            "shm_size": "16Gi",
+            "scratch_size": "50Gi",
+            "add_capabilities": ["IPC_LOCK"],
+            "active_deadline_seconds": 86400,
+            "queue": "training",
+            "queue_priority_class": "high",
+        },
+        {"storage": "s3://bucket/ft", "stop_grace_seconds": 120.0},
+    ),
+}
+
+
+def objects_of(case: str) -> list[dict[str, Any]]:
+    attempt, profile, site = CASES[case]
+    checked = PodProfile.model_validate(profile)
+    job = job_manifest(attempt, checked, Site("training", Path("/var/lib/ft"), **site))
+    created = {**job, "metadata": {**job["metadata"], "uid": "7f2c9b8e-0000-0000-0000-000000000000"}}
+    return [job, service_manifest(created, checked.rendezvous_port)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_golden(case: str) -> None:
+    """FT_GOLDEN=1 writes them anew."""
+    path = GOLDEN / f"{case}.yaml"
+    found = yaml.safe_dump_all(objects_of(case), sort_keys=False, width=120)
+    if os.environ.get("FT_GOLDEN"):
+        path.write_text(found)
+    assert found == path.read_text()
+
+
+@pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
+@pytest.mark.parametrize("case", CASES)
+def test_every_supported_version_knows_every_field(case: str, version: str) -> None:
+    for found in objects_of(case):
+        kubernetes_validate.validate(found, version, strict=True)
+
+
+def test_a_field_that_kubernetes_does_not_know_would_be_found() -> None:
+    job = objects_of("one-cpu-pod")[0]
+    job["spec"]["template"]["spec"]["containers"][0]["volumeMount"] = []
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(job, KUBERNETES_VERSIONS[0], strict=True)
+
+
+def test_names_are_deterministic_and_fit_a_host_name() -> None:
+    assert object_name(JOB, 3) == "ft-ab3de5gh7jk9mn1pq3st5vx7-3"
+    assert object_name("some other id!", 1) == object_name("some other id!", 1) != object_name("some other id?", 1)
+    assert len(f"{object_name(JOB, 99_999)}-511") <= 63
+
+
+@pytest.mark.parametrize("path", sorted(PROFILES.rglob("pod-profile.yaml")), ids=lambda path: path.parent.name)
+def test_every_profile_in_deploy_loads(path: Path) -> None:
+    load_profile(path)

@@ -11,6 +11,7 @@ from ft_service import offline
 from ft_service.checks import check_data
 from ft_service.errors import NotFoundError
 from ft_service.job import Reason, State
+from ft_service.places import Places
 from ft_service.spec import JobSpec
 from tests.api.conftest import Service
 from tests.api.test_fine_tuning import put, run_dir
@@ -65,7 +66,7 @@ def test_a_checkpoints_adapter_is_made_while_the_files_are_read(
         raise NotFoundError("Checkpoint step-5-a1 is damaged.")
 
     monkeypatch.setattr(offline, "run_worker", broken)
-    error = check_data(job)
+    error = check_data(job, Places(service.settings.home))
     assert error is not None
     assert (error.param, error.code) == ("model", "model_not_found")
     assert "damaged" in error.message
@@ -75,9 +76,9 @@ def test_a_checkpoints_adapter_is_made_while_the_files_are_read(
         run.put("adapters/step-5-a1/adapter_config.json", b"{}")
 
     monkeypatch.setattr(offline, "run_worker", make)
-    assert check_data(job) is None
+    assert check_data(job, Places(service.settings.home)) is None
     monkeypatch.setattr(offline, "run_worker", broken)
-    assert check_data(job) is None, "it was kept"
+    assert check_data(job, Places(service.settings.home)) is None, "it was kept"
 
 
 @pytest.mark.parametrize(

@@ -292,7 +292,9 @@ def campaign(folder: Path, blows: int, seed: int, steps: int) -> dict[str, Any]:
     save_chat_base(folder / "models" / "tiny")
     data = folder / "train.jsonl"
     save_chats(data, SAMPLES)
-    server = Server(folder / "home", folder / "models", slots=3)
+    home = folder / "home"
+    home.mkdir()
+    server = Server(home, folder / "models", slots=3)
     server.start()
     stories: list[Story] = []
     apart: list[dict[str, float]] = []

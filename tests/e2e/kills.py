@@ -177,7 +177,9 @@ class _Strikes:
             jobs.pause(self._id)
         if wait_until(self._server.client(), self._id, "paused", "succeeded").status == "succeeded":
             return
-        assert nothing_left(self._run), "a paused job has no processes"
+        left = processes_of(self._run)
+        assert not left["rank"] + left["torchrun"], "a paused job trains no more"
+        eventually(lambda: nothing_left(self._run))  # the supervisor writes its record, and then goes
         if blow.kind == "torn":
             self._tear(blow.victim)
         if blow.ranks != self._ranks:
@@ -275,7 +277,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blows", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=160, help="of each job")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = campaign(Path(folder), arguments.blows, arguments.seed, arguments.steps)

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from ft_service.catalogue import Catalogue
 from ft_service.errors import SpecError
 from ft_service.meters import Meters
+from ft_service.places import Places
 from ft_service.settings import Settings
 from ft_service.spec import Strict, spec_error
 from ft_service.store.base import Store
@@ -32,6 +33,7 @@ class Services:
     settings: Settings
     store: Store
     catalogue: Catalogue
+    places: Places
     meters: Meters = field(default_factory=Meters)
 
 

@@ -31,6 +31,8 @@ class Settings(BaseSettings):
     storage: str = Field(default="", pattern=r"^((s3|gs)://.+)?$")
     """Object storage for run directories and files: s3://bucket/prefix or gs://bucket/prefix, with the credentials that s3fs or
     gcsfs find. Empty: they are in FT_HOME, which pods must share. Only with FT_LAUNCHER = kubernetes."""
+    metrics_port: int | None = Field(default=None, ge=1, le=65535)
+    """Where `ft reconcile` shows Prometheus its counters, without a key; None: nowhere. `ft serve` has /metrics for them."""
     launcher: Literal["local", "kubernetes"] = "local"
     """Where jobs run: as processes of this host, or as pods of a cluster."""
     pod_profile: Path | None = None

@@ -14,7 +14,6 @@ from api.views import ErrorView
 from ft_service import __version__
 from ft_service.catalogue import Catalogue
 from ft_service.meters import Meters
-from ft_service.places import Places
 from ft_service.settings import Settings
 from ft_service.store.base import Store
 
@@ -39,7 +38,7 @@ def create_app(settings: Settings, store: Store, meters: Meters | None = None) -
         redirect_slashes=False,
         responses={"4XX": {"model": ErrorView}, "5XX": {"model": ErrorView}},
     )
-    app.state.services = Services(settings, store, Catalogue.from_settings(settings), Places.of(settings), meters)
+    app.state.services = Services(settings, store, Catalogue.from_settings(settings), meters)
     app.include_router(health.router)
     for routes in (files, uploads, fine_tuning, permissions, checkpoints, graders, models, webhooks, inference):
         # Here and not only in the routes, so that nobody without a key gets as far as sending a body.

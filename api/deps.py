@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
@@ -33,8 +34,12 @@ class Services:
     settings: Settings
     store: Store
     catalogue: Catalogue
-    places: Places
     meters: Meters = field(default_factory=Meters)
+
+    @cached_property
+    def places(self) -> Places:
+        """Where the settings keep files."""
+        return Places.of(self.settings)
 
 
 def services(request: Request) -> Services:

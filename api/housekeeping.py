@@ -1,13 +1,19 @@
-"""What has expired goes: the bytes of deleted and expired files that no unfinished job needs, and parts of ended uploads."""
+"""What has expired goes: the bytes of deleted and expired files that no unfinished job needs, parts of ended uploads; and, less
+often, adapters of deleted models and what is older than the operator keeps it (FT_KEEP_…_DAYS)."""
 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import threading
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from api.webhooks import KEEP_SECONDS
+from ft_service import retention
+from ft_service.logs import fields
 from ft_service.meters import Meters
 from ft_service.places import Places
 from ft_service.settings import Settings
@@ -16,13 +22,18 @@ from ft_service.store.base import Store
 log = logging.getLogger("ft_service.housekeeping")
 
 SWEEP_SECONDS = 60.0
+RETAIN_SECONDS = 900.0
 
 
 def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event) -> None:
     """Sweep now and then until `stop` is set. What fails is tried again by the next sweep."""
+    retained_at = -RETAIN_SECONDS
     while not stop.is_set():
         try:
             sweep(settings, store)
+            if time.monotonic() - retained_at >= RETAIN_SECONDS:
+                retained_at = time.monotonic()
+                retain(settings, store)
         except Exception:
             log.exception("a sweep failed; the next is in %g seconds", SWEEP_SECONDS)
         stop.wait(SWEEP_SECONDS)
@@ -35,6 +46,15 @@ def sweep(settings: Settings, store: Store) -> None:
         free(places, store, file_ids)
     _remove_parts(settings, store)
     store.forget_deliveries(KEEP_SECONDS)
+
+
+def retain(settings: Settings, store: Store) -> None:
+    """Everything that has reached its age. What belongs to nothing is left to `ft prune`: it may be a person's."""
+    cache = Path(os.environ.get("FT_CACHE") or settings.home / "cache")
+    for removal in retention.plan(settings, store, retention.Limits.from_settings(settings), cache=cache):
+        if retention.remove(removal, settings, store):
+            job = {"job_id": removal.job.id} if removal.job else {}
+            log.info("removed %s: %s", removal.path, removal.why, extra=fields(bytes=removal.bytes, **job))
 
 
 def free(places: Places, store: Store, file_ids: Sequence[str]) -> None:

@@ -1,23 +1,28 @@
-"""A job's events as they happen: server-sent events, as OpenAI's client reads them."""
+"""What happens to a job while it happens: its events as server-sent events, and what its processes print as JSON lines."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
+from api import tails
+from api.deps import Services
 from api.views import event_view
 from ft_service.errors import FtError
-from ft_service.job import TERMINAL, Job
+from ft_service.job import TERMINAL, Job, State
 from ft_service.store.base import Store, StoredEvent
 
 POLL_SECONDS = 0.5
 KEEP_ALIVE_SECONDS = 15.0
 """Silence after which a comment tells proxies that the connection is alive."""
 _BATCH = 100
+_ALL_LINES = 1_000_000
 
 # What a proxy on the way must not do is gather the stream up.
 _HEADERS = {"x-accel-buffering": "no"}
@@ -63,3 +68,36 @@ async def _stream(
         except FtError:
             # The answer has begun; who reads on gets the rest with Last-Event-ID.
             return
+
+
+def follow_logs(services: Services, project_id: str, job_id: str, *, rank: int | None, lines: int) -> StreamingResponse:
+    """What a job's processes print, as JSON lines `{attempt, source, line}`, attempt after attempt, until the job is over or
+    rests paused. Raises NotFoundError without such a job."""
+    job = services.store.get_job(project_id, job_id)
+    return StreamingResponse(_log_lines(services, job, rank, lines), media_type="application/x-ndjson", headers=_HEADERS)
+
+
+async def _log_lines(services: Services, job: Job, rank: int | None, lines: int) -> AsyncIterator[str]:
+    follower: tails.Follower | None = None
+    number = 0
+    while True:
+        ended = job.phase is None and job.state in (*TERMINAL, State.PAUSED)
+        changed = follower is not None and job.attempt != number
+        if follower is not None:
+            for source, line in await run_in_threadpool(follower.read, ended or changed):
+                yield json.dumps({"attempt": number, "source": source, "line": line}) + "\n"
+        if changed or (follower is None and job.attempt):
+            follower = tails.Follower(_logs_of(services, job), rank, _ALL_LINES if changed else lines)
+            number = job.attempt
+            continue
+        if ended:
+            return
+        await asyncio.sleep(POLL_SECONDS)
+        try:
+            job = await run_in_threadpool(services.store.get_job, job.project_id, job.id)
+        except FtError:
+            return
+
+
+def _logs_of(services: Services, job: Job) -> Path:
+    return services.places.run(job.id).path(f"attempts/{job.attempt}/logs")

@@ -10,9 +10,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ft_service.hardware import default_slots
+from ft_service.capacity import capacity_of
 from ft_service.job import TERMINAL
-from ft_service.launcher.local import host_id
 from ft_service.meters import Meters
 from ft_service.settings import Settings
 from ft_service.store.base import Store
@@ -47,7 +46,8 @@ class _Now(Collector):
         )
         lag = "How long the running or validating job that was looked at longest ago has not been looked at."
         yield _gauge("ft_reconciler_lag_seconds", lag, found.overdue_seconds)
-        yield from _slots(found.slots_in_use, host_id(), self._settings.slots or default_slots())
+        yield _in_use(found.slots_in_use)
+        yield _gauge("ft_slots", "Slots that jobs of this service can hold in all.", capacity_of(self._settings).slots)
         yield _gauge("ft_file_bytes", "Bytes of uploaded and result files.", found.file_bytes)
         yield _gauge("ft_webhooks_waiting", "Webhook deliveries neither made nor given up.", found.webhooks_waiting)
         disk = shutil.disk_usage(self._settings.home)
@@ -69,13 +69,11 @@ def _jobs(counts: dict[tuple[str, str], int]) -> Iterable[Metric]:
     return states, ended
 
 
-def _slots(in_use: dict[str, int], here: str, total: int) -> Iterable[Metric]:
-    used = GaugeMetricFamily("ft_slots_in_use", "Slots (ranks; with GPUs, GPUs) that jobs hold, by host.", labels=["host"])
-    for host, count in sorted({here: 0, **in_use}.items()):
-        used.add_metric([host], count)
-    all_of_host = GaugeMetricFamily("ft_slots", "Slots of the host that answers.", labels=["host"])
-    all_of_host.add_metric([here], total)
-    return used, all_of_host
+def _in_use(slots: dict[str, int]) -> Metric:
+    found = GaugeMetricFamily("ft_slots_in_use", "Slots (ranks; with GPUs, GPUs) that jobs hold, by host.", labels=["host"])
+    for host, count in sorted(slots.items()):
+        found.add_metric([host], count)
+    return found
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -64,7 +64,7 @@ def serve(settings: Settings, reconcile: Work = reconcile_here, *, api_only: boo
     if a setting is wrong or the port is taken, UnavailableError if the database does not answer or is not up to date.
     """
     logs.configure(settings.log_level, settings.log_format)
-    settings.home.mkdir(parents=True, exist_ok=True)
+    settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(_bound(settings))
         url = _url(settings, listener)

@@ -1,11 +1,29 @@
-"""The end of a log file."""
+"""What the processes of an attempt have printed: the end of it, or all that comes."""
 
 from __future__ import annotations
 
+import codecs
 import os
+import re
 from pathlib import Path
 
 _MAX_BYTES = 1024**2
+_CHUNK = 256 * 1024
+_RANK = re.compile(r"(?:(node-\d+)/)?[^/]*/attempt_0/(\d+)/(stdout|stderr)\.log")
+
+
+def log_files(folder: Path, rank: int | None = None) -> dict[str, Path]:
+    """Source → file, by name. `rank`: only what this rank (of each node) printed; None: supervisor, torchrun and all ranks."""
+    found: dict[str, Path] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() or not path.is_file():
+            continue
+        name = path.relative_to(folder).as_posix()
+        match = _RANK.fullmatch(name)
+        if rank is None or (match and int(match[2]) == rank):
+            node = f"{match[1]} " if match and match[1] else ""
+            found[f"{node}rank {match[2]} {match[3]}" if match else name] = path
+    return found
 
 
 def tail(path: Path, lines: int) -> str:
@@ -16,3 +34,53 @@ def tail(path: Path, lines: int) -> str:
         body = file.read(_MAX_BYTES)
     kept = body.decode(errors="replace").splitlines(keepends=True)[-lines:]
     return "".join(kept)
+
+
+class Follower:
+    """Reads the logs of one attempt as they grow, whole lines only until the end is known."""
+
+    def __init__(self, folder: Path, rank: int | None, lines: int) -> None:
+        """`lines`: how many of those that are there already come first, of each file."""
+        self._folder = folder
+        self._rank = rank
+        self._lines = lines
+        self._files: dict[Path, _Growing] = {}
+
+    def read(self, last: bool) -> list[tuple[str, str]]:
+        """(source, line without its end) for all that has come since. `last`: nothing more will; a line may then be unended."""
+        found: list[tuple[str, str]] = []
+        for source, path in log_files(self._folder, self._rank).items():
+            growing = self._files.get(path)
+            if growing is None:
+                growing = self._files[path] = _Growing(path, self._lines)
+            found += [(source, line) for line in growing.read(last)]
+        self._lines = _MAX_BYTES  # a file that appears later is read from its first line
+        return found
+
+
+class _Growing:
+    """One file that is written to its end."""
+
+    def __init__(self, path: Path, lines: int) -> None:
+        self._path = path
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._rest = ""
+        self._offset = path.stat().st_size - len(_last_bytes(path, lines))
+
+    def read(self, last: bool) -> list[str]:
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            while chunk := file.read(_CHUNK):
+                self._offset += len(chunk)
+                self._rest += self._decoder.decode(chunk)
+        *lines, self._rest = self._rest.split("\n")
+        if last and self._rest:
+            lines, self._rest = [*lines, self._rest], ""
+        return [line.removesuffix("\r") for line in lines]
+
+
+def _last_bytes(path: Path, lines: int) -> bytes:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _MAX_BYTES))
+        return b"".join(file.read(_MAX_BYTES).splitlines(keepends=True)[-lines:])

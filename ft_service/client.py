@@ -46,6 +46,8 @@ BY_STATUS: dict[int, type[FtError]] = {
 }
 PAGE = 100
 """Items asked for at once by methods that read whole lists."""
+_NO_END = httpx2.Timeout(60.0, connect=5.0, read=None)
+"""Of a stream that is silent as long as nothing happens."""
 PATIENCE = 60
 """Polls without an answer that `follow` bears before it gives up."""
 
@@ -124,6 +126,15 @@ class RemoteCheckpoint(_Wire):
 class RemoteModel(_Wire):
     created: int
     owned_by: str
+
+
+class LogLine(BaseModel):
+    """A line that one of a job's processes printed."""
+
+    attempt: int
+    source: str
+    """`rank 0 stdout`, `torchrun.log`, …"""
+    line: str
 
 
 Item = TypeVar("Item", bound=_Wire)
@@ -237,9 +248,26 @@ class Client:
                 return
             sleep(interval)
 
-    def logs(self, job_id: str) -> str:
-        """What the newest attempt's processes printed."""
-        return self._send("GET", f"{_job(job_id)}/logs").text
+    def logs(self, job_id: str, *, attempt: int | None = None, rank: int | None = None, lines: int = 200) -> str:
+        """The last lines that an attempt's processes printed (None: the newest attempt, all ranks)."""
+        asked = {"attempt": attempt, "rank": rank, "lines": lines}
+        params = {name: value for name, value in asked.items() if value is not None}
+        return self._send("GET", f"{_job(job_id)}/logs", params=params).text
+
+    def follow_logs(self, job_id: str, *, rank: int | None = None, lines: int = 20) -> Iterator[LogLine]:
+        """What the job's processes print, from the last lines on, until the job is over or rests paused."""
+        params = {"follow": True, "lines": lines} | ({} if rank is None else {"rank": rank})
+        request = self._http.build_request("GET", f"{_job(job_id)}/logs", params=params, timeout=_NO_END)
+        with _reaching(self.base_url):
+            answer = self._http.send(request, stream=True)
+            try:
+                if answer.is_error:
+                    answer.read()
+                    raise error_of(answer)
+                for line in answer.iter_lines():
+                    yield LogLine.model_validate_json(line)
+            finally:
+                answer.close()
 
     def download_adapter(self, job_id: str, out: Path) -> Path:
         """The finished job's adapter, unpacked into the folder `out`, which must not exist or be empty.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from ft_service.events import Metrics
 
@@ -80,3 +82,33 @@ def clock(seconds: float) -> str:
     if hours >= 24:
         return f"{hours // 24}d {hours % 24:02}:{minute:02}"
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+class Curve:
+    """The values of one number over the steps, for a line of text that shows their course."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, float] = {}
+
+    def add(self, step: int, value: float | None) -> None:
+        """A step before the newest one (a job that resumed) takes back what came after it."""
+        if value is None or not math.isfinite(value):
+            return
+        if self._values and step < next(reversed(self._values)):
+            self._values = {known: old for known, old in self._values.items() if known < step}
+        self._values[step] = value
+
+    def sparkline(self, width: int) -> str:
+        """`▇▅▃▁ 2.310 → 0.520`, at most `width` bars, each the mean of its share of the values; empty with fewer than two."""
+        values = list(self._values.values())
+        if len(values) < 2:
+            return ""
+        count = min(width, len(values))
+        edges = [len(values) * i // count for i in range(count + 1)]
+        means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+        low, span = min(means), max(means) - min(means)
+        heights = [round((mean - low) / span * (len(_BARS) - 1)) if span else 0 for mean in means]
+        return f"{''.join(_BARS[height] for height in heights)} {values[0]:.3f} → {values[-1]:.3f}"

@@ -70,6 +70,18 @@ class FrozenModule(_Document):
     """‖stored - read‖ / ‖read‖ of the weight; 0.0: stored as the base's files hold it."""
 
 
+class Parent(_Document):
+    """The tuned model that a job went on from."""
+
+    name: str
+    job: str
+    step: int
+    checkpoint: str | None
+    """None: that job's outcome."""
+    digest: str
+    """Of its manifest, which says where it comes from in turn."""
+
+
 class Origins(_Document):
     """What a job is made of; written once, by the first attempt that has read all of it."""
 
@@ -78,6 +90,8 @@ class Origins(_Document):
     frozen_modules: list[FrozenModule]
     quantiser: dict[str, int]
     """Storage format → version of its arithmetic: equal versions store equal values for equal weights."""
+    parent: Parent | None = None
+    """None: the job began with a new adapter."""
 
 
 class Attempt(_Document):
@@ -108,6 +122,8 @@ class Manifest(_Document):
     data: list[DataFile]
     frozen_modules: list[FrozenModule]
     quantiser: dict[str, int]
+    parent: Parent | None
+    """None: training began with a new adapter."""
     versions: dict[str, str]
     history: list[Attempt]
     metrics: Metrics | None
@@ -123,6 +139,10 @@ def base_of(name: str, folder: Path, files: Mapping[str, FileDigest]) -> Base:
     return Base(
         name=name, path=str(folder), files=dict(sorted(files.items())), digest=hashlib.sha256(listing.encode()).hexdigest()
     )
+
+
+def parent_of(name: str, manifest: Manifest) -> Parent:
+    return Parent(name=name, job=manifest.job, step=manifest.step, checkpoint=manifest.checkpoint, digest=manifest.digest)
 
 
 def base_files(folder: Path) -> list[Path]:
@@ -172,6 +192,7 @@ def write_manifest(
         data=origins.data,
         frozen_modules=origins.frozen_modules,
         quantiser=origins.quantiser,
+        parent=origins.parent,
         versions=dict(versions),
         history=history(run, attempt),
         metrics=metrics,

@@ -24,7 +24,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ft_service import processes, torchrun
+from ft_service import processes, standby, torchrun
 from ft_service.exits import Evidence, Forced, conclude, decide_exit, exit_of, find_failed_rank
 from ft_service.lifetime import die_with_parent, require_linux, try_lock, wait_unlocked
 from ft_service.mirror import Mirror
@@ -38,6 +38,7 @@ EARLIER_RANKS_SECONDS = 60.0
 """How long ranks of an earlier attempt may take to die before this one gives up."""
 LEFTOVER_LOG_SECONDS = 60.0
 DEFAULT_GRACE_SECONDS = 60.0
+LOG_FORMAT = "%(asctime)s %(name)s %(message)s"
 
 
 def attempt_key(attempt: int, name: str) -> str:
@@ -53,14 +54,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.detach:
         os.setsid()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+    if options.standby is not None:
+        return _stand_by(options.standby)
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
     run = RunDir(options.run_dir)
     node = Node(options.node_rank, options.rdzv_endpoint, options.address, options.scratch, options.conclude)
     mirror = Mirror(options.mirror, run, options.attempt, options.node_rank) if options.mirror else None
     supervisor = Supervisor(run, options.attempt, options.grace, options.command, node=node, mirror=mirror)
+    return _supervise(supervisor, options.lock_fd)
+
+
+def _supervise(supervisor: Supervisor, lock: int | None) -> int:
     signal.signal(signal.SIGTERM, supervisor.ask_to_stop)
     signal.signal(signal.SIGINT, supervisor.ask_to_stop)
-    return supervisor.run(options.lock_fd)
+    return supervisor.run(lock)
+
+
+def _stand_by(descriptor: int) -> int:
+    """Wait with preloaded workers for an attempt, and be its supervisor. 0 if none came."""
+    given = standby.wait_for_assignment(descriptor)
+    if given is None:
+        return 0
+    output = given.run.path(attempt_key(given.attempt, "logs/supervisor.log"))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
+    os.chdir(given.run.root)
+    supervisor = Supervisor(given.run, given.attempt, given.grace_seconds, agent=given.agent)
+    try:
+        return _supervise(supervisor, given.lock)
+    finally:  # unless it ran the attempt it still waits
+        given.agent.kill()
+        given.agent.wait()
 
 
 class Supervisor:
@@ -75,9 +102,12 @@ class Supervisor:
         *,
         node: Node | None = None,
         mirror: Mirror | None = None,
+        agent: subprocess.Popen[bytes] | None = None,
     ) -> None:
         """`command`: what to run instead of torchrun with our workers; it gets RUN_DIR and ATTEMPT appended. `mirror`: keeps
-        the run directory the same as one on object storage; None: the run directory is where everybody looks."""
+        the run directory the same as one on object storage; None: the run directory is where everybody looks. `agent`:
+        a preloaded process that runs the ranks in place of torchrun (standby.py)."""
+        self.agent = agent
         self.run_dir = run
         self.attempt = attempt
         self.grace_seconds = grace_seconds
@@ -161,6 +191,8 @@ class Supervisor:
     def _spawn(self, start: Start) -> subprocess.Popen[bytes]:
         logs = self.node.logs(self.run_dir, start)
         logs.mkdir(parents=True, exist_ok=True)
+        if self.agent is not None:
+            return self._go(self.agent, start, logs)
         command = list(self.command) if self.command else torchrun.command(start, self.run_dir, self.node)
         supervisor = os.getpid()
         with (logs / torchrun.LOG).open("wb") as output:
@@ -177,6 +209,20 @@ class Supervisor:
             )
         log.info("attempt %d: %d ranks below process %d", self.attempt, start.world_size // start.nodes, process.pid)
         return process
+
+    def _go(self, agent: subprocess.Popen[bytes], start: Start, logs: Path) -> subprocess.Popen[bytes]:
+        standby.go(
+            agent,
+            {
+                "run_dir": str(self.run_dir.root),
+                "attempt": self.attempt,
+                "world_size": start.world_size,
+                "logs": str(logs),
+                "environment": torchrun.environment(os.environ, start, self.run_dir, self.node),
+            },
+        )
+        log.info("attempt %d: %d ranks below process %d, which was preloaded", self.attempt, start.world_size, agent.pid)
+        return agent
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
         """Until torchrun is gone: pass on what the user and the host want."""
@@ -252,8 +298,8 @@ def node_exits(run: RunDir, start: Start) -> dict[int, Exit]:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m ft_service.supervisor", description="Run one attempt of a job.")
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
-    parser.add_argument("attempt", metavar="ATTEMPT", type=int)
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, nargs="?")
+    parser.add_argument("attempt", metavar="ATTEMPT", type=int, nargs="?")
     parser.add_argument(
         "--grace",
         type=float,
@@ -262,6 +308,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--detach", action="store_true", help="go on in the background, as no child of the caller")
     parser.add_argument("--parent", type=int, help="process id of the caller, whose death means SIGTERM")
+    parser.add_argument("--standby", type=int, help="inherited socket from which the attempt will come; preload meanwhile")
     parser.add_argument("--lock-fd", type=int, help="inherited descriptor that holds supervisor.lock")
     parser.add_argument("--node-rank", type=int, default=0, metavar="K", help="number of this node among those of the attempt")
     parser.add_argument("--rdzv-endpoint", default="", metavar="HOST:PORT", help="where node 0 waits for the others")
@@ -276,7 +323,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs=argparse.REMAINDER,
         help="run this, with RUN_DIR and ATTEMPT appended, instead of torchrun (last option)",
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.standby is None and options.attempt is None:
+        parser.error("RUN_DIR and ATTEMPT are required")
+    return options
 
 
 if __name__ == "__main__":

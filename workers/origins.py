@@ -12,7 +12,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ft_service.errors import SpecError
-from ft_service.provenance import ORIGINS, Base, DataFile, FileDigest, FrozenModule, Origins, base_files, base_of
+from ft_service.provenance import (
+    ORIGINS,
+    Base,
+    DataFile,
+    FileDigest,
+    FrozenModule,
+    Manifest,
+    Origins,
+    base_files,
+    base_of,
+    parent_of,
+)
 from ft_service.rundir import RunDir
 from ft_service.spec import DataFileRef, JobSpec
 from workers.data.batches import Tokens
@@ -22,12 +33,27 @@ from workers.quant.rowwise import RowQuantized
 from workers.quant.weights import VERSIONS
 
 
-def record(run: RunDir, spec: JobSpec, built: BuiltModel, train: Sequence[Tokens], valid: Sequence[Tokens]) -> None:
+def record(
+    run: RunDir,
+    spec: JobSpec,
+    built: BuiltModel,
+    train: Sequence[Tokens],
+    valid: Sequence[Tokens],
+    adopted: Manifest | None = None,
+) -> None:
     """Write origins.json, or compare with it. Called by all ranks together, on the sharded and loaded model.
 
-    Raises SpecError on all ranks if the base is not the one that the first attempt trained on.
+    `adopted`: of the adapter that training starts from; None: a new one, or a checkpoint. Raises SpecError on all ranks if the
+    base is not the one that the first attempt, or the adopted adapter, was trained on.
     """
     base = identify(spec)
+    if adopted is not None and adopted.base.digest != base.digest:
+        raise SpecError(
+            f"The base {spec.model.name} is not the one that {adopted.tuned_name} was trained on: its files differ. "
+            "Put those back, or begin anew on the base.",
+            param="model",
+            code="base_changed",
+        )
     modules = stored_modules(built, spec.precision.compute)
     before = run.read(ORIGINS, Origins)
     if before is not None and before.base.digest != base.digest:
@@ -46,7 +72,9 @@ def record(run: RunDir, spec: JobSpec, built: BuiltModel, train: Sequence[Tokens
     if dist.get_rank() == 0:
         formats = {module.format for module in modules}
         quantiser = {name: version for name, version in VERSIONS.items() if name in formats}
-        run.write_if_absent(ORIGINS, Origins(base=base, data=data, frozen_modules=modules, quantiser=quantiser))
+        parent = parent_of(spec.parent.name, adopted) if spec.parent and adopted else None
+        found = Origins(base=base, data=data, frozen_modules=modules, quantiser=quantiser, parent=parent)
+        run.write_if_absent(ORIGINS, found)
 
 
 def identify(spec: JobSpec) -> Base:

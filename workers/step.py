@@ -6,18 +6,18 @@ rank's loss is its sum divided by it, times the number of ranks, which averaging
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from workers.data.batches import IGNORED, Batch
+from workers.head import Losses, loss_in_head, works_in_chunks
 from workers.parallel import average_unsharded_gradients, reshard, set_last_micro_batch
 
 
@@ -50,9 +50,9 @@ def forward_backward(
     sums = torch.zeros(3, dtype=torch.float64, device=batches[0].ids.device)
     for i, batch in enumerate(batches):
         set_last_micro_batch(model, i == len(batches) - 1, keep_unsharded)
-        loss, counts = _losses(model, batch)
-        (loss * (world / global_targets)).backward()
-        sums += torch.stack([loss.detach().double(), *counts])
+        loss, found = _losses(model, batch, world / global_targets)
+        loss.backward()
+        sums += found
     average_unsharded_gradients(model, world)
     return _over_ranks(sums, world)
 
@@ -62,39 +62,38 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], world: int) -> Sums:
     """The sums over all ranks' micro-batches, without gradients."""
     sums = torch.zeros(3, dtype=torch.float64, device=batches[0].ids.device)
     for batch in batches:
-        loss, counts = _losses(model, batch)
-        sums += torch.stack([loss.double(), *counts])
+        sums += _losses(model, batch)[1]
     reshard(model)  # what a forward leaves gathered, only a backward would free
     return _over_ranks(sums, world)
 
 
-def _losses(model: nn.Module, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-    """Sum of cross entropies (fp32 scalar), and the numbers of correct and of all targets (fp64 scalars)."""
-    next_labels = batch.labels[:, 1:]
-    # Logits only where some sample has a target: a prompt's positions need none, and the vocabulary is the widest dimension.
-    kept = (next_labels != IGNORED).any(dim=0).nonzero().squeeze(1)
-    if not len(kept):
-        kept = torch.zeros(1, dtype=torch.int64, device=batch.ids.device)
-    if _can_choose_logits(type(_causal_model(model))):
-        logits = model(input_ids=batch.ids, logits_to_keep=kept).logits
+def _losses(model: nn.Module, batch: Batch, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Sum of cross entropies times `scale` (fp32, for the backward), and (sum, correct, targets) as fp64 [3]."""
+    causal = _causal_model(model)
+    next_labels = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORED)
+    if works_in_chunks(causal):
+        with loss_in_head(causal, next_labels, scale) as found:
+            scaled = model(input_ids=batch.ids).logits
+        losses = found[0]
     else:
-        logits = model(input_ids=batch.ids).logits[:, kept]
-    logits = logits.flatten(0, 1).float()
-    labels = next_labels[:, kept].flatten()
-    loss = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+        losses = _of_whole_logits(model(input_ids=batch.ids).logits, next_labels)
+        scaled = losses.loss * scale
+    return scaled, torch.stack([losses.loss.detach().double(), losses.correct, losses.targets])
+
+
+def _of_whole_logits(logits: Tensor, labels: Tensor) -> Losses:
+    """logits [samples, length, words], labels [samples, length]."""
+    logits, labels = logits.flatten(0, 1).float(), labels.flatten()
     is_target = labels != IGNORED
     correct = (logits.detach().argmax(dim=-1) == labels) & is_target
-    return loss, [correct.sum().double(), is_target.sum().double()]
+    loss = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    return Losses(loss, correct.sum().double(), is_target.sum().double())
 
 
-def _causal_model(model: nn.Module) -> nn.Module:
-    return model.get_base_model() if isinstance(model, PeftModel) else model
-
-
-@lru_cache
-def _can_choose_logits(architecture: type[nn.Module]) -> bool:
-    """Whether it takes `logits_to_keep`; one that does not would swallow it and return all logits."""
-    return "logits_to_keep" in inspect.signature(architecture.forward).parameters
+def _causal_model(model: nn.Module) -> PreTrainedModel:
+    causal = model.get_base_model() if isinstance(model, PeftModel) else model
+    assert isinstance(causal, PreTrainedModel)
+    return causal
 
 
 def _over_ranks(sums: Tensor, world: int) -> Sums:

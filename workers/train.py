@@ -29,6 +29,7 @@ from workers.compiling import compile_layers
 from workers.data.batches import Tokens
 from workers.data.tokenize import load_dataset, load_tokenizer
 from workers.export import publish
+from workers.going_on import adopt
 from workers.guards import AdapterWatch, check_gathered_weights
 from workers.loop import Schedule, Trainer
 from workers.model.build import BuiltModel, build
@@ -70,7 +71,11 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
     for level, text in built.loaded.messages() if built.loaded else ():
         reporter.message(text, level)
     check_gathered_weights(built.peft_model, runtime.compute_dtype)
-    origins.record(runtime.run, spec, built, train_set, valid_set)  # a job goes on only on the base that it began with
+    # A resumed attempt has its adapter from its own checkpoint, and does not need the parent any more.
+    adopted = adopt(built.peft_model, spec.parent) if spec.parent and runtime.start.checkpoint is None else None
+    if adopted is not None:
+        reporter.message(f"The adapter is that of {adopted.tuned_name}, step {adopted.step}; the optimizer begins anew.")
+    origins.record(runtime.run, spec, built, train_set, valid_set, adopted)  # a job goes on only on the base that it began with
     job = JobState(dict(adapters(built.peft_model)), spec.training)  # on the final parameters: loading replaced them
     schedule = Schedule.of(spec, len(train_set))
     _resume(runtime, reporter, job, schedule)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Request
-from fastapi.responses import PlainTextResponse, StreamingResponse
+from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 
-from api import adapters, live, repeats
+from api import adapters, live, repeats, tails
 from api.auth import Caller
 from api.deps import JsonBody, Services, Svc, binary, described, event_stream
-from api.tails import tail
 from api.views import (
     CheckpointView,
     EventView,
@@ -133,25 +130,33 @@ def checkpoint_adapter(job_id: str, checkpoint_id: str, caller: Caller, services
     return adapters.archived(found, services.places)
 
 
-@router.get("/{job_id}/logs", response_class=PlainTextResponse)
+@router.get("/{job_id}/logs", response_class=PlainTextResponse, responses=binary("text/plain", "application/x-ndjson"))
 def logs(
     job_id: str,
     caller: Caller,
     services: Svc,
     attempt: Annotated[int | None, Query(ge=1, le=1_000_000)] = None,
+    rank: Annotated[int | None, Query(ge=0, le=100_000)] = None,
     lines: Annotated[int, Query(ge=1, le=10_000)] = 200,
-) -> str:
-    """Not in OpenAI's API. The last lines of everything that the processes of an attempt (default: the newest) have printed."""
+    follow: bool = False,
+) -> Response:
+    """Not in OpenAI's API. The last lines of everything that the processes of an attempt (default: the newest) have printed, or
+    one rank of it. `follow=true`: the newest attempt's as JSON lines `{attempt, source, line}`, and all that comes until the
+    job is over or rests paused."""
+    if follow and attempt is not None:
+        raise SpecError(f"attempt = {attempt}: has no effect with follow, which shows the newest. Keep one.", param="attempt")
+    if follow:
+        return live.follow_logs(services, caller.project_id, job_id, rank=rank, lines=lines)
     job = services.store.get_job(caller.project_id, job_id)
     number = attempt or job.attempt
-    folder = _run_dir(job, services).path(f"attempts/{number}/logs")
-    found = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    found = tails.log_files(_run_dir(job, services).path(f"attempts/{number}/logs"), rank)
     if not found:
+        who = "Attempt" if rank is None else f"Rank {rank} of attempt"
         message = (
-            f"Attempt {number} of job {job.id} has printed nothing." if number else f"Job {job.id} has not been started yet."
+            f"{who} {number} of job {job.id} has printed nothing." if number else f"Job {job.id} has not been started yet."
         )
-        raise NotFoundError(message, param="attempt", code="no_logs")
-    return "\n".join(_sections(found, folder, lines))
+        raise NotFoundError(message, param="attempt" if rank is None else "rank", code="no_logs")
+    return PlainTextResponse("\n".join(f"==> {source} <==\n{tails.tail(path, lines)}" for source, path in found.items()))
 
 
 def _submit(body: Any, caller: Principal, services: Services, job_id: str | None = None) -> Job:
@@ -201,8 +206,3 @@ def _metadata(request: Request) -> dict[str, str] | Literal["none"] | None:
 
 def _run_dir(job: Job, services: Services) -> RunDir:
     return services.places.run(job.id)
-
-
-def _sections(files: list[Path], folder: Path, lines: int) -> Iterator[str]:
-    for path in files:
-        yield f"==> {path.relative_to(folder).as_posix()} <==\n{tail(path, lines)}"

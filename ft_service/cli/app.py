@@ -10,7 +10,17 @@ from collections.abc import Sequence
 import typer
 
 from ft_service import __version__
-from ft_service.cli import convert_command, jobs, keys, merge_command, plan_command, run_command, serve, verify_command
+from ft_service.cli import (
+    convert_command,
+    jobs,
+    keys,
+    merge_command,
+    plan_command,
+    prune_command,
+    run_command,
+    serve,
+    verify_command,
+)
 from ft_service.cli.output import Json, complain, print_json
 from ft_service.errors import DataError, FtError, SpecError
 
@@ -41,6 +51,7 @@ jobs.register(app)
 convert_command.register(app)
 verify_command.register(app)
 merge_command.register(app)
+prune_command.register(app)
 app.add_typer(keys.app, name="keys")
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
 
 from ft_service.events import Metrics
-from ft_service.progress import Progress, describe, numbers
+from ft_service.progress import Curve, Progress, describe, numbers
 
+CURVE_WIDTH = 60
+"""Bars of a loss curve, where the terminal is wide enough."""
 LINES = 20
 """Progress lines that a whole job prints where there is no terminal."""
 
@@ -41,12 +44,23 @@ def display_for(console: Console) -> Display:
     return BarDisplay(console) if console.is_terminal else LineDisplay(console)
 
 
+class _BarsOverCurves(Bars):
+    """A progress bar with lines of text below it, drawn together."""
+
+    below: Sequence[Text] = ()
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        yield from self.below
+
+
 class BarDisplay:
-    """One bar that is drawn anew; messages scroll by above it."""
+    """A bar and the course of the losses below it, drawn anew; messages scroll by above them."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress()
-        self._bars = Bars(
+        self._curves = {"loss": Curve(), "valid": Curve()}
+        self._bars = _BarsOverCurves(
             TextColumn("{task.description}"),
             BarColumn(bar_width=28),
             TextColumn("{task.fields[steps]}"),
@@ -77,6 +91,11 @@ class BarDisplay:
             steps=f"{now.step}/{now.total_steps}",
             numbers=numbers(now),
         )
+        self._curves["loss"].add(metrics.step, metrics.train_loss)
+        self._curves["valid"].add(metrics.step, metrics.valid_loss)
+        width = min(CURVE_WIDTH, self._bars.console.width - 30)
+        lines = ((name, curve.sparkline(max(8, width))) for name, curve in self._curves.items())
+        self._bars.below = [Text(f"{name:>5} {line}", style="cyan") for name, line in lines if line]
 
 
 class LineDisplay:

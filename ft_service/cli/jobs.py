@@ -118,10 +118,26 @@ def watch(job_id: JobId, as_json: Json = False) -> int:
         return _watch(client, job_id, as_json)
 
 
-def logs(job_id: JobId) -> None:
-    """Print what a job's processes printed in the newest attempt."""
+def logs(
+    job_id: JobId,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as more is printed, until the job ends.")] = False,
+    rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.")] = None,
+    attempt: Annotated[int | None, typer.Option(min=1, help="Default: the newest.")] = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, max=10_000, help="Of each process, the last ones.")] = 200,
+    as_json: Json = False,
+) -> int:
+    """Print what a job's processes have printed: supervisor, torchrun and every rank."""
+    if follow and attempt is not None:
+        raise SpecError(f"--attempt = {attempt}: has no effect with --follow, which shows the newest. Leave one out.")
     with connect() as client:
-        sys.stdout.write(client.logs(job_id))
+        if follow:
+            return _follow_logs(client, job_id, rank, lines, as_json)
+        text = client.logs(job_id, attempt=attempt, rank=rank, lines=lines)
+    if as_json:
+        print_json({"id": job_id, "attempt": attempt, "rank": rank, "text": text})
+    else:
+        sys.stdout.write(text)
+    return 0
 
 
 def download(
@@ -199,6 +215,18 @@ def _watch(client: Client, job_id: str, as_json: bool) -> int:
     except KeyboardInterrupt:
         return complain(f"the job goes on. Watch it again: ft watch {job_id} · stop it: ft cancel {job_id}", INTERRUPTED)
     return _outcome(job, quiet=as_json)
+
+
+def _follow_logs(client: Client, job_id: str, rank: int | None, lines: int, as_json: bool) -> int:
+    try:
+        for line in client.follow_logs(job_id, rank=rank, lines=lines):
+            if as_json:
+                print_json_line(line.model_dump())
+            else:
+                print(f"{line.source} | {line.line}", flush=True)
+    except KeyboardInterrupt:
+        return complain(f"the job goes on. Follow it again: ft logs -f {job_id}", INTERRUPTED)
+    return 0
 
 
 def _follow_as_json(client: Client, job_id: str) -> RemoteJob:

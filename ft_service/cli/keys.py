@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from ft_service.cli.local_store import PROJECT, local_store
 from ft_service.cli.output import Json, load_settings, local_time, print_json, print_table
 from ft_service.store.base import ApiKey
 
-if TYPE_CHECKING:
-    from ft_service.store.sql import SqlStore
-
-PROJECT = "default"
 DAY_SECONDS = 86_400.0
 
 app = typer.Typer(help="Create, list and revoke API keys, in this machine's database.")
@@ -35,7 +30,7 @@ def create(
     as_json: Json = False,
 ) -> None:
     """Create a key. It is shown this one time."""
-    with _local_store() as store:
+    with local_store(load_settings()) as store:
         expires_at = None if expires_days is None else store.now() + expires_days * DAY_SECONDS
         key, secret = store.create_key(project_id=PROJECT, name=name, scope=scope.value, expires_at=expires_at)
     if as_json:
@@ -47,7 +42,7 @@ def create(
 @app.command("list")
 def list_keys(as_json: Json = False) -> None:
     """List all keys, without their secrets."""
-    with _local_store() as store:
+    with local_store(load_settings()) as store:
         found, now = store.list_keys(PROJECT), store.now()
     if as_json:
         print_json([_as_dict(key, now) for key in found])
@@ -74,7 +69,7 @@ def revoke(
     key_id: Annotated[str, typer.Argument(metavar="ID", help="The key, as `ft keys list` shows it.")], as_json: Json = False
 ) -> None:
     """Revoke a key: from now on it opens nothing."""
-    with _local_store() as store:
+    with local_store(load_settings()) as store:
         key, now = store.revoke_key(PROJECT, key_id), store.now()
     if as_json:
         print_json(_as_dict(key, now))
@@ -82,31 +77,10 @@ def revoke(
         print(f"{key.id} ({key.name}) is revoked.")
 
 
-@contextlib.contextmanager
-def _local_store() -> Iterator[SqlStore]:
-    from ft_service.store.sql import migrate, open_store  # half of the command line's start-up time, for one rare command
-
-    settings = load_settings()
-    settings.home.mkdir(parents=True, exist_ok=True)
-    url = settings.resolved_database_url()
-    migrate(url)
-    store = open_store(url)
-    try:
-        store.ensure_project(PROJECT, settings.organization)
-        yield store
-    finally:
-        store.close()
-
-
 def _state(key: ApiKey, now: float) -> str:
     if key.revoked_at is not None:
         return "revoked"
     return "expired" if key.expires_at is not None and key.expires_at <= now else "active"
-
-
-def _row(key: ApiKey, now: float) -> tuple[str, ...]:
-    created, used = local_time(key.created_at), local_time(key.last_used_at)
-    return key.id, key.name, key.scope, f"{key.prefix}…", created, used, _state(key, now)
 
 
 def _as_dict(key: ApiKey, now: float) -> dict[str, object]:

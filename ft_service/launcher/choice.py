@@ -9,12 +9,15 @@ from ft_service.launcher.kubernetes.manifests import Site
 from ft_service.launcher.kubernetes.profile import load_profile, own_namespace
 from ft_service.launcher.local import LocalLauncher
 from ft_service.settings import Settings
+from ft_service.standby import Standby
 
 
 def new_launcher(settings: Settings) -> Launcher:
     """Raises SpecError if the cluster cannot be used as the pod profile asks for it."""
     if settings.launcher == "local":
-        return LocalLauncher(settings.slots or default_slots(), stop_grace_seconds=settings.stop_grace_seconds)
+        grace = settings.stop_grace_seconds
+        standby = Standby(grace) if settings.warm_start else None  # it ends with this process
+        return LocalLauncher(settings.slots or default_slots(), stop_grace_seconds=grace, standby=standby)
     return _kubernetes(settings)
 
 

@@ -24,6 +24,7 @@ from ft_service.launcher.silence import Silence
 from ft_service.lifetime import RANKS_LOCK, is_locked, require_linux, try_lock, wait_unlocked
 from ft_service.processes import ProcessIdentity
 from ft_service.rundir import Control, Exit, Result, RunDir, newest_step
+from ft_service.standby import Standby
 from ft_service.supervisor import DEFAULT_GRACE_SECONDS, attempt_key
 from ft_service.torchrun import tail
 
@@ -52,15 +53,18 @@ class LocalLauncher:
         *,
         stop_grace_seconds: float = DEFAULT_GRACE_SECONDS,
         worker_command: Sequence[str] | None = None,
+        standby: Standby | None = None,
         host: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`worker_command`: what supervisors run instead of torchrun with our workers. Raises UnavailableError off Linux."""
+        """`worker_command`: what supervisors run instead of torchrun with our workers. `standby`: a supervisor that waits with
+        preloaded workers; None: every attempt starts cold. Raises UnavailableError off Linux."""
         require_linux()
         self._host = host or host_id()
         self._slots = slots
         self._grace = stop_grace_seconds
         self._worker_command = worker_command
+        self._standby = standby
         self._silence = Silence(clock)
 
     @property
@@ -76,7 +80,7 @@ class LocalLauncher:
         if lock is None:
             return
         try:
-            if not _was_run(run, attempt):
+            if not _was_run(run, attempt) and not (self._standby and self._standby.hand_over(run, attempt, lock)):
                 self._spawn(run, attempt, lock)
         except LaunchError:
             os.close(lock)

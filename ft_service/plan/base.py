@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from ft_service.errors import SpecError
+from ft_service.heads import IN_CHUNKS
 from ft_service.plan.checkpoint import Checkpoint
 from ft_service.plan.logical import LogicalTensor, logical_tensors
 from ft_service.selection import WeightNames, kept_plain
@@ -93,6 +94,8 @@ class Shape:
 class Base:
     shape: Shape
     weights: tuple[Weight, ...]
+    loss_in_chunks: bool
+    """Whether the logits of all targets are never there at once."""
 
     def quantizable(self) -> list[Weight]:
         """The weights that the precision map decides on: linear layers and experts inside the decoder layers."""
@@ -129,7 +132,7 @@ def describe(checkpoint: Checkpoint) -> Base:
     weights = [_weight(tensor, stack, config) for tensor in tensors if _belongs(tensor, stack, config)]
     weights = _stack_experts(weights)
     weights = _tie(weights, config)
-    return Base(_shape(config, weights), tuple(weights))
+    return Base(_shape(config, weights), tuple(weights), config.get("model_type") in IN_CHUNKS)
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

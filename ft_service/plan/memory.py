@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ft_service.heads import chunk_rows
 from ft_service.plan.base import Base, Shape
 from ft_service.plan.storage import COMPUTE_BYTES, FP32_BYTES, Adapter, Group, Layout, Stored
 from ft_service.spec import JobSpec
 
 LOGIT_BYTES = 12
-"""Of one logit when the backward begins: its log-probability, the gradient of that, and its own gradient, fp32 each. The
-forward's peak (bf16 logits, fp32 logits, log-probabilities) is below."""
+"""Of one logit at the peak: fp32, its exponential while these are summed, and in the compute type. Where logits are not made in
+chunks: its log-probability, the gradient of that, and its own gradient, fp32 each."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +104,18 @@ def rank_bytes(
         workspace=_workspace(base.shape, stored, compute, batches.tokens),
         activations=by_mode[spec.distributed.activation_checkpointing],
         activations_by_mode=by_mode,
-        logits=LOGIT_BYTES * base.shape.vocabulary * batches.samples * max(1, batches.length - 1),
+        logits=_logits(base, compute, batches),
         offloaded=spec.distributed.offload,
     )
+
+
+def _logits(base: Base, compute: int, batches: MicroBatches) -> int:
+    """At the peak: of one chunk, beside the gradient of the head's input; or of all targets, where chunks do not work."""
+    targets = batches.samples * max(1, batches.length - 1)
+    if not base.loss_in_chunks:
+        return LOGIT_BYTES * base.shape.vocabulary * batches.samples * batches.length
+    rows = min(targets, chunk_rows(base.shape.vocabulary))
+    return LOGIT_BYTES * base.shape.vocabulary * rows + compute * base.shape.hidden * targets
 
 
 def _activations_by_mode(

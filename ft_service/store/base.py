@@ -181,6 +181,14 @@ class Store(Protocol):
         """Ids of deleted and expired files, of all projects, to which no unfinished job refers and whose bytes are there."""
         ...
 
+    def old_files(self, seconds: float) -> list[File]:
+        """Visible files of all projects that were created longer ago, and to which no unfinished job refers."""
+        ...
+
+    def kept_files(self) -> set[str]:
+        """Ids of all projects' files whose bytes are, or may be, on the disk."""
+        ...
+
     def mark_freed(self, file_ids: Sequence[str]) -> None:
         """The bytes of these files are gone."""
         ...
@@ -370,6 +378,14 @@ class Store(Protocol):
         ...
 
     # The operator's side
+    def jobs_by_id(self, job_ids: Sequence[str]) -> list[Job]:
+        """Those of these jobs that there are, of all projects."""
+        ...
+
+    def unfinished_jobs(self) -> list[Job]:
+        """Jobs that are not over, or still stopping, of all projects."""
+        ...
+
     def statistics(self) -> Statistics:
         """Counts over all projects, as they are now."""
         ...

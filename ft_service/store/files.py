@@ -67,6 +67,18 @@ class FileStore(Database):
         with self.reading() as connection:
             return list(connection.scalars(query))
 
+    def old_files(self, seconds: float) -> list[File]:
+        """Visible files of all projects that were created longer ago, and to which no unfinished job refers."""
+        old = files.c.created_at <= database_time() - seconds
+        query = select(*FILE).where(old, LIVE, ~_referring()).order_by(files.c.position)
+        with self.reading() as connection:
+            return [to_file(row) for row in connection.execute(query).mappings()]
+
+    def kept_files(self) -> set[str]:
+        """Ids of all projects' files whose bytes are, or may be, on the disk."""
+        with self.reading() as connection:
+            return set(connection.scalars(select(files.c.id).where(files.c.freed_at.is_(None))))
+
     def mark_freed(self, file_ids: Sequence[str]) -> None:
         """The bytes of these files are gone."""
         with self.writing() as connection:

@@ -28,12 +28,13 @@ from ft_service.store.rows import (
     to_job,
     to_metrics,
 )
-from ft_service.store.tables import checkpoints, events, job_metadata, jobs
+from ft_service.store.tables import UNFINISHED, checkpoints, events, job_metadata, jobs
 from ft_service.store.webhooks import announce
 
 MAX_TRIES = 20
 """Of a verb against writes of the reconciler, each of which it can lose only to a write that happened."""
 
+_AT_ONCE = 500
 _WITHOUT = {"": ""}
 """The pair of a job without metadata."""
 ASKED = {Verb.CANCEL: "Cancel requested.", Verb.PAUSE: "Pause requested.", Verb.RESUME: "Resume requested."}
@@ -128,6 +129,20 @@ class JobStore(Database):
                     step < cursor(connection, step, checkpoints.c.id == after, checkpoints.c.job_id == job_id, after=after)
                 )
             return page(connection, query, limit, to_checkpoint)
+
+    def jobs_by_id(self, job_ids: Sequence[str]) -> list[Job]:
+        """Those of these jobs that there are, of all projects."""
+        found: list[Job] = []
+        with self.reading() as connection:
+            for start in range(0, len(job_ids), _AT_ONCE):
+                query = select(*JOB).where(jobs.c.id.in_(job_ids[start : start + _AT_ONCE]))
+                found += [to_job(row) for row in connection.execute(query).mappings()]
+        return found
+
+    def unfinished_jobs(self) -> list[Job]:
+        """Jobs that are not over, or still stopping, of all projects."""
+        with self.reading() as connection:
+            return [to_job(row) for row in connection.execute(select(*JOB).where(UNFINISHED)).mappings()]
 
     def get_checkpoint(self, project_id: str, checkpoint_id: str) -> Checkpoint:
         query = select(*CHECKPOINT).where(checkpoints.c.id == checkpoint_id, checkpoints.c.project_id == project_id)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import tarfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from ft_service.job import Job, Phase, Reason, State
 from ft_service.rundir import RunDir
 from ft_service.store.base import Change, Checkpoint, NewEvent
 from ft_service.store.sql import SqlStore
-from tests.api.conftest import TRAINING, Service
+from tests.api.conftest import TRAINING, Service, wait_until
 
 METRICS = Metrics(
     step=5, total_steps=20, train_loss=1.25, valid_loss=1.5, valid_mean_token_accuracy=0.5, tokens=400, step_seconds=2.0
@@ -269,24 +270,38 @@ def test_the_adapter_is_a_tar_archive_once_the_job_has_succeeded(
         assert member.read() == weights
 
 
-def test_a_checkpoint_s_adapter_is_made_when_it_is_asked_for(
+def test_a_checkpoint_s_adapter_is_made_once_when_it_is_asked_for(
     service: Service, client: openai.OpenAI, training_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
     run = run_dir(service, job_id)
+    made: list[str] = []
 
     def make(module: str, arguments: list[str]) -> None:
         assert arguments == [str(run.root), "step-2-a1", str(run.path("adapters/step-2-a1"))]
+        made.append(module)
+        waiting.wait(5)
         run.put("adapters/step-2-a1/adapter_config.json", b"{}")
 
+    waiting = threading.Event()
     monkeypatch.setattr(offline, "run_worker", make)
     put(service, job_id, state=State.RUNNING, attempt=1, checkpoints=(2,))
     point = client.fine_tuning.jobs.checkpoints.list(job_id).data[0]
-    answer = service.http("GET", f"/v1/fine_tuning/jobs/{job_id}/checkpoints/{point.id}/adapter")
-    with tarfile.open(fileobj=io.BytesIO(answer.content)) as archive:
-        assert archive.getnames() == ["adapter/adapter_config.json"]
-    other = service.http("GET", f"/v1/fine_tuning/jobs/{job_id}/checkpoints/ftckpt_x/adapter")
-    assert (other.status_code, other.json()["error"]["code"]) == (404, "no_checkpoint")
+    model = point.fine_tuned_model_checkpoint
+    paths = [f"jobs/{job_id}/checkpoints/{point.id}", f"checkpoints/{point.id}", f"checkpoints/{model}", f"checkpoints/{model}"]
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(service.http, "GET", f"/v1/fine_tuning/{path}/adapter") for path in paths]
+        wait_until(lambda: bool(made))
+        waiting.set()
+        for answer in answers:
+            with tarfile.open(fileobj=io.BytesIO(answer.result().content)) as archive:
+                assert archive.getnames() == ["adapter/adapter_config.json"]
+    assert made == ["workers.consolidate"], "of all who ask at once, one makes it"
+    for path in (f"jobs/{job_id}/checkpoints/ftckpt_x", "checkpoints/ftckpt_x"):
+        other = service.http("GET", f"/v1/fine_tuning/{path}/adapter")
+        assert (other.status_code, other.json()["error"]["code"]) == (404, "no_checkpoint")
+    unfinished = service.http("GET", f"/v1/fine_tuning/checkpoints/{model.partition(':ckpt')[0]}/adapter")
+    assert unfinished.status_code == 404
 
 
 def test_logs_are_the_last_lines_of_an_attempt(service: Service, client: openai.OpenAI, training_file: str) -> None:

@@ -14,7 +14,7 @@ from ft_service.errors import UnavailableError
 from ft_service.job import Phase, State
 from ft_service.store.base import NewEvent
 from tests.api.conftest import Service
-from tests.api.test_fine_tuning import METRICS, put
+from tests.api.test_fine_tuning import METRICS, put, run_dir
 
 TRAINING: dict[str, Any] = {"state": State.RUNNING, "phase": Phase.TRAINING, "attempt": 1, "host": "h"}
 
@@ -109,3 +109,29 @@ def test_a_database_that_goes_away_ends_the_stream_without_done(
         _ = next_event(lines), next_event(lines)
         monkeypatch.setattr(service.store, "get_job", away)
         assert list(lines) == []
+
+
+def test_logs_are_followed_by_rank_over_attempts_until_the_job_ends(
+    service: Service, client: openai.OpenAI, training_file: str
+) -> None:
+    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
+    run = run_dir(service, job_id)
+    of_rank = "attempts/{}/logs/x/attempt_0/{}/stdout.log"
+    run.put(of_rank.format(1, 0), b"old\nfirst\n")
+    run.put(of_rank.format(1, 1), b"another rank\n")
+    put(service, job_id, state=State.RUNNING, phase=Phase.TRAINING, attempt=1)
+    path = f"{service.url}/v1/fine_tuning/jobs/{job_id}/logs"
+    asked = {"params": {"follow": True, "rank": 0, "lines": 1}, "headers": {"authorization": f"Bearer {service.key}"}}
+    with service.connections.stream("GET", path, **asked) as answer:
+        found = map(json.loads, answer.iter_lines())
+        assert next(found) == {"attempt": 1, "source": "rank 0 stdout", "line": "first"}
+        with run.path(of_rank.format(1, 0)).open("ab") as file:
+            file.write("se\N{SNOWMAN}ond\nunen".encode())
+        assert next(found)["line"] == "se\N{SNOWMAN}ond"
+        run.put(of_rank.format(2, 0), b"again\nonce more")
+        put(service, job_id, attempt=2)
+        assert [next(found)["line"] for _ in range(2)] == ["unen", "again"]
+        put(service, job_id, state=State.SUCCEEDED, phase=None)
+        assert list(found) == [{"attempt": 2, "source": "rank 0 stdout", "line": "once more"}]
+    refused = service.http("GET", f"/v1/fine_tuning/jobs/{job_id}/logs?follow=true&attempt=1")
+    assert refused.json()["error"]["param"] == "attempt"

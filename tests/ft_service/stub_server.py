@@ -112,6 +112,9 @@ class StubServer:
             return page(request, self.checkpoints)
         if verb == "adapter" or verb in [f"checkpoints/{point['id']}/adapter" for point in self.checkpoints]:
             return httpx2.Response(200, content=self.adapter)
+        if verb == "logs" and "follow" in request.url.params:
+            lines = [{"attempt": 1, "source": "rank 0 stdout", "line": line} for line in ("hello", "bye")]
+            return httpx2.Response(200, text="".join(json.dumps(line) + "\n" for line in lines))
         if verb == "logs":
             return httpx2.Response(200, text="rank 0 says hello\n")
         if verb:

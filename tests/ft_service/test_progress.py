@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from ft_service.events import Metrics
-from ft_service.progress import WINDOW, Progress, clock, describe, numbers
+from ft_service.progress import WINDOW, Curve, Progress, clock, describe, numbers
 
 
 def progress_of(*steps: Metrics) -> Progress:
@@ -56,3 +56,22 @@ def test_a_job_that_resumed_goes_back() -> None:
 )
 def test_clock(seconds: float, text: str) -> None:
     assert clock(seconds) == text
+
+
+def test_a_curve_shows_the_course_in_the_given_width() -> None:
+    curve = Curve()
+    assert curve.sparkline(8) == ""
+    for number in range(1, 9):
+        curve.add(number, 9.0 - number)
+    assert curve.sparkline(8) == "█▇▆▅▄▃▂▁ 8.000 → 1.000"
+    assert curve.sparkline(4) == "█▆▃▁ 8.000 → 1.000"
+    curve.add(9, None)
+    curve.add(9, float("nan"))
+    assert curve.sparkline(2) == "█▁ 8.000 → 1.000"
+
+
+def test_a_curve_forgets_what_a_resume_trains_again() -> None:
+    curve = Curve()
+    for number, value in ((1, 3.0), (2, 2.0), (3, 9.0), (2, 2.5), (3, 1.0)):
+        curve.add(number, value)
+    assert curve.sparkline(9) == "█▆▁ 3.000 → 1.000"

@@ -19,7 +19,7 @@ from ft_service.errors import SpecError
 from tests.workers.models import FAMILIES, OF_EXPERTS, reference, save_tiny, spec_for
 from tests.workers.parity import samples, set_adapters
 from tests.workers.test_families import MIXED
-from workers import step
+from workers import head, step
 from workers.data.batches import collate
 from workers.export import new_folder, write_adapter
 from workers.model import names
@@ -182,23 +182,13 @@ def test_padding_at_the_end_changes_nothing(family: str, tmp_path: Path) -> None
     assert together.loss == pytest.approx(alone.loss, rel=1e-6)
 
 
-def test_a_family_without_logits_to_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_whose_head_is_not_known_has_whole_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = loaded(save_tiny("llama", tmp_path / "base"))
     batch = collate(samples(3), CPU)
     expected = step.evaluate(model, [batch], 1)
-    base: Any = model.get_base_model()  # pyright: ignore[reportCallIssue]
-    chosen = type(base).forward
-
-    def all_logits(self: nn.Module, input_ids: Tensor, **ignored: Any) -> Any:
-        assert not ignored.pop("logits_to_keep", None)
-        return chosen(self, input_ids=input_ids)
-
-    monkeypatch.setattr(type(base), "forward", all_logits)
-    step._can_choose_logits.cache_clear()
-    try:
-        found = step.evaluate(model, [batch], 1)
-    finally:
-        step._can_choose_logits.cache_clear()
+    monkeypatch.setattr(head, "IN_CHUNKS", frozenset())
+    monkeypatch.delattr(head, "chunk_rows")
+    found = step.evaluate(model, [batch], 1)
     assert (found.correct, found.targets) == (expected.correct, expected.targets)
     assert found.loss == pytest.approx(expected.loss, rel=1e-6)
 
@@ -230,7 +220,8 @@ def test_an_adapter_on_fused_layers_loads_in_stock_peft(family: str, lora: dict[
     tensors = {name.replace(".default.", "."): p.detach().contiguous() for name, p in adapters(model)}
     assert isinstance(model, PeftModel)
     with new_folder(tmp_path / "adapter") as made:
-        write_adapter(made, tensors, model.peft_config["default"], spec_for(folder, **options))
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        write_adapter(made, shapes, tensors.items(), model.peft_config["default"], spec_for(folder, **options))
     with safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as written:
         ranks = {written.get_slice(name).get_shape()[0] for name in written.keys() if "lora_A" in name}  # noqa: SIM118
     assert len(ranks) == 1 + ("rank_pattern" in lora)

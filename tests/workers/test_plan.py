@@ -15,7 +15,7 @@ from ft_service.plan.job import Plan, plan_job
 from ft_service.plan.machines import MACHINES
 from ft_service.spec import JobSpec
 from tests.ranks import run_on_ranks
-from tests.workers.models import FAMILIES, VOCABULARY, save_tiny, save_tiny_llama, spec_for
+from tests.workers.models import FAMILIES, LARGER, VOCABULARY, save_tiny, save_tiny_llama, spec_for
 from tests.workers.parity import CPU, constructed, counted_collectives
 from tests.workers.prequantized import bitsandbytes_4bit, fp8_by_blocks, fp8_by_rows
 from workers.data.batches import Tokens, collate, micro_batches
@@ -150,9 +150,10 @@ def test_planned_activations_are_what_autograd_keeps(compute: str, changes: dict
     )
     plan = plan_job(spec, MACHINES["H100"])
     [kept] = run_on_ranks(kept_for_backward, 1, spec)
-    log_probabilities = 4 * VOCABULARY * 8 * 63
-    assert 0.97 * kept <= plan.rank.activations + log_probabilities <= 1.15 * kept
-    assert log_probabilities * 3 == plan.rank.logits
+    targets, size = 8 * 63, {"bf16": 2, "fp32": 4}[compute]
+    into_head = targets * LARGER["hidden_size"] * size
+    assert 0.97 * kept <= plan.rank.activations + into_head <= 1.15 * kept
+    assert plan.rank.logits == 12 * VOCABULARY * targets + into_head
 
 
 def kept_for_backward(rank: int, world: int, spec: JobSpec) -> int:

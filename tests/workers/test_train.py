@@ -15,12 +15,14 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from ft_service.errors import SpecError
-from ft_service.provenance import Manifest
+from ft_service.provenance import Manifest, parent_of
 from ft_service.rundir import CheckpointMarker, Control, Outcome, Result, RunDir, Start, checkpoint_faults, complete_checkpoints
-from ft_service.spec import JobSpec
+from ft_service.spec import AdapterRef, JobSpec, LoraOptions
 from ft_service.verify import verify
 from tests.ranks import run_on_ranks
 from tests.workers.models import save_chat_base, save_chats, spec_for
+from workers.consolidate import consolidate
+from workers.going_on import adopt
 from workers.model.build import build
 from workers.model.load import load
 from workers.report import Reporter
@@ -299,3 +301,59 @@ def base_logits(spec: JobSpec, ids: torch.Tensor) -> torch.Tensor:
 
     with torch.no_grad():
         return AutoModelForCausalLM.from_pretrained(spec.model.path, dtype=torch.float32)(ids).logits
+
+
+def going_on(spec: JobSpec, folder: Path, parent: Path, **changes: Any) -> RunDir:
+    """A job of one step that leaves the adapter as it found it, bit for bit: its validation is that of where it began."""
+    run = RunDir(folder)
+    ref = AdapterRef(name="ft:tiny:local::test", job_id=spec.job_id, path=str(parent))
+    still = spec.training.model_copy(update={"max_steps": 1, "learning_rate": 1e-30})
+    values = {"parent": ref, "job_id": "ftjob-again", "seed": 99, "training": still, **changes}
+    run.write("spec.json", spec.model_copy(update=values))
+    return run
+
+
+def test_going_on_starts_at_the_parents_last_validation_loss(finished: RunDir, spec: JobSpec, tmp_path: Path) -> None:
+    run = going_on(spec, tmp_path, finished.path("adapter"))
+    assert run_attempt(run, 1, 2).kind == "succeeded"
+    assert losses(run, "valid_loss") == {1: losses(finished, "valid_loss")[STEPS]}
+    whole = adapter(finished)
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in adapter(run).items())
+    before, manifest = finished.read("adapter/manifest.json", Manifest), run.read("adapter/manifest.json", Manifest)
+    assert before is not None
+    assert manifest is not None
+    assert manifest.parent == parent_of("ft:tiny:local::test", before)
+    assert (manifest.parent.job, manifest.parent.step, manifest.parent.checkpoint) == (spec.job_id, STEPS, None)
+    assert verify(run.root).faults == []
+
+
+def test_going_on_from_a_checkpoint_on_other_ranks(finished: RunDir, spec: JobSpec, tmp_path: Path) -> None:
+    consolidate(finished, "step-6-a1", tmp_path / "parent")
+    run = going_on(spec, tmp_path / "run", tmp_path / "parent")
+    assert run_attempt(run, 1, 1).kind == "succeeded"
+    (loss,) = losses(run, "valid_loss").values()
+    assert loss == pytest.approx(losses(finished, "valid_loss")[6], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"lora": LoraOptions(r=2)}, "has another shape than this job's"),
+        ({"lora": LoraOptions(r=4, target_modules=["q_proj"])}, "not in it"),
+        ({}, "is not what its manifest says"),
+    ],
+)
+def test_a_parent_that_does_not_fit_is_refused(
+    finished: RunDir, spec: JobSpec, tmp_path: Path, change: dict[str, Any], says: str
+) -> None:
+    parent = Path(shutil.copytree(finished.path("adapter"), tmp_path / "parent"))
+    if not change:
+        with (parent / "adapter_model.safetensors").open("ab") as file:
+            file.write(b" ")
+    run = going_on(spec, tmp_path / "run", parent, **change)
+    built = build(run_spec(run), CPU)
+    load(built.peft_model, spec.model.path, seed=1, compute_dtype=torch.float32, device=CPU)
+    ref = run_spec(run).parent
+    assert ref is not None
+    with pytest.raises(SpecError, match=says):
+        adopt(built.peft_model, ref)

@@ -36,6 +36,14 @@ def own_rows(rows: int, rank: int, world: int) -> tuple[int, int]:
     return min(rank * height, rows), min((rank + 1) * height, rows)
 
 
+def rows_of(parameter: nn.Parameter) -> tuple[int, int]:
+    """The rows [start, end) of a parameter that this rank holds; all of one that is not sharded."""
+    if not isinstance(parameter, DTensor):
+        return 0, parameter.shape[0]
+    mesh = parameter.device_mesh
+    return own_rows(parameter.shape[0], mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
+
+
 def load(
     model: nn.Module,
     folder: str | Path,
@@ -54,11 +62,11 @@ def load(
     weights: dict[str, FrozenWeight] = {}
     for name, parameter, places in _owners(model):
         if parameter.requires_grad:
-            start, end = _own_rows(parameter)
+            start, end = rows_of(parameter)
             first = initial_adapter(plain_name(name), tuple(parameter.shape), seed)
             _replace(parameter, first[start:end].to(device, copy=True), places)  # a view would keep the whole
         else:
-            weights[checkpoint_name(name)] = FrozenWeight(parameter, places, _own_rows(parameter))
+            weights[checkpoint_name(name)] = FrozenWeight(parameter, places, rows_of(parameter))
     for weight in weights.values():
         weight.allocate(compute_dtype, device)
     with Safetensors(folder) as checkpoint:
@@ -97,13 +105,6 @@ def _owners(model: nn.Module) -> list[tuple[str, nn.Parameter, list[Place]]]:
             full = f"{module_name}.{name}" if module_name else name
             found.setdefault(id(parameter), (full, parameter, []))[2].append((module, name))
     return list(found.values())
-
-
-def _own_rows(parameter: nn.Parameter) -> tuple[int, int]:
-    if not isinstance(parameter, DTensor):
-        return 0, parameter.shape[0]
-    mesh = parameter.device_mesh
-    return own_rows(parameter.shape[0], mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
 
 
 def _has_buffers(model: nn.Module) -> bool:

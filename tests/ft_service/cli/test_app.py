@@ -13,7 +13,21 @@ from tests.ft_service.cli.conftest import Ft
 
 COMMANDS = {
     *("version", "serve", "run", "submit", "jobs", "get", "watch", "logs"),
-    *("download", "cancel", "pause", "resume", "plan", "models", "keys", "convert", "verify", "merge"),
+    *(
+        "download",
+        "cancel",
+        "pause",
+        "resume",
+        "plan",
+        "models",
+        "keys",
+        "convert",
+        "verify",
+        "merge",
+        "prune",
+        "migrate",
+        "reconcile",
+    ),
 }
 
 

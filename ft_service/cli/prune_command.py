@@ -1,0 +1,81 @@
+"""`ft prune`: free the disk of what nothing needs any more."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ft_service.cli.local_store import local_store
+from ft_service.cli.output import Json, complain, load_settings, print_json, print_table
+from ft_service.errors import SpecError
+from ft_service.plan.text import bytes_text
+
+if TYPE_CHECKING:
+    from ft_service.retention import Removal
+
+CACHE = "FT_CACHE"
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(prune)
+
+
+def prune(
+    runs_days: Annotated[float | None, typer.Option(min=0, help="Run directories of jobs that ended so long ago.")] = None,
+    checkpoints_days: Annotated[float | None, typer.Option(min=0, help="Checkpoints of jobs that ended so long ago.")] = None,
+    files_days: Annotated[float | None, typer.Option(min=0, help="Files created so long ago.")] = None,
+    cache_days: Annotated[float | None, typer.Option(min=0, help="Quantised bases not used for so long.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would go.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Remove, from this machine's FT_HOME, adapters of deleted models and what belongs to no job or file; with an age (here or
+    in FT_KEEP_…_DAYS) also what is older. Nothing that an unfinished job needs is removed. The server may run meanwhile."""
+    from ft_service.retention import Limits, plan, remove  # the database takes time to import
+
+    given = {"runs": runs_days, "checkpoints": checkpoints_days, "files": files_days, "cache": cache_days}
+    settings = load_settings(**{f"keep_{kind}_days": days for kind, days in given.items()})
+    if settings.storage:
+        raise SpecError(
+            "FT_STORAGE: ft prune removes files of FT_HOME only; use the storage's own lifecycle rules.", param="FT_STORAGE"
+        )
+    limits = Limits(**{**vars(Limits.from_settings(settings)), "leftovers": True})
+    cache = Path(os.environ.get(CACHE) or settings.home / "cache")
+    failed: dict[Path, str] = {}
+    with local_store(settings) as store:
+        planned = plan(settings, store, limits, cache=cache)
+        gone = list(planned) if dry_run else []
+        for removal in [] if dry_run else planned:
+            try:
+                if remove(removal, settings, store):
+                    gone.append(removal)
+            except OSError as error:
+                failed[removal.path] = error.strerror or str(error)
+    _show(gone, dry_run, as_json)
+    for path, why in failed.items():
+        complain(f"{path} was not removed: {why}", 1)
+    return 1 if failed else 0
+
+
+def _show(gone: list[Removal], dry_run: bool, as_json: bool) -> None:
+    if as_json:
+        print_json([_as_dict(removal) for removal in gone])
+        return
+    total = bytes_text(sum(removal.bytes for removal in gone))
+    if gone:
+        print_table(("WHAT", "BYTES", "PATH", "WHY"), [(r.kind, bytes_text(r.bytes), str(r.path), r.why) for r in gone])
+    print(f"{total} would be freed." if dry_run else f"{total} freed." if gone else "Nothing to remove.")
+
+
+def _as_dict(removal: Removal) -> dict[str, Any]:
+    return {
+        "kind": removal.kind,
+        "path": str(removal.path),
+        "bytes": removal.bytes,
+        "why": removal.why,
+        "job": removal.job.id if removal.job else None,
+        "file": removal.file.id if removal.file else None,
+        "deleted_models": list(removal.hides),
+    }

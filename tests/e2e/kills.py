@@ -201,8 +201,12 @@ class _Strikes:
     def _fill_disk(self) -> None:
         """Let the ranks write only small files until a checkpoint has failed of it, by the kernel's own limit."""
         attempt = last_attempt(self._run)
-        self._limit_files(FULL_BYTES)
-        wait_for(lambda: self._story.finished or last_attempt(self._run) > attempt or self._refused(attempt) > 0, SECONDS)
+
+        def met() -> bool:
+            self._limit_files(FULL_BYTES)  # of ranks that have just started, too
+            return self._story.finished or last_attempt(self._run) > attempt or self._refused(attempt) > 0
+
+        wait_for(met, SECONDS)
         self._story.refused_saves += self._refused(attempt)
         self._failures += last_attempt(self._run) > attempt
         self._limit_files(resource.RLIM_INFINITY)

@@ -35,7 +35,7 @@ class Services:
     meters: Meters = field(default_factory=Meters)
 
 
-def services(request: Request) -> Services:
+async def services(request: Request) -> Services:  # async: it waits for nothing, and needs no thread
     return request.app.state.services
 
 

@@ -6,13 +6,13 @@ OpenAI's fields come first in each class; what this service adds follows them. T
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from ft_service.events import Metrics
 from ft_service.job import Job, Phase, State
-from ft_service.spec import LEARNING_RATE, JobSpec, TrainingOptions
+from ft_service.spec import LEARNING_RATE, JobSpec, Strict, TrainingOptions
 from ft_service.store.base import Checkpoint, File, StoredEvent
 from ft_service.store.records import Permission, Upload, UploadPart
 from ft_service.tuned import checkpoint_model
@@ -41,6 +41,17 @@ class ListView(BaseModel, Generic[View]):
     has_more: bool
     first_id: str | None
     last_id: str | None
+
+
+class ResumeRanks(Strict):
+    nproc_per_node: Annotated[int, Field(ge=1, le=64)]
+
+
+class ResumeBody(Strict):
+    """What a paused job goes on with. Not in OpenAI's API."""
+
+    distributed: ResumeRanks | None = None
+    """Another number of ranks per node than before; it trains on the same samples in the same order."""
 
 
 class FileView(BaseModel):

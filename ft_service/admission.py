@@ -14,7 +14,16 @@ from ft_service.job import Job, State
 from ft_service.plan.admit import admit
 from ft_service.rundir import RunDir, complete_checkpoints
 from ft_service.settings import Settings
-from ft_service.spec import AdapterRef, DataFileRef, JobRequest, JobSpec, inherit, parse_request, resolve
+from ft_service.spec import (
+    AdapterRef,
+    DataFileRef,
+    JobRequest,
+    JobSpec,
+    check_distributed,
+    inherit,
+    parse_request,
+    resolve,
+)
 from ft_service.store.base import NewEvent, Principal, Store
 
 
@@ -84,6 +93,15 @@ def _resolve(
     )
     refuse_too_many(spec, capacity)
     return spec
+
+
+def slots_to_resume_with(job: Job, nproc_per_node: int, settings: Settings) -> int:
+    """Ranks of the job with so many per node, if it can go on with them. Raises SpecError."""
+    capacity, spec = capacity_of(settings), JobSpec.model_validate(job.spec)
+    spec = spec.model_copy(update={"distributed": spec.distributed.model_copy(update={"nproc_per_node": nproc_per_node})})
+    refuse_too_many(spec, capacity)
+    check_distributed(spec.distributed, spec.world_size, capacity.gpus)
+    return spec.world_size
 
 
 def _find_parent(name: str, principal: Principal, store: Store, settings: Settings) -> tuple[JobSpec, AdapterRef]:

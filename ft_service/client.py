@@ -203,8 +203,10 @@ class Client:
     def pause(self, job_id: str) -> RemoteJob:
         return RemoteJob.model_validate(self._call("POST", f"{_job(job_id)}/pause"))
 
-    def resume(self, job_id: str) -> RemoteJob:
-        return RemoteJob.model_validate(self._call("POST", f"{_job(job_id)}/resume"))
+    def resume(self, job_id: str, ranks: int | None = None) -> RemoteJob:
+        """`ranks`: to go on with; None: as many as before."""
+        body = None if ranks is None else {"distributed": {"nproc_per_node": ranks}}
+        return RemoteJob.model_validate(self._call("POST", f"{_job(job_id)}/resume", json=body))
 
     def checkpoints(self, job_id: str) -> list[RemoteCheckpoint]:
         """All of a job's complete checkpoints, newest first."""

@@ -115,16 +115,26 @@ class Verb(StrEnum):
     RESUME = "resume"
 
 
-def request(job: Job, verb: Verb, now: float) -> Job:
-    """The job after a verb of the user's. Repeating a verb changes nothing. Raises SpecError on a terminal job."""
+def request(job: Job, verb: Verb, now: float, slots: int | None = None) -> Job:
+    """The job after a verb of the user's. Repeating a verb changes nothing. Raises SpecError on a terminal job.
+
+    `slots`: with a resume, ranks to go on with; None: as many as before. Raises SpecError if the job is not paused (yet).
+    """
     if verb is Verb.CANCEL and job.state is State.CANCELLED:
         return job
     if job.state in TERMINAL:
         raise SpecError(f"Job {job.id} has already {_ended(job.state)} and cannot be {_past(verb)}.", code="invalid_state")
+    if slots is not None and job.state is not State.PAUSED:
+        raise SpecError(
+            f"Job {job.id} is {job.state.value}: only a paused job can go on with another number of ranks. Pause it, and wait "
+            "until it is paused.",
+            param="distributed.nproc_per_node",
+            code="invalid_state",
+        )
     wish = {Verb.CANCEL: Desired.CANCEL, Verb.PAUSE: Desired.PAUSE, Verb.RESUME: Desired.RUN}[verb]
     if job.desired is wish:
         return job
-    job = replace(job, desired=wish, generation=job.generation + 1, pending=None)
+    job = replace(job, desired=wish, generation=job.generation + 1, pending=None, slots=slots or job.slots)
     if wish is Desired.CANCEL:
         phase = Phase.STOPPING if job.state is State.RUNNING else None
         return replace(job, state=State.CANCELLED, phase=phase, reason=Reason.USER_CANCELLED, finished_at=now)

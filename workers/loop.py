@@ -13,6 +13,7 @@ from ft_service.events import Metrics
 from ft_service.spec import JobSpec
 from workers.data.batches import Batch, Tokens, batch_of_step, collate, micro_batches, steps_per_epoch, total_steps
 from workers.guards import AdapterWatch, check_step
+from workers.model.dropout import key_of
 from workers.optim import JobState, learning_rate_at
 from workers.parallel import gather_first
 from workers.report import Reporter
@@ -104,7 +105,7 @@ class Trainer:
         distributed = self.runtime.spec.distributed
         if distributed.prefetch is not None:
             gather_first(self.model)  # while the batch is put together
-        mine = self._mine(self.train, batch)
+        mine = self._mine(self.train, batch, self.job.step)
         sums = forward_backward(self.model, mine, targets, self.runtime.world, keep_unsharded=distributed.keep_unsharded)
         norm = self.job.update(rate, options.max_grad_norm)
         check_step(step, sums, norm)
@@ -139,8 +140,13 @@ class Trainer:
         self.model.train()
         return sums
 
-    def _mine(self, samples: Sequence[Tokens], batch: Sequence[int]) -> list[Batch]:
-        """This rank's micro-batches of a global batch."""
-        size = self.runtime.spec.training.per_device_train_batch_size
-        parts = micro_batches(batch, self.runtime.rank, self.runtime.world, size)
-        return [collate([samples[i] for i in part], self.runtime.device) for part in parts]
+    def _mine(self, samples: Sequence[Tokens], batch: Sequence[int], step: int | None = None) -> list[Batch]:
+        """This rank's micro-batches of a global batch. `step`: the optimizer step (from 0) that trains on it, if one does."""
+        spec = self.runtime.spec
+        parts = micro_batches(batch, self.runtime.rank, self.runtime.world, spec.training.per_device_train_batch_size)
+        drops = step is not None and spec.lora.lora_dropout > 0
+        found = []
+        for part in parts:
+            keys = [key_of("sample", spec.seed, step, i) for i in part] if drops else None
+            found.append(collate([samples[i] for i in part], self.runtime.device, keys))
+        return found

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from workers.data.batches import IGNORED, Batch
 from workers.head import Losses, loss_in_head, works_in_chunks
+from workers.model.linear import use_keys
 from workers.parallel import average_unsharded_gradients, reshard, set_last_micro_batch
 
 
@@ -50,6 +51,7 @@ def forward_backward(
     sums = torch.zeros(3, dtype=torch.float64, device=batches[0].ids.device)
     for i, batch in enumerate(batches):
         set_last_micro_batch(model, i == len(batches) - 1, keep_unsharded)
+        use_keys(model, batch.keys)
         loss, found = _losses(model, batch, world / global_targets)
         loss.backward()
         sums += found

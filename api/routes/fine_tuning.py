@@ -16,13 +16,14 @@ from api.views import (
     EventView,
     JobView,
     ListView,
+    ResumeBody,
     checkpoint_view,
     event_view,
     job_view,
     list_view,
 )
 from ft_service import tuned
-from ft_service.admission import submit
+from ft_service.admission import slots_to_resume_with, submit
 from ft_service.errors import ConflictError, NotFoundError, SpecError
 from ft_service.job import Job, State, Verb
 from ft_service.rundir import RunDir
@@ -76,9 +77,13 @@ def pause(job_id: str, caller: Caller, services: Svc) -> JobView:
 
 
 @router.post("/{job_id}/resume")
-def resume(job_id: str, caller: Caller, services: Svc) -> JobView:
-    """Go on from the last checkpoint."""
-    return _view(services.store.request(caller.project_id, job_id, Verb.RESUME), caller, services)
+def resume(job_id: str, caller: Caller, services: Svc, body: ResumeBody | None = None) -> JobView:
+    """Go on from the last checkpoint; with a body, which OpenAI's API has not, on another number of ranks."""
+    slots = None
+    if body is not None and body.distributed is not None:
+        job = services.store.get_job(caller.project_id, job_id)
+        slots = slots_to_resume_with(job, body.distributed.nproc_per_node, services.settings)
+    return _view(services.store.request(caller.project_id, job_id, Verb.RESUME, slots), caller, services)
 
 
 @router.get("/{job_id}/events", response_model=ListView[EventView], responses=event_stream())

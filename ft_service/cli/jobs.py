@@ -26,6 +26,8 @@ from ft_service.errors import SpecError
 from ft_service.job import State
 from ft_service.specfile import SpecFile, load_spec_file
 
+Ranks = Annotated[int | None, typer.Option(min=1, help="Go on with so many ranks (default: as many as before).")]
+
 INTERRUPTED = 130
 STOPPED = 75
 
@@ -171,10 +173,10 @@ def pause(job_id: JobId, as_json: Json = False) -> None:
         _show_status(client.pause(job_id), as_json)
 
 
-def resume(job_id: JobId, as_json: Json = False) -> None:
+def resume(job_id: JobId, nproc_per_node: Ranks = None, as_json: Json = False) -> None:
     """Let a paused job go on from its checkpoint."""
     with connect() as client:
-        _show_status(client.resume(job_id), as_json)
+        _show_status(client.resume(job_id, nproc_per_node), as_json)
 
 
 def models(as_json: Json = False) -> None:

@@ -23,8 +23,9 @@ class LoraOptions(Strict):
     """Rank of the two adapter matrices A [r, in] and B [out, r]."""
     lora_alpha: Annotated[Number, Field(gt=0, le=4096)] = 32.0
     """Numerator of the scaling: alpha / r, or alpha / sqrt(r) with use_rslora."""
-    lora_dropout: Annotated[Number, Field(ge=0, le=0)] = 0.0
-    """Only 0: masks that survive a resume on another world size are not implemented yet."""
+    lora_dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
+    """Share of an adapter's inputs that training sets to 0 (the others are scaled up); which ones follows from seed, step and
+    sample, so that it is the same on any number of ranks."""
     target_modules: Literal["all-linear"] | Pattern | list[str] = "all-linear"
     """Modules that get an adapter: every linear layer but the output head, or names (suffixes), or one RE2 pattern.
 

@@ -316,7 +316,7 @@ class Store(Protocol):
         jobs in it."""
         ...
 
-    def request(self, project_id: str, job_id: str, verb: Verb) -> Job:
+    def request(self, project_id: str, job_id: str, verb: Verb, slots: int | None = None) -> Job:
         """Apply `job.request` by compare-and-set, with an event that says so. Raises SpecError as `job.request` does."""
         ...
 

@@ -97,13 +97,13 @@ class JobStore(Database):
                 )
             return page(connection, query, limit, to_job)
 
-    def request(self, project_id: str, job_id: str, verb: Verb) -> Job:
+    def request(self, project_id: str, job_id: str, verb: Verb, slots: int | None = None) -> Job:
         """Apply `job.request` by compare-and-set, with an event that says so. Raises SpecError as `job.request` does."""
         for _ in range(MAX_TRIES):
             with self.writing() as connection:
                 old = _get(connection, project_id, job_id)
                 now = connection.scalars(select(database_time())).one()
-                new = rules.request(old, verb, now)
+                new = rules.request(old, verb, now, slots)
                 if new == old:
                     return old
                 if _write(connection, old, new):

@@ -136,6 +136,28 @@ def test_jobs_without_metadata_can_be_asked_for(service: Service, client: openai
     assert [job.id for job in client.fine_tuning.jobs.list()] == [some, empty, null, none]
 
 
+def test_a_paused_job_goes_on_with_another_number_of_ranks(service: Service, client: openai.OpenAI, training_file: str) -> None:
+    jobs = client.fine_tuning.jobs
+    job_id = jobs.create(model="tiny", training_file=training_file).id
+
+    def resume(ranks: int) -> str:
+        return jobs.resume(job_id, extra_body={"distributed": {"nproc_per_node": ranks}}).status
+
+    with pytest.raises(openai.BadRequestError, match="only a paused job can go on"):
+        resume(2)
+    jobs.pause(job_id)
+    put_state(service.store, job_id, State.PAUSED)
+    with pytest.raises(openai.BadRequestError, match="this host runs at most 4 ranks at once") as refused:
+        resume(5)
+    assert refused.value.param == "distributed.nproc_per_node"
+    with pytest.raises(openai.BadRequestError, match=r"distributed\.nproc_per_node = 0"):
+        resume(0)
+    assert resume(3) == "queued"
+    claim = service.store.claim_next(host="h", owner="test", lease_seconds=60.0, max_slots=4, host_slots=4)
+    assert claim is not None
+    assert claim.job.slots == 3
+
+
 def test_verbs_answer_the_new_state_and_their_events(client: openai.OpenAI, training_file: str) -> None:
     jobs = client.fine_tuning.jobs
     job_id = jobs.create(model="tiny", training_file=training_file).id

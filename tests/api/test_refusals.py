@@ -57,7 +57,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"lora": {"r": 0}}, "lora.r"),
     ({"lora": {"r": 513}}, "lora.r"),
     ({"lora": {"rank": 8}}, "lora.rank"),
-    ({"lora": {"lora_dropout": 0.1}}, "lora.lora_dropout"),
+    ({"lora": {"lora_dropout": 1}}, "lora.lora_dropout"),
     ({"lora": {"target_modules": "("}}, "lora.target_modules"),
     ({"lora": {"use_dora": True}}, "lora.use_dora"),
     ({"lora": []}, "lora"),

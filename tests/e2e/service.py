@@ -26,15 +26,17 @@ SECONDS = 300.0
 class Server:
     """`ft serve` on a free port, with a home of its own. Started and killed as often as a test likes."""
 
-    def __init__(self, home: Path, models: Path) -> None:
+    def __init__(self, home: Path, models: Path, slots: int = 2) -> None:
         self.home = home
         self._environment = {
             **os.environ,
             "FT_HOME": str(home),
             "FT_MODELS": str(models),
             "FT_PORT": "0",
-            "FT_SLOTS": "2",
+            "FT_SLOTS": str(slots),
             "CUDA_VISIBLE_DEVICES": "",
+            # Threads that wait for each other on a busy machine cost more than they compute.
+            "OMP_NUM_THREADS": "1",
         }
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -1,52 +1,45 @@
-"""SIGKILL, each alone, in the middle of training: the job goes on by itself and succeeds, and no rank outlives its attempt."""
+"""SIGKILL, SIGTERM, pause, a torn checkpoint, a full disk, in the middle of whatever goes on: the job goes on by itself and its
+outcome is the uninterrupted one's."""
 
 from __future__ import annotations
 
-import os
-import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ft_service.rundir import RunDir, Start, complete_checkpoints, last_attempt
+import pytest
+
+from ft_service.rundir import complete_checkpoints, last_attempt
+from tests.e2e.kills import KINDS, Blow, campaign, compare, play, schedule, uninterrupted
 from tests.e2e.service import Server, eventually, nothing_left, processes_of, submit, wait_until, wait_until_step
 
-STEPS = 60
+STEPS = 80
 
 
-def attempts_alive(run: RunDir) -> set[str]:
-    """Attempt numbers that living ranks were started for: the last word of their command line."""
-    found = set()
-    for pid in processes_of(run)["rank"]:
-        try:
-            found.add(Path(f"/proc/{pid}/cmdline").read_bytes().decode().rstrip("\0").rsplit("\0", 1)[-1])
-        except FileNotFoundError:
-            continue
-    return found
+def test_a_schedule_follows_from_its_seed_and_plays_every_kind() -> None:
+    assert schedule(3, 20, ranks=(1, 2, 3)) == schedule(3, 20, ranks=(1, 2, 3)) != schedule(4, 20, ranks=(1, 2, 3))
+    counts = Counter(blow.kind for blow in schedule(3, 20))
+    assert set(counts) == set(KINDS)
+    assert set(counts.values()) == {2, 3}
 
 
-def kill_one(run: RunDir, kind: str) -> None:
-    os.kill(processes_of(run)[kind][0], signal.SIGKILL)
+def test_whatever_strikes_a_job_its_outcome_is_the_uninterrupted_one(server: Server, data: Path, tmp_path: Path) -> None:
+    blows = [Blow("rank", victim=1), Blow("torchrun", after=2.0), Blow("supervisor"), Blow("full"), Blow("torn", ranks=1)]
+    story = play(server, data, blows, steps=STEPS)
+    assert story.struck == [blow.kind for blow in blows], "the job was not done before"
+    assert last_attempt(story.run) >= 5, "one attempt more for each kill, and one behind the pause"
+    assert story.refused_saves >= 1
+    assert len(story.torn) == 1
+    assert len(story.resized_at) == 1
+    compare(story, uninterrupted(story.run, tmp_path / "whole"), STEPS)
 
 
-def test_whoever_is_killed_the_job_resumes_from_its_last_checkpoint_and_succeeds(server: Server, data: Path) -> None:
-    client = server.client()
-    job = submit(client, data, steps=STEPS)
-    run = server.run(job.id)
-    for attempt, kind in enumerate(["rank", "torchrun", "supervisor"], start=1):
-        eventually(lambda attempt=attempt: any(name.endswith(f"-a{attempt}") for name in complete_checkpoints(run)))
-        kill_one(run, kind)
-        eventually(lambda attempt=attempt: last_attempt(run) > attempt)
-        assert str(attempt) not in attempts_alive(run), f"a rank outlived attempt {attempt}, whose {kind} was killed"
-        start = run.read(f"attempts/{attempt + 1}/start.json", Start)
-        assert start is not None
-        assert start.checkpoint is not None, "the next attempt resumes"
-        assert start.checkpoint.endswith(f"-a{attempt}"), "from a checkpoint of the one that was killed"
-
-    done: Any = wait_until(client, job.id, "succeeded")
-    assert done.attempt == 4, "one attempt more for each kill, and no other"
-    steps = [e.data["step"] for e in client.fine_tuning.jobs.list_events(job.id) if e.type == "metrics"]  # pyright: ignore
-    assert set(steps) == set(range(1, STEPS + 1))
-    eventually(lambda: nothing_left(run))
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_fifty_blows(tmp_path: Path) -> None:
+    figures = campaign(tmp_path, blows=50, seed=1, steps=STEPS)
+    assert figures["blows"] >= 50
+    assert set(figures["by_kind"]) == set(KINDS)
 
 
 def test_a_killed_server_leaves_training_alone_and_the_next_one_takes_it_up(server: Server, data: Path) -> None:

@@ -266,6 +266,16 @@ def test_resume_forgives_earlier_failures() -> None:
     assert (after.failures, after.not_before) == (0, 0.0)
 
 
+def test_only_a_paused_job_goes_on_with_another_number_of_ranks() -> None:
+    paused = new_job(state=State.PAUSED, desired=Desired.PAUSE, slots=2)
+    assert request(paused, Verb.RESUME, NOW, 3).slots == 3
+    assert request(paused, Verb.RESUME, NOW).slots == 2
+    for state in (State.QUEUED, State.RUNNING):
+        with pytest.raises(SpecError, match="only a paused job") as refused:
+            request(new_job(state=state, desired=Desired.PAUSE), Verb.RESUME, NOW, 3)
+        assert refused.value.param == "distributed.nproc_per_node"
+
+
 def test_placed_counts_attempts_and_starts_reading_events_anew() -> None:
     job = new_job(state=State.QUEUED, attempt=3, ingested=17, generation=4, signalled=2)
     after = placed(job, "host-1")

@@ -41,7 +41,7 @@ def resolved(gpus: int = 0, **more: Any) -> JobSpec:
         ({"training": {"lr": 1}}, "training.lr", "no such option"),
         ({"lora": {"r": 0}}, "lora.r", "lora.r = 0: .*greater than or equal to 1"),
         ({"lora": {"r": True}}, "lora.r", "valid integer"),
-        ({"lora": {"lora_dropout": 0.1}}, "lora.lora_dropout", "lora.lora_dropout = 0.1"),
+        ({"lora": {"lora_dropout": 1}}, "lora.lora_dropout", "lora.lora_dropout = 1: .*less than 1"),
         ({"training": {"batch_size": "8"}}, "training.batch_size", "valid integer"),
         ({"training": {"learning_rate": float("nan")}}, "training.learning_rate", "finite"),
         ({"training": {"max_length": 7}}, "training.max_length", "greater than or equal to 8"),

@@ -63,9 +63,9 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> JobSpec:
         valid=save_chats(folder / "valid.jsonl", 5),
         ranks=2,
         precision={"default": "nf4", "compute": "fp32"},
-        training={"max_steps": STEPS, "batch_size": 5, "per_device_train_batch_size": 2, "learning_rate": 1e-2},
+        training={"max_steps": STEPS, "batch_size": 5, "per_device_train_batch_size": 2, "learning_rate": 5e-3},
         checkpoint={"save_steps": 3, "save_total_limit": 10},
-        lora={"r": 4},
+        lora={"r": 4, "lora_dropout": 0.1},
     )
 
 

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workers.model.dropout import keys_from
+
 IGNORED = -100
 """Label of a position that is no target."""
 
@@ -38,6 +40,8 @@ class Batch:
 
     ids: Tensor
     labels: Tensor
+    keys: Tensor | None = None
+    """int32 [samples, length]: the key of every token, from which follows what dropout drops. None: it drops nothing."""
 
 
 def total_steps(samples: int, batch_size: int, n_epochs: int, max_steps: int | None) -> int:
@@ -74,10 +78,11 @@ def micro_batches(batch: Sequence[int], rank: int, world: int, per_device: int) 
     return [share[i * per_device : (i + 1) * per_device] for i in range(rounds)]
 
 
-def collate(samples: Sequence[Tokens], device: torch.device) -> Batch:
+def collate(samples: Sequence[Tokens], device: torch.device, keys: Sequence[int] | None = None) -> Batch:
     """Pad to the longest sample. Of no samples: two padding tokens without a target, to take part in the collectives with.
 
     Padding is at the end and attention is causal, so no target sees it and its token id does not matter.
+    `keys`: of the samples, for dropout.
     """
     length = max((len(s.ids) for s in samples), default=2)
     ids = torch.zeros(max(1, len(samples)), length, dtype=torch.int64)
@@ -86,4 +91,8 @@ def collate(samples: Sequence[Tokens], device: torch.device) -> Batch:
         tokens = torch.from_numpy(sample.ids.astype(np.int64))
         ids[row, : len(tokens)] = tokens
         labels[row, : len(tokens)] = torch.where(torch.from_numpy(sample.targets), tokens, IGNORED)
-    return Batch(ids.to(device, non_blocking=True), labels.to(device, non_blocking=True))
+    of_tokens = None
+    if keys is not None:
+        rows = [keys_from(key, length, device) for key in (*keys, 0)]
+        of_tokens = torch.stack(rows[: len(ids)])
+    return Batch(ids.to(device, non_blocking=True), labels.to(device, non_blocking=True), of_tokens)

@@ -8,6 +8,7 @@ import peft.tuners.lora
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from workers.model.dropout import Dropping
 from workers.quant.rowwise import RowQuantized
 
 
@@ -40,10 +41,23 @@ class LoraLinear(peft.tuners.lora.Linear):
     two results, and a saved fp32 copy of every input. Casting A and B instead gives one result on every path.
     """
 
+    dropping: Dropping | None = None
+    """In place of PEFT's dropout, which draws from the rank's own generator. None: nothing is dropped."""
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         y = self.base_layer(x, *args, **kwargs)
         for name in self.active_adapters:
             a: Tensor = self.lora_A[name].weight  # pyright: ignore[reportAssignmentType]  [r, in]
             b: Tensor = self.lora_B[name].weight  # pyright: ignore[reportAssignmentType]  [out, r]
-            y = y + F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype)) * self.scaling[name]
+            down = F.linear if self.dropping is None or not self.training else self.dropping
+            y = y + F.linear(down(x, a.to(x.dtype)), b.to(x.dtype)) * self.scaling[name]
         return y
+
+
+def use_keys(model: nn.Module, tokens: Tensor | None) -> None:
+    """Before a forward in training. `tokens`: keys of the micro-batch, int32 [samples, length]; None: the job drops nothing."""
+    if tokens is None:
+        return
+    for module in model.modules():
+        if isinstance(module, LoraLinear) and module.dropping is not None:
+            module.dropping.use(tokens)

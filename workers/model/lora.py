@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ft_service.errors import SpecError
 from ft_service.selection import choose_targets, last_name, values_by_module
 from ft_service.spec import LoraOptions
+from workers.model.dropout import Dropping
 from workers.model.experts import ExpertsLinear
 from workers.model.linear import LoraLinear
 
@@ -29,6 +30,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraOptions) -> PeftModel:
         target_modules=shortest_names(model, chosen),
         rank_pattern=_by_module(model, chosen, lora.rank_pattern, lora.r, "lora.rank_pattern"),
         alpha_pattern=_by_module(model, chosen, lora.alpha_pattern, lora.lora_alpha, "lora.alpha_pattern"),
+        lora_dropout=lora.lora_dropout,
         use_rslora=lora.use_rslora,
         init_lora_weights=True,
         bias="none",
@@ -40,6 +42,10 @@ def add_adapters(model: PreTrainedModel, lora: LoraOptions) -> PeftModel:
     except ValueError as error:  # PEFT knows modules that only look as if they could be adapted
         raise SpecError(f"lora.target_modules: {error}", param="lora.target_modules") from None
     assert isinstance(peft_model, PeftModel)
+    if lora.lora_dropout:
+        for name, module in model.named_modules():
+            if isinstance(module, LoraLinear):
+                module.dropping = Dropping(lora.lora_dropout, name)
     for parameter in peft_model.parameters():
         if parameter.requires_grad:
             assert parameter.dtype == torch.float32, "adapters are fp32 masters"

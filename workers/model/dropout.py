@@ -1,0 +1,122 @@
+"""Dropout in front of adapters, by counting instead of drawing: whether a number is dropped follows from (seed, step, sample,
+position in the sample, module, channel) and from nothing else. So it is the same on any rank, beside any other samples, on any
+number of ranks, in a forward that is computed again, and behind a resume.
+
+Each target of an arrow is a 32-bit hash of its sources:
+
+    seed, step, sample ──▶ sample's key ──▶ + position: token's key  ┐
+    module's name ──▶ module's key ──▶ + channel: channel's key      ┴──▶ number; below `rate` of all numbers: dropped
+
+Masks are never kept: backward computes them again from the keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+STRIDE = 0x9E3779B9 - (1 << 32)
+"""Odd, and far from small multiples of 2^32: neighbours in a sequence get keys without a pattern."""
+
+
+def key_of(*sources: object) -> int:
+    """A 32-bit key, as the int32 with the same bits."""
+    digest = hashlib.sha256("/".join(map(str, sources)).encode()).digest()
+    return int.from_bytes(digest[:4], "little", signed=True)
+
+
+def keys_from(first: Tensor | int, count: int, device: torch.device) -> Tensor:
+    """int32 [count]: the key of each position, or channel, behind the key of what it belongs to."""
+    return _hashed(torch.arange(count, dtype=torch.int32, device=device) * STRIDE + first)
+
+
+def kept(tokens: Tensor, module: Tensor, channels: int, rate: float) -> Tensor:
+    """Which numbers stay: bool [tokens, channels]. `tokens`: their keys, int32; `module`: its key, int32 []."""
+    numbers = _hashed(tokens.reshape(-1, 1) ^ keys_from(module, channels, tokens.device))
+    return numbers >= round(rate * (1 << 32)) - (1 << 31)  # the smallest int32 is -2^31
+
+
+def _hashed(numbers: Tensor) -> Tensor:
+    """Every bit of the result depends on every bit of an int32; products wrap around. Changes `numbers`."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32))):
+        numbers ^= _shifted(numbers, shift)
+        numbers *= factor
+    numbers ^= _shifted(numbers, 16)
+    return numbers
+
+
+def _shifted(numbers: Tensor, by: int) -> Tensor:
+    """To the right, zeros from the left."""
+    return (numbers >> by).bitwise_and_((1 << (32 - by)) - 1)
+
+
+@torch.library.custom_op("ft_service::dropped_linear", mutates_args=())
+def dropped_linear(x: Tensor, a: Tensor, tokens: Tensor, module: Tensor, rate: float) -> Tensor:
+    """x [.., cols] with `rate` of its numbers dropped and the rest scaled up, times the transposed a [r, cols] → [.., r].
+
+    `tokens`: the key of every token, int32, as many as x has rows; `module`: int32 []. Opaque to the compiler, which knows no
+    integers that wrap around; backward keeps x, a and the keys.
+    """
+    return F.linear(_dropped(x, tokens, module, rate), a) / (1 - rate)
+
+
+@torch.library.custom_op("ft_service::dropped_linear_grad", mutates_args=())
+def _dropped_linear_grad(
+    grad: Tensor, x: Tensor, a: Tensor, tokens: Tensor, module: Tensor, rate: float
+) -> tuple[Tensor, Tensor]:
+    grad = grad / (1 - rate)
+    of_a = grad.flatten(0, -2).mT @ _dropped(x, tokens, module, rate).flatten(0, -2)
+    return _dropped(grad @ a, tokens, module, rate), of_a
+
+
+def _dropped(x: Tensor, tokens: Tensor, module: Tensor, rate: float) -> Tensor:
+    return x.masked_fill(~kept(tokens, module, x.shape[-1], rate).view(x.shape), 0)
+
+
+@dropped_linear.register_fake
+def _(x: Tensor, a: Tensor, tokens: Tensor, module: Tensor, rate: float) -> Tensor:
+    return x.new_empty(*x.shape[:-1], a.shape[0])
+
+
+@_dropped_linear_grad.register_fake
+def _(grad: Tensor, x: Tensor, a: Tensor, tokens: Tensor, module: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(a)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.rate = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return *_dropped_linear_grad(grad, *ctx.saved_tensors, ctx.rate), None, None, None
+
+
+dropped_linear.register_autograd(_backward, setup_context=_setup_context)
+
+
+class Dropping:
+    """What one adapted module needs to know for it. No module, so that nothing of it is sharded, converted or saved."""
+
+    def __init__(self, rate: float, module: str) -> None:
+        """`module`: its name in the base, the same whatever the job is run with."""
+        self.rate = rate
+        self._key = key_of("module", module)
+        self._tokens: Tensor | None = None
+        self._module: Tensor | None = None
+
+    def use(self, tokens: Tensor) -> None:
+        """For the coming forward, and its backward: the key of every token, int32 [samples, length]."""
+        self._tokens = tokens
+        if self._module is None or self._module.device != tokens.device:
+            self._module = torch.tensor(self._key, dtype=torch.int32, device=tokens.device)
+
+    def __call__(self, x: Tensor, a: Tensor) -> Tensor:
+        """x [.., cols] and a [r, cols] → [.., r]."""
+        assert self._tokens is not None, "a forward in training needs the keys of its tokens"
+        assert self._module is not None
+        return dropped_linear(x, a, self._tokens, self._module, self.rate)

@@ -7,19 +7,20 @@ from fastapi.responses import StreamingResponse
 from api import archive
 from ft_service import offline
 from ft_service.errors import NotFoundError
-from ft_service.settings import Settings
+from ft_service.places import Places
 from ft_service.tuned import Tuned
 
 
-def archived(model: Tuned, settings: Settings) -> StreamingResponse:
+def archived(model: Tuned, places: Places) -> StreamingResponse:
     """A tar of the model's adapter, in a folder `adapter/`. That of a checkpoint is made if this is the first that asks for it.
 
     Raises NotFoundError if it is gone from the disk.
     """
-    run_dir = settings.runs_dir / model.job.id
-    folder = run_dir / model.adapter_key
-    if model.checkpoint is not None:
-        folder = offline.checkpoint_adapter(run_dir, model.checkpoint.name)
+    run = places.run(model.job.id)
+    if model.checkpoint is None:
+        folder = run.path(model.adapter_key)
+    else:
+        folder = offline.checkpoint_adapter(places.whole_run(model.job.id, model.checkpoint.name), model.checkpoint.name)
     files = archive.members(folder, "adapter")
     if not files:
         raise NotFoundError(f"The adapter of {model.name} is gone from the service's disk.", param="job_id", code="no_adapter")

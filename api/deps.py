@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 from ft_service.catalogue import Catalogue
 from ft_service.errors import SpecError
 from ft_service.meters import Meters
+from ft_service.places import Places
 from ft_service.settings import Settings
 from ft_service.spec import Strict, spec_error
 from ft_service.store.base import Store
@@ -33,6 +35,11 @@ class Services:
     store: Store
     catalogue: Catalogue
     meters: Meters = field(default_factory=Meters)
+
+    @cached_property
+    def places(self) -> Places:
+        """Where the settings keep files."""
+        return Places.of(self.settings)
 
 
 async def services(request: Request) -> Services:  # async: it waits for nothing, and needs no thread

@@ -15,6 +15,7 @@ from api.webhooks import KEEP_SECONDS
 from ft_service import retention
 from ft_service.logs import fields
 from ft_service.meters import Meters
+from ft_service.places import Places
 from ft_service.settings import Settings
 from ft_service.store.base import Store
 
@@ -40,8 +41,9 @@ def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event)
 
 def sweep(settings: Settings, store: Store) -> None:
     """Everything that is due. Any number of servers may do it at once. Raises UnavailableError and OSError."""
+    places = Places.of(settings)
     while file_ids := store.freeable_files():
-        free(settings, store, file_ids)
+        free(places, store, file_ids)
     _remove_parts(settings, store)
     store.forget_deliveries(KEEP_SECONDS)
 
@@ -55,10 +57,10 @@ def retain(settings: Settings, store: Store) -> None:
             log.info("removed %s: %s", removal.path, removal.why, extra=fields(bytes=removal.bytes, **job))
 
 
-def free(settings: Settings, store: Store, file_ids: Sequence[str]) -> None:
+def free(places: Places, store: Store, file_ids: Sequence[str]) -> None:
     """Remove the bytes of files, then note that they are gone: a crash between the two only repeats the first."""
     for file_id in file_ids:
-        (settings.files_dir / file_id).unlink(missing_ok=True)
+        places.remove(file_id)
     store.mark_freed(file_ids)
 
 

@@ -100,4 +100,4 @@ async def _log_lines(services: Services, job: Job, rank: int | None, lines: int)
 
 
 def _logs_of(services: Services, job: Job) -> Path:
-    return services.settings.runs_dir / job.id / f"attempts/{job.attempt}/logs"
+    return services.places.run(job.id).path(f"attempts/{job.attempt}/logs")

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 import uvicorn
+from prometheus_client import start_http_server
 
 from api import housekeeping, webhooks
 from api.app import create_app
@@ -95,7 +96,10 @@ def reconcile_only(settings: Settings, reconcile: Work = reconcile_here) -> None
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(_opened(settings))
         end = stack.enter_context(_ended_by_signals(_End()))
-        _work_beside(stack, settings, store, Meters(), reconcile, end)
+        meters = Meters()
+        if settings.metrics_port is not None:
+            stack.enter_context(_metrics_shown(settings.metrics_port, settings.bind, meters))
+        _work_beside(stack, settings, store, meters, reconcile, end)
         print("Moving jobs.", flush=True)
         while not end.should_exit:
             time.sleep(_END_POLL_SECONDS)
@@ -106,6 +110,20 @@ class _End:
     """In place of a web server: whether to end."""
 
     should_exit: bool = False
+
+
+@contextlib.contextmanager
+def _metrics_shown(port: int, address: str, meters: Meters) -> Iterator[None]:
+    try:
+        server, _ = start_http_server(port, address, meters.registry)
+    except OSError as error:
+        message = f"FT_METRICS_PORT = {port}: cannot listen there: {error.strerror or error}."
+        raise SpecError(message, param="FT_METRICS_PORT", code="cannot_listen") from None
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 @contextlib.contextmanager

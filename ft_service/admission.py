@@ -11,8 +11,9 @@ from ft_service.catalogue import Catalogue
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.job import Job, State
+from ft_service.places import Places
 from ft_service.plan.admit import admit
-from ft_service.rundir import RunDir, complete_checkpoints
+from ft_service.rundir import complete_checkpoints
 from ft_service.settings import Settings
 from ft_service.spec import (
     AdapterRef,
@@ -110,12 +111,12 @@ def _find_parent(name: str, principal: Principal, store: Store, settings: Settin
         found = tuned.find(name, principal, store)
     except NotFoundError as error:
         raise SpecError(error.message, param="model", code="model_not_found") from None
-    run = RunDir(settings.runs_dir / found.job.id)
+    run = Places.of(settings).run(found.job.id)
     there = run.path(found.adapter_key).is_dir()
     if not there and (found.checkpoint is None or found.checkpoint.name not in complete_checkpoints(run)):
         message = f"model = {name[:120]!r}: its adapter is gone from the service's disk. Name another checkpoint of that job."
         raise SpecError(message, param="model", code="model_not_found")
-    ref = AdapterRef(name=found.name, job_id=found.job.id, path=str(run.path(found.adapter_key)))
+    ref = AdapterRef(name=found.name, job_id=found.job.id, path=str(run.root / found.adapter_key))
     return JobSpec.model_validate(found.job.spec), ref
 
 

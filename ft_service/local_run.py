@@ -1,4 +1,8 @@
-"""A job without a server: the next attempt in a run directory, in the foreground."""
+"""A job without a server: the next attempt in a run directory, in the foreground.
+
+A job of several nodes is run by the same call on each of them, over one run directory that they share: node 0 begins the
+attempt and concludes it, the others join it.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +17,18 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ft_service.errors import ConflictError, SpecError
+from ft_service.errors import ConflictError, SpecError, UnavailableError
 from ft_service.events import Event, read_segments
 from ft_service.exits import exit_of
 from ft_service.lifetime import is_locked, require_linux
+from ft_service.node import Node, node_key
 from ft_service.rundir import Control, ErrorInfo, Exit, Result, RunDir, Start, last_attempt, newest_checkpoint
 from ft_service.spec import JobSpec
 from ft_service.supervisor import DEFAULT_GRACE_SECONDS, attempt_key
-from ft_service.torchrun import tail
+from ft_service.torchrun import JOIN_SECONDS, tail
 
 POLL_SECONDS = 0.1
+JOIN_POLL_SECONDS = 0.5
 STOPPING = {
     1: "Stopping: a checkpoint is written first. Interrupt once more to stop at once.",
     2: "Stopping at once, without a checkpoint.",
@@ -36,6 +42,7 @@ def run_local(
     on_event: Callable[[Event], None],
     stop: threading.Event | None = None,
     *,
+    node: Node | None = None,
     stop_grace_seconds: float = DEFAULT_GRACE_SECONDS,
     worker_command: Sequence[str] | None = None,
 ) -> Exit:
@@ -43,8 +50,9 @@ def run_local(
 
     `on_event` gets every event of this attempt, in order, and one for each request to stop. The first SIGINT or SIGTERM (or
     `stop`) asks the ranks to checkpoint and leave, the second kills them; signals are caught only when called from the main
-    thread. A directory that holds a result is done: nothing is trained. Raises SpecError if the directory belongs to another
-    spec, ConflictError if somebody trains in it.
+    thread. A directory that holds a result is done: nothing is trained. `node`: which of a job's several nodes this is. Raises
+    SpecError if the directory belongs to another spec, ConflictError if somebody trains in it, UnavailableError if there is no
+    attempt of node 0's to join.
     """
     require_linux()
     run = RunDir(run_dir)
@@ -52,16 +60,25 @@ def run_local(
     result = run.read("result.json", Result)
     if result is not None:
         return exit_of("succeeded", f"{run.root} is done already: attempt {result.attempt} trained {result.steps} steps.")
-    attempt = _next_attempt(run, spec)
     with _Interrupts(stop) as interrupts:
-        process = _spawn(run, attempt, stop_grace_seconds, worker_command)
+        start = _joined(run, node, interrupts) if node and node.index else _next_attempt(run, spec)
+        process = _spawn(run, start, node, stop_grace_seconds, worker_command)
         try:
-            _follow(run, attempt, process, interrupts, on_event)
+            _follow(run, start, node, process, interrupts, on_event)
         except BaseException:  # an error of the callback's; the attempt must not go on unseen
             process.terminate()
             process.wait()
             raise
-    return run.read(attempt_key(attempt, "exit.json"), Exit) or _lost(run, attempt, process.returncode)
+    return _ended(run, start, node, stop_grace_seconds) or _lost(run, start, node, process.returncode)
+
+
+def wait_begun(run_dir: Path) -> None:
+    """Until node 0 has written what is to be trained in the directory. Raises UnavailableError."""
+    deadline = time.monotonic() + JOIN_SECONDS
+    while RunDir(run_dir).get("spec.json") is None:
+        if time.monotonic() >= deadline:
+            raise UnavailableError(f"Node 0 has begun nothing in {run_dir}. Start it there too.")
+        time.sleep(JOIN_POLL_SECONDS)
 
 
 def _claim_directory(run: RunDir, spec: JobSpec) -> None:
@@ -78,8 +95,9 @@ def _claim_directory(run: RunDir, spec: JobSpec) -> None:
 
 
 def _substance(spec: JobSpec) -> dict[str, Any]:
-    """What decides the outcome: not the names drawn at each call, nor the number of ranks, which may change on resume."""
-    distributed = spec.distributed.model_copy(update={"nproc_per_node": 1})
+    """What decides the outcome: not the names drawn at each call, nor the number of ranks and how they share the base, which
+    may change on resume."""
+    distributed = spec.distributed.model_copy(update={"nnodes": 1, "nproc_per_node": 1, "replicate": 1})
     return spec.model_copy(update={"job_id": "", "tuned_name": "", "distributed": distributed}).model_dump(mode="json")
 
 
@@ -87,10 +105,10 @@ def _differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
     return [name for name in here if there.get(name) != here[name]]
 
 
-def _next_attempt(run: RunDir, spec: JobSpec) -> int:
+def _next_attempt(run: RunDir, spec: JobSpec) -> Start:
     """Write the next attempt's start.json; whoever writes it first has the number. Raises ConflictError if one is running."""
     last = last_attempt(run)
-    if last and is_locked(run.path(attempt_key(last, "supervisor.lock"))):
+    if last and any(is_locked(path) for path in run.path(f"attempts/{last}").rglob("supervisor.lock")):
         raise ConflictError(f"Attempt {last} is running in {run.root}: wait for its end, or stop it.")
     start = Start(
         job_id=spec.job_id,
@@ -98,10 +116,24 @@ def _next_attempt(run: RunDir, spec: JobSpec) -> int:
         world_size=spec.world_size,
         generation=1,
         checkpoint=newest_checkpoint(run),
+        nodes=spec.distributed.nnodes,
     )
     if not run.write_if_absent(attempt_key(start.attempt, "start.json"), start):
         raise ConflictError(f"Another process has just started attempt {start.attempt} in {run.root}.")
-    return start.attempt
+    return start
+
+
+def _joined(run: RunDir, node: Node, interrupts: _Interrupts) -> Start:
+    """The attempt that node 0 has begun and that this node is not in yet, waited for. Raises UnavailableError."""
+    deadline = time.monotonic() + JOIN_SECONDS
+    while time.monotonic() < deadline and not interrupts.count:
+        last = last_attempt(run)
+        start = run.read(attempt_key(last, "start.json"), Start) if last else None
+        over = run.get(attempt_key(last, "exit.json")) or (start and run.get(node_key(last, 0, start.nodes, "exit.json")))
+        if start is not None and not over and run.get(node.key(start, "supervisor.json")) is None:
+            return start
+        time.sleep(JOIN_POLL_SECONDS)
+    raise UnavailableError(f"Node 0 has begun no attempt in {run.root} that node {node.index} could join. Start it there too.")
 
 
 class _Interrupts:
@@ -129,12 +161,17 @@ class _Interrupts:
         self._signals += 1
 
 
-def _spawn(run: RunDir, attempt: int, grace: float, worker_command: Sequence[str] | None) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-P", "-m", "ft_service.supervisor", str(run.root), str(attempt), "--grace", str(grace)]
+def _spawn(
+    run: RunDir, start: Start, node: Node | None, grace: float, worker_command: Sequence[str] | None
+) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-P", "-m", "ft_service.supervisor", str(run.root), str(start.attempt), "--grace", str(grace)]
     command += ["--parent", str(os.getpid())]
+    if node is not None:
+        command += ["--node-rank", str(node.index), "--rdzv-endpoint", node.endpoint, "--address", node.address]
+        command += ["--conclude"] if node.index == 0 else []
     if worker_command:
         command += ["--command", *worker_command]
-    output = run.path(attempt_key(attempt, "logs/supervisor.log"))
+    output = (node or Node()).logs(run, start) / "supervisor.log"
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("ab") as file:
         # In a session of its own: a terminal's Ctrl-C reaches us alone, and we pass on what it means.
@@ -143,25 +180,27 @@ def _spawn(run: RunDir, attempt: int, grace: float, worker_command: Sequence[str
 
 def _follow(
     run: RunDir,
-    attempt: int,
+    start: Start,
+    node: Node | None,
     process: subprocess.Popen[bytes],
     interrupts: _Interrupts,
     on_event: Callable[[Event], None],
 ) -> None:
     seen, asked = -1, 0
+    named = (node or Node()).key(start, "supervisor.json")
     while True:
         ended = process.poll() is not None
-        for seq, events in read_segments(run, attempt, seen):
+        for seq, events in read_segments(run, start.attempt, seen):
             seen = seq
             for event in events:
                 on_event(event)
         if ended:
             return
         # Before it has named itself, the supervisor does not yet listen to signals and would die of one.
-        listening = run.path(attempt_key(attempt, "supervisor.json")).exists()
+        listening = run.path(named).exists()
         if interrupts.count > asked and listening:
             asked = min(interrupts.count, 2)
-            _pass_on(run, attempt, process, asked)
+            _pass_on(run, start.attempt, process, asked)
             on_event(Event(time=time.time(), message=STOPPING[asked]))
         time.sleep(POLL_SECONDS)
 
@@ -173,7 +212,16 @@ def _pass_on(run: RunDir, attempt: int, process: subprocess.Popen[bytes], asked:
         run.write(attempt_key(attempt, "control.json"), Control(generation=2, desired="cancel"))
 
 
-def _lost(run: RunDir, attempt: int, returncode: int) -> Exit:
+def _ended(run: RunDir, start: Start, node: Node | None, grace: float) -> Exit | None:
+    """The attempt's exit record; another node than the first waits for it, and makes do with its own if it does not come."""
+    key = attempt_key(start.attempt, "exit.json")
+    deadline = time.monotonic() + grace
+    while node is not None and node.index and run.get(key) is None and time.monotonic() < deadline:
+        time.sleep(JOIN_POLL_SECONDS)
+    return run.read(key, Exit) or (run.read(node.key(start, "exit.json"), Exit) if node else None)
+
+
+def _lost(run: RunDir, start: Start, node: Node | None, returncode: int) -> Exit:
     message = f"The supervisor ended with code {returncode} and left no exit record."
-    log = tail(run.path(attempt_key(attempt, "logs/supervisor.log")), 30)
+    log = tail((node or Node()).logs(run, start) / "supervisor.log", 30)
     return exit_of("worker_killed", message, ErrorInfo(code="worker_lost", message=message, traceback=log or None))

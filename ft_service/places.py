@@ -75,6 +75,15 @@ class Places:
         root = self._runs_dir / job_id
         return RunDir(root) if self._objects is None else ObjectRunDir(self._objects, f"runs/{job_id}", root)
 
+    def whole_run(self, job_id: str, checkpoint: str) -> Path:
+        """Folder of a run directory with everything in it that making a checkpoint's adapter needs."""
+        run = self.run(job_id)
+        if self._objects is not None:
+            run.path(f"checkpoints/{checkpoint}")
+            for key in ("spec.json", "origins.json", "attempts"):
+                run.path(key)
+        return run.root
+
     def file(self, file_id: str) -> Path:
         """Where the bytes of a stored file can be read; there may be no such file."""
         path = self.files_dir / file_id

@@ -31,6 +31,8 @@ class Settings(BaseSettings):
     storage: str = Field(default="", pattern=r"^((s3|gs)://.+)?$")
     """Object storage for run directories and files: s3://bucket/prefix or gs://bucket/prefix, with the credentials that s3fs or
     gcsfs find. Empty: they are in FT_HOME, which pods must share. Only with FT_LAUNCHER = kubernetes."""
+    metrics_port: int | None = Field(default=None, ge=1, le=65535)
+    """Where `ft reconcile` shows Prometheus its counters, without a key; None: nowhere. `ft serve` has /metrics for them."""
     launcher: Literal["local", "kubernetes"] = "local"
     """Where jobs run: as processes of this host, or as pods of a cluster."""
     pod_profile: Path | None = None
@@ -105,6 +107,10 @@ class Settings(BaseSettings):
                     "FT_STORAGE needs FT_LAUNCHER = kubernetes: processes of this host keep their files in FT_HOME"
                 )
             return self
+        if self.storage and (self.keep_runs_days, self.keep_checkpoints_days, self.keep_files_days) != (None, None, None):
+            raise ValueError(
+                "FT_KEEP_…_DAYS removes files of FT_HOME only; with FT_STORAGE use the storage's own lifecycle rules"
+            )
         if self.pod_profile is None:
             raise ValueError("FT_LAUNCHER = kubernetes needs FT_POD_PROFILE, which says how worker pods look")
         if not self.database_url_file and not self.database_url.startswith("postgresql"):

@@ -19,7 +19,7 @@ from pathlib import Path
 from ft_service.errors import FtError, UnavailableError
 from ft_service.events import parse_event
 from ft_service.objects import ObjectStore
-from ft_service.rundir import CheckpointMarker, RunDir, Start, checkpoint_faults, complete_checkpoints
+from ft_service.rundir import CheckpointMarker, Damage, RunDir, Start, checkpoint_faults, complete_checkpoints
 from ft_service.spec import JobSpec
 
 log = logging.getLogger(__name__)
@@ -66,8 +66,15 @@ class Sync:
         for data in (spec.training_data, spec.validation_data):
             if data is not None and not Path(data.path).is_file():
                 self.objects.download(Path(data.path).relative_to(self._home).as_posix(), Path(data.path))
+        if spec.parent is not None:
+            self._fetch_folder(Path(spec.parent.path))
         if start.checkpoint is not None:
             self._fetch_checkpoint(start.checkpoint)
+
+    def _fetch_folder(self, folder: Path) -> None:
+        """Of another job's run directory: the adapter that this one goes on from."""
+        for key in self.objects.list(folder.relative_to(self._home).as_posix()):
+            self.objects.download(key, self._home / key)
 
     def _is_document(self, key: str) -> bool:
         parts = key.split("/")
@@ -80,8 +87,9 @@ class Sync:
             self._download(key)
         faults = checkpoint_faults(self.run, name)
         if faults:
-            # Without its marker it does not exist: the next attempt goes on from an older one.
-            self.objects.remove(f"{self._prefix}/checkpoints/{name}/{MARKER}")
+            # It does not exist any more: the next attempt goes on from an older one.
+            body = Damage(faults=faults).model_dump_json().encode()
+            self.objects.put_if_absent(f"{self._prefix}/checkpoints/{name}/DAMAGED", body)
             raise FtError(f"Checkpoint {name} is damaged on object storage: {faults[0]}.")
 
     def _download(self, key: str) -> None:
@@ -140,8 +148,11 @@ class Sync:
 
     def _push_shards(self) -> None:
         """Files of this attempt's checkpoints but the markers, as they grow: other nodes' markers wait for them."""
-        shards = [key for key in self._keys("checkpoints") if f"-a{self.attempt}/" in key and not key.endswith(f"/{MARKER}")]
-        self._push_changed(shards)
+        keys = self._keys("checkpoints")
+        self._push_changed([key for key in keys if f"-a{self.attempt}/" in key and not key.endswith(f"/{MARKER}")])
+        for key in keys:
+            if key.endswith("/DAMAGED"):
+                self._put_once(key)
 
     def _push_checkpoint(self, name: str) -> bool:
         """The marker, if the files that it names are there. True if it is."""
@@ -235,10 +246,13 @@ def main(arguments: Sequence[str]) -> int:
             sync = Sync(ObjectStore(url), RunDir(run_dir), int(attempt), int(node))
             sync.fetch() if verb == "fetch" else sync.flush()
             return 0
+        except UnavailableError as error:
+            log.error("%s: %s", verb, error.message)
+        except FileNotFoundError as error:  # removed between the look and the upload
+            log.warning("%s: %s", verb, error)
         except FtError as error:
             log.error("%s: %s", verb, error.message)
-            if not isinstance(error, UnavailableError):
-                return 1
+            return 1
         if tries_left:
             time.sleep(2.0 ** (TRIES - tries_left))
     return 1

@@ -21,4 +21,4 @@ def adapter(checkpoint: str, caller: Caller, services: Svc) -> StreamingResponse
         found = tuned.find_own(checkpoint, caller.project_id, services.store)
     else:
         found = tuned.find_checkpoint(checkpoint, caller.project_id, services.store)
-    return adapters.archived(found, services.settings)
+    return adapters.archived(found, services.places)

@@ -74,9 +74,10 @@ def create(request: Request, caller: Caller, services: Svc, upload: Annotated[Up
     path = services.settings.files_dir / new.id
     keep(upload, path)
     try:
+        services.places.keep(new.id)
         return file_view(services.store.add_file(new, seconds=seconds))
     except BaseException:
-        path.unlink()
+        services.places.remove(new.id)
         raise
 
 
@@ -102,7 +103,7 @@ def retrieve(file_id: str, caller: Caller, services: Svc) -> FileView:
 def delete(file_id: str, caller: Caller, services: Svc) -> DeletedView:
     """Hide a file. Jobs that use it go on; its bytes go when no unfinished job refers to it."""
     if services.store.delete_file(caller.project_id, file_id):
-        free(services.settings, services.store, [file_id])
+        free(services.places, services.store, [file_id])
     return DeletedView(id=file_id)
 
 
@@ -111,7 +112,7 @@ def content(file_id: str, caller: Caller, services: Svc) -> Response:
     """The bytes. Metrics of a job (purpose `fine-tune-results`) come base64-encoded, as OpenAI's scripts expect, unless the
     operator has set FT_RESULT_FILES_PLAIN."""
     file = services.store.get_file(caller.project_id, file_id)
-    path = services.settings.files_dir / file.id
+    path = services.places.file(file.id)
     if not path.is_file():
         raise NotFoundError(f"The contents of {file.id} are gone from the service's disk.", param="file_id")
     disposition = {"content-disposition": f"attachment; filename*=utf-8''{quote(file.filename, safe='')}"}

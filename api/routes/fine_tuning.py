@@ -121,7 +121,7 @@ def adapter(job_id: str, caller: Caller, services: Svc) -> StreamingResponse:
     if job.state is not State.SUCCEEDED:
         message = f"Job {job.id} is {job.state.value} and has no adapter; a job that has succeeded has one."
         raise NotFoundError(message, param="job_id", code="no_adapter")
-    return adapters.archived(tuned.find_own(job.spec["tuned_name"], caller.project_id, services.store), services.settings)
+    return adapters.archived(tuned.find_own(job.spec["tuned_name"], caller.project_id, services.store), services.places)
 
 
 @router.get("/{job_id}/checkpoints/{checkpoint_id}/adapter", response_class=StreamingResponse)
@@ -132,7 +132,7 @@ def checkpoint_adapter(job_id: str, checkpoint_id: str, caller: Caller, services
     found = tuned.find_checkpoint(checkpoint_id, caller.project_id, services.store)
     if found.job.id != job.id:
         raise NotFoundError(f"Job {job.id} has no checkpoint {checkpoint_id!r}.", param="checkpoint_id", code="no_checkpoint")
-    return adapters.archived(found, services.settings)
+    return adapters.archived(found, services.places)
 
 
 @router.get("/{job_id}/logs", response_class=PlainTextResponse, responses=binary("text/plain", "application/x-ndjson"))
@@ -210,4 +210,4 @@ def _metadata(request: Request) -> dict[str, str] | Literal["none"] | None:
 
 
 def _run_dir(job: Job, services: Services) -> RunDir:
-    return RunDir(services.settings.runs_dir / job.id)
+    return services.places.run(job.id)

@@ -153,14 +153,15 @@ def cancel(upload_id: str, caller: Caller, services: Svc) -> UploadView:
 
 def _complete(upload: Upload, asked: CompleteRequest, services: Services) -> Upload:
     parts = _chosen(upload, asked.part_ids, services)
-    path, file = _assemble(upload, parts, asked.md5, services)
+    file = _assemble(upload, parts, asked.md5, services)
     try:
+        services.places.keep(file.id)
         done = services.store.complete_upload(upload.project_id, upload.id, asked.part_ids, file)
     except BaseException:
-        path.unlink()
+        services.places.remove(file.id)
         raise
     if done.file_id != file.id:  # the same request arrived twice at once, and the other one was faster
-        path.unlink()
+        services.places.remove(file.id)
     shutil.rmtree(_folder(upload, services), ignore_errors=True)
     return done
 
@@ -180,7 +181,7 @@ def _chosen(upload: Upload, part_ids: Sequence[str], services: Services) -> list
     return chosen
 
 
-def _assemble(upload: Upload, parts: Sequence[UploadPart], md5: str | None, services: Services) -> tuple[Path, File]:
+def _assemble(upload: Upload, parts: Sequence[UploadPart], md5: str | None, services: Services) -> File:
     """The parts as one durable file below `files_dir`, and its record. Raises SpecError if the checksum is another."""
     folder = services.settings.files_dir
     folder.mkdir(parents=True, exist_ok=True)
@@ -196,8 +197,7 @@ def _assemble(upload: Upload, parts: Sequence[UploadPart], md5: str | None, serv
                 sha256=sha256,
                 created_at=0.0,
             )
-            path = folder / file.id
-            path.hardlink_to(target.name)
+            (folder / file.id).hardlink_to(target.name)
     except FileNotFoundError:
         raise _being_ended(upload) from None
     except OSError as error:
@@ -205,7 +205,7 @@ def _assemble(upload: Upload, parts: Sequence[UploadPart], md5: str | None, serv
             raise
         raise FtError("The file could not be stored: the service's disk is full.", code="disk_full") from error
     sync_folder(folder)
-    return path, file
+    return file
 
 
 def _copy(upload: Upload, parts: Sequence[UploadPart], md5: str | None, target: Any, services: Services) -> str:

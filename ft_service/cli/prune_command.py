@@ -10,6 +10,7 @@ import typer
 
 from ft_service.cli.local_store import local_store
 from ft_service.cli.output import Json, complain, load_settings, print_json, print_table
+from ft_service.errors import SpecError
 from ft_service.plan.text import bytes_text
 
 if TYPE_CHECKING:
@@ -36,6 +37,10 @@ def prune(
 
     given = {"runs": runs_days, "checkpoints": checkpoints_days, "files": files_days, "cache": cache_days}
     settings = load_settings(**{f"keep_{kind}_days": days for kind, days in given.items()})
+    if settings.storage:
+        raise SpecError(
+            "FT_STORAGE: ft prune removes files of FT_HOME only; use the storage's own lifecycle rules.", param="FT_STORAGE"
+        )
     limits = Limits(**{**vars(Limits.from_settings(settings)), "leftovers": True})
     cache = Path(os.environ.get(CACHE) or settings.home / "cache")
     failed: dict[Path, str] = {}

@@ -13,18 +13,33 @@ from rich.console import Console
 
 from ft_service.cli.display import Display, display_for
 from ft_service.cli.output import Json, complain, load_settings, print_json
+from ft_service.errors import SpecError
 from ft_service.events import Event
 from ft_service.ids import new_id
-from ft_service.local_run import run_local
+from ft_service.local_run import run_local, wait_begun
+from ft_service.node import Node
 from ft_service.plan.admit import admit
 from ft_service.rundir import Exit, RunDir
 from ft_service.settings import Settings
-from ft_service.spec import JobSpec
+from ft_service.spec import JobRequest, JobSpec
 from ft_service.specfile import SpecFile, load_spec_file, resolve_spec_file
 
 RunDirectory = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Train into DIR, going on with what is there. Default: a new folder in FT_HOME."),
+]
+NodeRank = Annotated[
+    int,
+    typer.Option(
+        metavar="K", min=0, help="For distributed.nnodes above 1: number of this host, from 0. Run it on each, DIR shared."
+    ),
+]
+Endpoint = Annotated[
+    str,
+    typer.Option(metavar="HOST:PORT", help="For distributed.nnodes above 1: where host 0 is reached, and a free port of it."),
+]
+Address = Annotated[
+    str, typer.Option(metavar="HOST", help="By which the other hosts reach this one. Default: what its host name resolves to.")
 ]
 
 
@@ -35,21 +50,55 @@ def register(app: typer.Typer) -> None:
 def run(
     spec: Annotated[Path, typer.Argument(metavar="SPEC", help="YAML file; its paths are relative to it.")],
     run_dir: RunDirectory = None,
+    node_rank: NodeRank = 0,
+    rdzv_endpoint: Endpoint = "",
+    address: Address = "",
     as_json: Json = False,
 ) -> int:
     """Run a SPEC on this machine without a server. Ctrl-C stops it at a checkpoint; run it again to go on."""
     settings = load_settings()
     loaded = load_spec_file(spec)
+    node = _node(loaded.request, run_dir, node_rank, rdzv_endpoint, address)
     job_id = new_id("ftjob-")
     folder = (run_dir or settings.runs_dir / job_id).absolute()
+    if node is not None and node.index:
+        wait_begun(folder)  # its id and its seed are drawn on host 0
     resolved = resolve_for(loaded, settings, folder, job_id)
     told = admit(resolved)
     with display_for(Console(highlight=False, stderr=as_json)) as display:
         display.status("starting")
         for level, message in told:
             display.message(level, message, time.time())
-        ended = run_local(resolved, folder, lambda event: _show(display, event), stop_grace_seconds=settings.stop_grace_seconds)
+        ended = run_local(
+            resolved,
+            folder,
+            lambda event: _show(display, event),
+            node=node,
+            stop_grace_seconds=settings.stop_grace_seconds,
+        )
     return _report(ended, folder, spec, as_json)
+
+
+def _node(request: JobRequest, run_dir: Path | None, rank: int, endpoint: str, address: str) -> Node | None:
+    """Which of a job's hosts this is; None: it has one. Raises SpecError for options that do not fit the job."""
+    nodes = request.distributed.nnodes
+    if nodes == 1:
+        if rank or endpoint or address:
+            message = "--node-rank, --rdzv-endpoint and --address are for jobs with distributed.nnodes above 1. Leave them out."
+            raise SpecError(message, param="distributed.nnodes")
+        return None
+    if rank >= nodes:
+        raise SpecError(
+            f"--node-rank = {rank}: distributed.nnodes = {nodes}, so it is one of 0 to {nodes - 1}.", param="node-rank"
+        )
+    host, _, port = endpoint.rpartition(":")
+    if run_dir is None or not host or not port.isdigit():
+        raise SpecError(
+            f"distributed.nnodes = {nodes}: give --run-dir with a folder that all {nodes} hosts share, and on each the same "
+            "--rdzv-endpoint HOST:PORT, and --node-rank 0, 1, ….",
+            param="distributed.nnodes",
+        )
+    return Node(rank, endpoint, address, concludes=rank == 0)
 
 
 def resolve_for(loaded: SpecFile, settings: Settings, folder: Path, job_id: str) -> JobSpec:

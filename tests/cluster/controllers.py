@@ -192,7 +192,7 @@ class Controllers:
 
     def _collect(self) -> None:
         there = {item["metadata"]["uid"] for item in self.state.list("jobs")}
-        for plural in ("pods", "services"):
+        for plural in ("pods", "services", "networkpolicies"):
             for item in self.state.list(plural):
                 owners = item["metadata"].get("ownerReferences", [])
                 if (

@@ -53,7 +53,8 @@ class HarnessCluster:
         return self.clients[-1]
 
     def get(self, plural: str, name: str = "") -> Any:
-        group = "/apis/batch/v1" if plural == "jobs" else "/api/v1"
+        groups = {"jobs": "/apis/batch/v1", "networkpolicies": "/apis/networking.k8s.io/v1"}
+        group = groups.get(plural, "/api/v1")
         answer = self.http.get(f"{group}/namespaces/{self.namespace}/{plural}/{name}".rstrip("/"))
         return None if answer.status_code == 404 else answer.json()
 
@@ -79,8 +80,8 @@ class HarnessCluster:
         self.http.patch(path, json=body, headers={"Content-Type": "application/merge-patch+json"}).raise_for_status()
 
     def nothing_left(self, job: str) -> bool:
-        """Neither Job, nor Service, nor pods."""
-        if self.get("jobs", job) or self.get("services", job):
+        """Neither Job, nor Service, nor NetworkPolicy, nor pods."""
+        if any(self.get(plural, job) for plural in ("jobs", "services", "networkpolicies")):
             return False
         return not [pod for pod in self.items("pods") if pod["metadata"]["labels"].get(JOB_NAME) == job]
 

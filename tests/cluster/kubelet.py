@@ -16,9 +16,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import httpx2
@@ -195,7 +196,9 @@ class Kubelet:
     def _resolved(self, item: Object, container: Object, folder: Path) -> tuple[list[str], dict[str, str]]:
         """Command and environment, as the container runtime would make them."""
         places = self._places(item, container, folder)
-        moved: Callable[[str], str] = (lambda text: text) if self._mounts else (lambda text: _moved(text, places))
+        mounted = {path: folder for path, folder in places.items() if self._mounts and path != "/tmp"}
+        others = {path: folder for path, folder in places.items() if path not in mounted}
+        moved: Callable[[str], str] = partial(_moved, places=others, mounted=list(mounted))
         environment = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
@@ -206,7 +209,7 @@ class Kubelet:
             environment[entry["name"]] = moved(_found(value, item))
         words = [*container["command"], *container.get("args", [])]
         words = [re.sub(r"\$\((\w+)\)", lambda match: environment[match[1]], moved(_found(word, item))) for word in words]
-        return (_mounting(places, words) if self._mounts else words), environment
+        return (_mounting(mounted, words) if mounted else words), environment
 
     def _places(self, item: Object, container: Object, folder: Path) -> dict[str, Path]:
         """Mount path → folder of this host."""
@@ -253,7 +256,9 @@ def _found(text: str, item: Object) -> str:
     return re.sub(rf"\b{service}-\d+\.{service}\b", "127.0.0.1", text) if service else text
 
 
-def _moved(text: str, places: dict[str, Path]) -> str:
+def _moved(text: str, places: dict[str, Path], mounted: Sequence[str]) -> str:
+    if any(text == path or text.startswith(f"{path}/") for path in mounted):
+        return text
     for path, folder in sorted(places.items(), key=lambda place: -len(place[0])):  # what lies in /tmp itself may be mounted
         if text == path or text.startswith(f"{path}/"):
             return str(folder) + text[len(path) :]

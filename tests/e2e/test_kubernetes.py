@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ft_service.job import Job, State
 from ft_service.launcher.kubernetes.manifests import object_name
 from ft_service.launcher.kubernetes.profile import PodProfile
+from ft_service.objects import ObjectStore
 from ft_service.places import Places
 from ft_service.reconciler import Reconciler
-from ft_service.rundir import Result, RunDir, Start, complete_checkpoints, sha256_of
+from ft_service.rundir import Result, RunDir, Start, complete_checkpoints, newest_checkpoint, sha256_of
 from ft_service.spec import BaseModelRef, DataFileRef, parse_request, resolve
 from ft_service.store.sql import SqlStore
 from tests.cluster.harness import HarnessCluster, open_cluster
+from tests.cluster.kubelet import can_mount
 from tests.e2e.service import eventually
 from tests.reconciling import PROJECT, get, messages, new_store
+from tests.storage import local_s3, new_bucket
 
 JOB = "ftjob-1"
 STEPS = 60
@@ -38,15 +43,16 @@ def store(tmp_path: Path) -> Iterator[SqlStore]:
     store.close()
 
 
-def add_two_node_job(store: SqlStore, models: Path, data: Path) -> Job:
+def add_two_node_job(store: SqlStore, models: Path, data: Path, *, steps: int = STEPS, **changes: Any) -> Job:
     body = {
         "model": "tiny",
         "training_file": "file-1",
         "precision": {"default": "nf4"},
         "lora": {"r": 4},
-        "training": {"max_steps": STEPS, "batch_size": 8, "per_device_train_batch_size": 4, "learning_rate": 1e-3},
+        "training": {"max_steps": steps, "batch_size": 8, "per_device_train_batch_size": 4, "learning_rate": 1e-3},
         "distributed": {"nnodes": 2, "nproc_per_node": 1},
         "checkpoint": {"save_steps": 4},
+        **changes,
     }
     spec = resolve(
         parse_request(body),
@@ -76,7 +82,8 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def profile_for(home: Path) -> PodProfile:
+def profile_for(home: Path, env: dict[str, str] | None = None, **changes: Any) -> PodProfile:
+    env = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **(env or {})}
     return PodProfile.model_validate(
         {
             "image": "worker:test",
@@ -84,17 +91,25 @@ def profile_for(home: Path) -> PodProfile:
             "slots": 2,
             "ranks_per_node": 1,
             "gpu_resource": None,
-            "env": [
-                {"name": "GLOO_SOCKET_IFNAME", "value": "lo"},
-                {"name": "CUDA_VISIBLE_DEVICES", "value": ""},
-                {"name": "OMP_NUM_THREADS", "value": "1"},
-            ],
+            "env": [{"name": name, "value": value} for name, value in env.items()],
             "volumes": [{"name": "data", "hostPath": {"path": str(home)}}],
             "volume_mounts": [{"name": "data", "mountPath": str(home)}],
             "node_selector": {"test": "ft"},
             "rendezvous_port": free_port(),
+            **changes,
         }
     )
+
+
+def run_to_its_end(reconciler: Reconciler, store: SqlStore) -> Job:
+    def done() -> Job | None:
+        reconciler.step()
+        job = get(store, JOB)
+        return job if job.state in (State.SUCCEEDED, State.FAILED) else None
+
+    job = eventually(done)
+    assert job.state is State.SUCCEEDED, "\n".join(messages(store, JOB))
+    return job
 
 
 def test_an_evicted_job_of_two_pods_resumes_and_succeeds(
@@ -113,14 +128,8 @@ def test_an_evicted_job_of_two_pods_resumes_and_succeeds(
     eventually(checkpointed)
     cluster.evict(eventually(lambda: cluster.pod(object_name(JOB, 1), 1)))
 
-    def done() -> Job | None:
-        reconciler.step()
-        job = get(store, JOB)
-        return job if job.state in (State.SUCCEEDED, State.FAILED) else None
-
-    job = eventually(done)
+    job = run_to_its_end(reconciler, store)
     told = messages(store, JOB)
-    assert job.state is State.SUCCEEDED, "\n".join(told)
     assert (job.attempt, job.failures) == (2, 0), "an eviction is no failure"
     assert any("is taken away (EvictionByEvictionAPI)" in message for message in told)
     start = run.read("attempts/2/start.json", Start)
@@ -134,3 +143,31 @@ def test_an_evicted_job_of_two_pods_resumes_and_succeeds(
     assert result.attempt == 2
     assert run.path("adapter/adapter_model.safetensors").is_file()
     eventually(lambda: not cluster.kubelet.alive())
+
+
+def test_pods_that_share_nothing_but_object_storage(store: SqlStore, models: Path, data: Path, tmp_path: Path) -> None:
+    """Each pod has a disk of its own, at the path that the service has: both fetch, train together, and bring their shards."""
+    if not can_mount():
+        pytest.skip("pods need mount namespaces to have disks of their own, which this user may not make (unshare)")
+    home = tmp_path / "service"
+    with local_s3() as environment, open_cluster(mounts=True) as cluster:
+        url = new_bucket()
+        places = Places(home, ObjectStore(url))
+        places.files_dir.mkdir(parents=True)
+        stored = Path(shutil.copyfile(data, places.files_dir / "file-1"))
+        places.keep("file-1")
+        launcher = cluster.launcher(profile_for(home, environment, volumes=[], volume_mounts=[]), home, storage=url)
+        reconciler = Reconciler(store, launcher, places, idle_seconds=0.1)
+        add_two_node_job(store, models, stored, steps=8, checkpoint={"save_steps": 4, "save_total_limit": 1})
+        job = run_to_its_end(reconciler, store)
+        assert (job.attempt, job.trained_tokens is not None) == (1, True)
+        assert job.result_file is not None
+        assert places.file(job.result_file).read_bytes().startswith(b"step,")
+        steps = [event.metrics.step for event in store.list_events(PROJECT, JOB, limit=100).data if event.metrics]
+        assert sorted(steps) == list(range(1, 9))
+        run = places.run(JOB)
+        assert newest_checkpoint(run) == "step-8-a1"
+        assert complete_checkpoints(run) == ["step-8-a1"], "the older one was removed there too"
+        assert run.path("adapter/adapter_model.safetensors").is_file()
+        assert [point.name for point in store.list_checkpoints(PROJECT, JOB).data] == ["step-8-a1", "step-4-a1"]
+        assert run.list("attempts/1/logs/node-1"), "the logs of both nodes are there"

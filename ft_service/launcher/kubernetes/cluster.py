@@ -12,12 +12,13 @@ from lightkube.core.client import Client
 from lightkube.core.exceptions import ApiError, ConfigError
 from lightkube.resources.batch_v1 import Job
 from lightkube.resources.core_v1 import Event, Pod, Service
+from lightkube.resources.networking_v1 import NetworkPolicy
 from lightkube.types import CascadeType, OnErrorAction, OnErrorResult
 
 from ft_service.errors import SpecError
 from ft_service.launcher.kubernetes.manifests import JOB_NAME, SELECTOR, Manifest
 
-KINDS: dict[str, Any] = {"Job": Job, "Pod": Pod, "Service": Service, "Event": Event}
+KINDS: dict[str, Any] = {"Job": Job, "Pod": Pod, "Service": Service, "NetworkPolicy": NetworkPolicy}
 REQUEST_SECONDS = 10.0
 WATCH_SECONDS = 60
 """How long one watch lasts before it is opened anew."""

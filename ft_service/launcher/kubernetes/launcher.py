@@ -21,7 +21,7 @@ from ft_service.job import Absent, Ended, Observation, Reason, Running, Unknown
 from ft_service.launcher.base import LaunchError
 from ft_service.launcher.kubernetes import status
 from ft_service.launcher.kubernetes.cluster import Cluster, ClusterAwayError, RefusedError
-from ft_service.launcher.kubernetes.manifests import Attempt, Site, job_manifest, object_name, service_manifest
+from ft_service.launcher.kubernetes.manifests import Attempt, Site, job_manifest, object_name, owned_manifests
 from ft_service.launcher.kubernetes.profile import QUEUE_SLOTS, PodProfile
 from ft_service.launcher.kubernetes.watch import Changes
 from ft_service.launcher.silence import Silence
@@ -88,7 +88,8 @@ class KubernetesLauncher:
         shape = Attempt(run.root.name, attempt, start.nodes, start.world_size // start.nodes)
         try:
             job = self._cluster.create(job_manifest(shape, self._profile, self._site))
-            self._cluster.create(service_manifest(job, self._profile.rendezvous_port))
+            for manifest in owned_manifests(job, self._profile.rendezvous_port):
+                self._cluster.create(manifest)
         except RefusedError as error:
             self.kill(run, attempt, Reason.LAUNCH_FAILED)  # half a start must not come to life later
             raise LaunchError(f"The cluster refuses the job: {error}") from error

@@ -1,4 +1,5 @@
-"""An attempt as Kubernetes objects: one Indexed Job and the headless Service by which its pods find node 0. Pure.
+"""An attempt as Kubernetes objects: one Indexed Job, the headless Service by which its pods find node 0, and the NetworkPolicy
+that admits them to each other. Pure.
 
 One retry layer: any pod's end ends the Job (`backoffLimit: 0`), and the service starts the next attempt, since a pod that is
 replaced inside a Job cannot be kept from meeting the one that it replaces. podFailurePolicy only tells why.
@@ -95,26 +96,50 @@ def job_manifest(attempt: Attempt, profile: PodProfile, site: Site) -> Manifest:
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
 
 
-def service_manifest(job: Manifest, port: int) -> Manifest:
-    """The Service of a Job that was created, which owns it: when the Job goes, it goes too."""
+def owned_manifests(job: Manifest, port: int) -> list[Manifest]:
+    """Service and NetworkPolicy of a Job that was created, which owns them: when the Job goes, they go too."""
+    return [_service(job, port), _policy(job)]
+
+
+def _service(job: Manifest, port: int) -> Manifest:
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _owned(job),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,  # the ranks meet before any of them is ready
+            "selector": {JOB_NAME: job["metadata"]["name"]},
+            "ports": [{"name": "rendezvous", "port": port, "targetPort": port, "protocol": "TCP"}],
+        },
+    }
+
+
+def _policy(job: Manifest) -> Manifest:
+    """Rendezvous, gloo and NCCL know no passwords. What else workers may reach, `deploy/` says for all of them."""
+    pods = {"matchLabels": {JOB_NAME: job["metadata"]["name"]}}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": _owned(job),
+        "spec": {
+            "podSelector": pods,
+            "policyTypes": ["Ingress", "Egress"],
+            "ingress": [{"from": [{"podSelector": pods}]}],
+            "egress": [{"to": [{"podSelector": pods}]}],
+        },
+    }
+
+
+def _owned(job: Manifest) -> Manifest:
     metadata = job["metadata"]
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": metadata["name"], "uid": metadata["uid"], "controller": True}
     labels = {key: value for key, value in metadata["labels"].items() if not key.startswith("kueue.")}
     return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {
-            "name": metadata["name"],
-            "namespace": metadata["namespace"],
-            "labels": labels,
-            "ownerReferences": [owner],
-        },
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,  # the ranks meet before any of them is ready
-            "selector": {JOB_NAME: metadata["name"]},
-            "ports": [{"name": "rendezvous", "port": port, "targetPort": port, "protocol": "TCP"}],
-        },
+        "name": metadata["name"],
+        "namespace": metadata["namespace"],
+        "labels": labels,
+        "ownerReferences": [owner],
     }
 
 

@@ -10,7 +10,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from ft_service.launcher.kubernetes.manifests import Attempt, Site, job_manifest, object_name, service_manifest
+from ft_service.launcher.kubernetes.manifests import Attempt, Site, job_manifest, object_name, owned_manifests
 from ft_service.launcher.kubernetes.profile import PodProfile, load_profile
 from tests.cluster.versions import KUBERNETES_VERSIONS
 
@@ -60,7 +60,7 @@ def objects_of(case: str) -> list[dict[str, Any]]:
     checked = PodProfile.model_validate(profile)
     job = job_manifest(attempt, checked, Site("training", Path("/var/lib/ft"), **site))
     created = {**job, "metadata": {**job["metadata"], "uid": "7f2c9b8e-0000-0000-0000-000000000000"}}
-    return [job, service_manifest(created, checked.rendezvous_port)]
+    return [job, *owned_manifests(created, checked.rendezvous_port)]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,0 +1,23 @@
+# API, reconciler and migration: the core and the web framework, no torch.
+#   docker build -f deploy/containers/api.Dockerfile -t ft-api:0.1.0 .
+# Pin the base by digest for a release: --build-arg PYTHON_IMAGE=python:3.12-slim-bookworm@sha256:…
+ARG PYTHON_IMAGE=python:3.12-slim-bookworm
+
+FROM ${PYTHON_IMAGE} AS build
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+RUN python -m venv /opt/ft
+WORKDIR /src
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY ft_service ft_service
+COPY api api
+COPY workers workers
+RUN /opt/ft/bin/pip install --no-compile -c constraints.txt '.[api,kubernetes,s3]'
+
+FROM ${PYTHON_IMAGE}
+RUN useradd --uid 10001 --no-create-home --home-dir /var/lib/ft ft && install -d -o ft -g ft /var/lib/ft
+COPY --from=build /opt/ft /opt/ft
+ENV PATH=/opt/ft/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 FT_HOME=/var/lib/ft
+USER 10001:10001
+EXPOSE 8000
+ENTRYPOINT ["ft"]
+CMD ["serve", "--host", "0.0.0.0"]

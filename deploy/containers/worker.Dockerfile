@@ -1,0 +1,29 @@
+# Workers: torch with its CUDA libraries, which need only the driver that the container runtime brings. It holds the API too, for one
+# GPU host without a cluster (compose.yaml).
+#   docker build -f deploy/containers/worker.Dockerfile -t ft-worker:0.1.0 .
+# Another CUDA version, or none: --build-arg TORCH_INDEX=<URL that the selector on pytorch.org shows>
+# Pin the base by digest for a release: --build-arg PYTHON_IMAGE=python:3.12-slim-bookworm@sha256:…
+ARG PYTHON_IMAGE=python:3.12-slim-bookworm
+
+FROM ${PYTHON_IMAGE} AS build
+ARG TORCH_INDEX=
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+RUN python -m venv /opt/ft
+WORKDIR /src
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+# Alone and first: the largest layer changes least.
+RUN /opt/ft/bin/pip install --no-compile ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' constraints.txt)"
+COPY ft_service ft_service
+COPY api api
+COPY workers workers
+RUN /opt/ft/bin/pip install --no-compile -c constraints.txt '.[workers,api,s3]'
+
+FROM ${PYTHON_IMAGE}
+# distributed.compile builds its launchers with a C compiler.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 10001 --no-create-home --home-dir /var/lib/ft ft && install -d -o ft -g ft /var/lib/ft /var/cache/ft
+COPY --from=build /opt/ft /opt/ft
+ENV PATH=/opt/ft/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 FT_HOME=/var/lib/ft \
+    NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+USER 10001:10001
+ENTRYPOINT ["python", "-P", "-m", "ft_service.supervisor"]

@@ -1,0 +1,45 @@
+"""The container files, as far as they can be checked without building them."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ft_service import __version__
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "deploy/containers").glob("*.Dockerfile"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_what_is_copied_and_installed_exists(path: Path) -> None:
+    text = path.read_text()
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    for line in re.findall(r"^COPY (?!--from)(.+)$", text, re.MULTILINE):
+        *sources, _ = line.split()
+        assert all((ROOT / source).exists() for source in sources), line
+        assert set(sources) <= allowed, line
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (wanted,) = re.findall(r"'\.\[(.+)\]'", text)
+    assert set(wanted.split(",")) <= set(extras)
+    assert re.search(r"^USER 10001:10001$", text, re.MULTILINE), "it does not run as root"
+
+
+def test_the_api_has_no_torch() -> None:
+    text = (ROOT / "deploy/containers/api.Dockerfile").read_text()
+    assert "torch" not in re.sub(r"^#.*$", "", text, flags=re.MULTILINE)
+    assert "workers," not in text
+
+
+def test_compose_keeps_its_secrets_in_files_and_listens_on_the_host_only() -> None:
+    compose = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
+    service = compose["services"]["ft"]
+    assert service["ports"] == ["127.0.0.1:8000:8000"]
+    assert service["image"].endswith(f":{__version__}")
+    assert service["read_only"]
+    assert all("file" in secret for secret in compose["secrets"].values())
+    assert (ROOT / "deploy" / service["build"]["context"] / service["build"]["dockerfile"]).is_file()

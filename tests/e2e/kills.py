@@ -43,6 +43,7 @@ from workers.report import metrics_of_all_attempts
 
 Kind = Literal["rank", "torchrun", "supervisor", "server", "sigterm", "pause", "torn", "full"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+RESUMES = ("pause", "torn")
 SAMPLES, BATCH, SEED = 64, 16, 7
 FULL_BYTES = 32 * 1024
 """Larger than any event segment, smaller than any shard."""
@@ -64,12 +65,21 @@ class Blow:
 def schedule(
     seed: int, count: int, *, kinds: Sequence[Kind] = KINDS, ranks: Sequence[int] = (2,), longest: float = 8.0
 ) -> list[Blow]:
-    """Blows in an order, at moments and with victims that the seed decides; every kind equally often, give or take one."""
+    """Blows in an order, at moments and with victims that the seed decides; every kind equally often, give or take one.
+
+    `ranks`: to resume on, after a pause; another number each time, if there are several.
+    """
     rng = random.Random(seed)
     drawn: list[Kind] = []
     while len(drawn) < count:
         drawn += rng.sample(kinds, len(kinds))
-    return [Blow(kind, rng.uniform(0.0, longest), rng.randrange(8), rng.choice(ranks)) for kind in drawn[:count]]
+    blows: list[Blow] = []
+    now = 2
+    for kind in drawn[:count]:
+        if kind in RESUMES:
+            now = rng.choice([other for other in ranks if other != now] or ranks)
+        blows.append(Blow(kind, rng.uniform(0.0, longest), rng.randrange(8), now))
+    return blows
 
 
 @dataclass
@@ -149,7 +159,7 @@ class _Strikes:
             self._server.kill()
             time.sleep((blow.after or 0.0) / 4)
             self._server.start()
-        elif blow.kind in ("pause", "torn"):
+        elif blow.kind in RESUMES:
             self._pause(blow)
         elif blow.kind == "full":
             self._fill_disk()

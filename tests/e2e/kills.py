@@ -1,7 +1,8 @@
 """A job under blows: what strikes it when follows from a seed; what it leaves is compared with the uninterrupted job.
 
-python -m tests.e2e.kills [--blows 50] [--seed 1]    plays whole jobs until so many blows have struck, and writes the figures
-                                                     to benchmarks/results/kills.json
+    python -m tests.e2e.kills [--blows 50] [--seed 1]
+
+plays whole jobs until so many blows have struck, and writes the figures to benchmarks/results/kills.json.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import random
 import resource
 import signal
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -292,19 +294,23 @@ def main() -> None:
     parser.add_argument("--blows", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=160, help="of each job")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument(
+        "--ranks", nargs="+", type=int, help="to resume on, in every job (default: 2 in one job, 1 to 3 in the next)"
+    )
+    parser.add_argument("--name", default="kills", help="of the file with the figures")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        result = campaign(Path(folder), arguments.blows, arguments.seed, arguments.steps)
+        result = campaign(Path(folder), arguments.blows, arguments.seed, arguments.steps, arguments.kinds, arguments.ranks)
     from benchmarks.machine import machine, save
 
-    save(
-        "kills",
-        machine() | {"command": f"python -m tests.e2e.kills --blows {arguments.blows} --seed {arguments.seed}"} | result,
-    )
+    save(arguments.name, machine() | {"command": " ".join(["python -m tests.e2e.kills", *sys.argv[1:]])} | result)
 
 
-def campaign(folder: Path, blows: int, seed: int, steps: int) -> dict[str, Any]:
-    """Whole jobs, every second one also on other numbers of ranks, until `blows` have struck. Its figures."""
+def campaign(
+    folder: Path, blows: int, seed: int, steps: int, kinds: Sequence[Kind] = KINDS, ranks: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """Whole jobs until `blows` have struck, every second one also on other numbers of ranks, or all on `ranks`. Its figures."""
     save_chat_base(folder / "models" / "tiny")
     data = folder / "train.jsonl"
     save_chats(data, SAMPLES)
@@ -318,8 +324,8 @@ def campaign(folder: Path, blows: int, seed: int, steps: int) -> dict[str, Any]:
     began = time.monotonic()
     try:
         while sum(len(story.struck) for story in stories) < blows:
-            ranks = (2,) if len(stories) % 2 == 0 else (1, 2, 3)
-            story = play(server, data, schedule(seed + len(stories), 12, ranks=ranks), steps=steps)
+            of_job = ranks or ((2,) if len(stories) % 2 == 0 else (1, 2, 3))
+            story = play(server, data, schedule(seed + len(stories), 12, kinds=kinds, ranks=of_job), steps=steps)
             whole = whole or uninterrupted(story.run, folder / "whole")
             apart.append(compare(story, whole, steps))
             stories.append(story)

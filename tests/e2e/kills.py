@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -113,8 +113,8 @@ def play(server: Server, data: Path, blows: Sequence[Blow], *, steps: int) -> St
     for blow in blows:
         if not strikes.wait_for_moment(blow):
             break
-        strikes.strike(blow)
-        story.struck.append(blow.kind)
+        if strikes.strike(blow):
+            story.struck.append(blow.kind)
     wait_until(server.client(), job_id, "succeeded")
     eventually(lambda: nothing_left(story.run))
     return story
@@ -155,7 +155,8 @@ class _Strikes:
             time.sleep(0.05)
         return False
 
-    def strike(self, blow: Blow) -> None:
+    def strike(self, blow: Blow) -> bool:
+        """False: the job was faster."""
         self._reached = max(self._reached, newest_step(self._run))
         if blow.kind == "server":
             self._server.kill()
@@ -166,22 +167,28 @@ class _Strikes:
         elif blow.kind == "full":
             self._fill_disk()
         else:
-            self._kill(blow)
+            return self._kill(blow)
+        return True
 
     def _has_saved(self, attempt: int) -> bool:
         return any(name.endswith(f"-a{attempt}") for name in complete_checkpoints(self._run))
 
-    def _kill(self, blow: Blow) -> None:
+    def _kill(self, blow: Blow) -> bool:
         kind = "supervisor" if blow.kind == "sigterm" else blow.kind
         attempt = last_attempt(self._run)
-        there = processes_of(self._run)[kind]
-        if not there:  # not started yet, or gone already: then its supervisor, which is, or the job has ended
-            there = processes_of(self._run)["supervisor"]
-        with contextlib.suppress(ProcessLookupError, IndexError):
+        # Where it has not started yet, or has gone already, its supervisor in its place.
+        there = eventually(lambda: self._victims(kind) or self._victims("supervisor") or self._story.finished)
+        if there is True:
+            return False
+        with contextlib.suppress(ProcessLookupError):
             os.kill(there[blow.victim % len(there)], signal.SIGTERM if blow.kind == "sigterm" else signal.SIGKILL)
         if blow.kind != "sigterm":
             self._failures += 1
         eventually(lambda: self._story.finished or last_attempt(self._run) > attempt)
+        return True
+
+    def _victims(self, kind: str) -> list[int] | None:
+        return processes_of(self._run)[kind] or None
 
     def _pause(self, blow: Blow) -> None:
         jobs = self._server.client().fine_tuning.jobs
@@ -300,17 +307,22 @@ def main() -> None:
     )
     parser.add_argument("--name", default="kills", help="of the file with the figures")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        result = campaign(Path(folder), arguments.blows, arguments.seed, arguments.steps, arguments.kinds, arguments.ranks)
     from benchmarks.machine import machine, save
 
-    save(arguments.name, machine() | {"command": " ".join(["python -m tests.e2e.kills", *sys.argv[1:]])} | result)
+    told = machine() | {"command": " ".join(["python -m tests.e2e.kills", *sys.argv[1:]])}
+    with tempfile.TemporaryDirectory() as folder:
+        options = arguments.blows, arguments.seed, arguments.steps, arguments.kinds, arguments.ranks
+        for figures in campaign(Path(folder), *options):
+            save(arguments.name, told | figures)
 
 
 def campaign(
     folder: Path, blows: int, seed: int, steps: int, kinds: Sequence[Kind] = KINDS, ranks: Sequence[int] | None = None
-) -> dict[str, Any]:
-    """Whole jobs until `blows` have struck, every second one also on other numbers of ranks, or all on `ranks`. Its figures."""
+) -> Iterator[dict[str, Any]]:
+    """Whole jobs until `blows` have struck, every second one also on other numbers of ranks, or all on `ranks`.
+
+    The figures so far, behind every job.
+    """
     save_chat_base(folder / "models" / "tiny")
     data = folder / "train.jsonl"
     save_chats(data, SAMPLES)
@@ -329,9 +341,12 @@ def campaign(
             whole = whole or uninterrupted(story.run, folder / "whole")
             apart.append(compare(story, whole, steps))
             stories.append(story)
-            print(f"{len(stories)}: {' '.join(story.struck)} -> {apart[-1]}", flush=True)
+            yield figures_of(stories, apart) | {"steps_per_job": steps, "seconds": round(time.monotonic() - began)}
     finally:
         server.stop()
+
+
+def figures_of(stories: Sequence[Story], apart: Sequence[dict[str, float]]) -> dict[str, Any]:
     struck = Counter(kind for story in stories for kind in story.struck)
     return {
         "blows": sum(struck.values()),
@@ -343,11 +358,9 @@ def campaign(
         "checkpoints_torn": sum(len(story.torn) for story in stories),
         "torn_checkpoints_read": 0,
         "checkpoints_refused_by_the_disk": sum(story.refused_saves for story in stories),
-        "steps_per_job": steps,
         "steps_trained_again": sum(trained_again(story) for story in stories),
         "samples_missed_or_repeated": 0,
         "largest_relative_difference_of_a_loss": {key: max(found[key] for found in apart) for key in apart[0]},
-        "seconds": round(time.monotonic() - began),
     }
 
 

@@ -27,6 +27,7 @@ from tests.cluster.kubelet import Kubelet
 
 ROLE_FILE = Path(__file__).parents[2] / "deploy/kubernetes/base/rbac.yaml"
 LAUNCHER_TOKEN = "launcher"
+NAMESPACE = "ft"
 
 
 @dataclass
@@ -105,11 +106,11 @@ def _fake(mounts: bool) -> Iterator[HarnessCluster]:
     controllers.start()
     http = _plain_http(server.url)
     nodes_http = _plain_http(server.url)
-    kubelet = Kubelet(nodes_http, mounts=mounts)
+    kubelet = Kubelet(nodes_http, NAMESPACE, mounts=mounts)
     kubelet.start()
     try:
         wait_for(lambda: bool(server.state.list("nodes")))
-        yield HarnessCluster("ft", config_of(server.url, LAUNCHER_TOKEN), http, kubelet, server)
+        yield HarnessCluster(NAMESPACE, config_of(server.url, LAUNCHER_TOKEN), http, kubelet, server)
     finally:
         kubelet.stop()
         controllers.stop()
@@ -127,7 +128,7 @@ def _real(mounts: bool) -> Iterator[HarnessCluster]:
     http.post("/api/v1/namespaces", json={"apiVersion": "v1", "kind": "Namespace", **metadata}).raise_for_status()
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "ft-worker"}}
     http.post(f"/api/v1/namespaces/{namespace}/serviceaccounts", json=account).raise_for_status()
-    kubelet = Kubelet(http, f"ft-test-{secrets.token_hex(3)}", mounts=mounts)
+    kubelet = Kubelet(http, namespace, f"ft-test-{secrets.token_hex(3)}", mounts=mounts)
     kubelet.start()
     try:
         wait_for(lambda: _schedulable(http, kubelet.name), 120)
@@ -140,6 +141,7 @@ def _real(mounts: bool) -> Iterator[HarnessCluster]:
                 time.sleep(0.2)
             http.delete(f"/api/v1/namespaces/{namespace}")
         kubelet.stop()
+        http.close()
 
 
 def _plain_http(url: str) -> httpx2.Client:

@@ -42,7 +42,7 @@ def _holder(credentials: HTTPAuthorizationCredentials | None, services: Services
     return principal
 
 
-def _admin(caller: Annotated[Principal, Depends(authenticated)]) -> Principal:
+async def _admin(caller: Annotated[Principal, Depends(authenticated)]) -> Principal:
     if caller.scope != "admin":
         raise ForbiddenError("This needs an API key of scope admin: `ft keys create --scope admin` makes one.")
     return caller

@@ -42,7 +42,7 @@ class Services:
         return Places.of(self.settings)
 
 
-def services(request: Request) -> Services:
+async def services(request: Request) -> Services:  # async: it waits for nothing, and needs no thread
     return request.app.state.services
 
 

@@ -10,6 +10,7 @@ times as long a step takes meanwhile. Starts: whole attempts of a job as `ft run
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -23,6 +24,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 
 if __name__ == "__main__":  # the repository's root, for benchmarks started by path
     sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -46,12 +48,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--skip-starts", action="store_true")
     options = parser.parse_args()
-    from tests.ranks import run_on_ranks
-
     result: dict[str, Any] = {**machine(), "llama": vars(LLAMA), "lora_rank": RANK, "ranks": 2, "repeats": options.repeats}
     with tempfile.TemporaryDirectory() as folder:
         write_llama(Path(folder, "base"), LLAMA)
-        found = run_on_ranks(stalls, 2, folder, options.repeats)
+        torch.multiprocessing.spawn(on_rank, (folder, options.repeats), nprocs=2)
+        found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(2)]
         result["checkpoints"] = {way: worst_of_ranks([of_rank[way] for of_rank in found]) for way in found[0]}
     if not options.skip_starts:
         with tempfile.TemporaryDirectory() as folder:
@@ -68,9 +69,21 @@ def worst_of_ranks(found: list[dict[str, list[float]]]) -> dict[str, float]:
     }
 
 
-def stalls(rank: int, world: int, folder: str, repeats: int) -> dict[str, dict[str, list[float]]]:
+def on_rank(rank: int, folder: str, repeats: int) -> None:
+    torch.set_num_threads(1)
+    # As below torchrun: torch's checkpoint process looks there.
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": "2"}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    found = stalls(rank, 2, Path(folder), repeats)
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def stalls(rank: int, world: int, folder: Path, repeats: int) -> dict[str, dict[str, list[float]]]:
     """On one rank: for every way its stall, seconds, bytes and how much slower steps were, once a repeat."""
-    step, ways = training(rank, world, Path(folder))
+    step, ways = training(rank, world, folder)
     for _ in range(2):
         step()
     found: dict[str, dict[str, list[float]]] = {way: {} for way in ways}
@@ -78,7 +91,7 @@ def stalls(rank: int, world: int, folder: str, repeats: int) -> dict[str, dict[s
         for number, (way, act) in enumerate(ways.items()):
             dist.barrier()
             alone = timed(step)
-            place = Path(folder, f"{repeat}-{number}")
+            place = folder / f"{repeat}-{number}"
             measured = measure(act, place, step)
             measured["slower"] = measured.pop("step") / alone if "step" in measured else 1.0
             dist.barrier()

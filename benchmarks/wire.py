@@ -152,7 +152,7 @@ def fill(store: SqlStore, template: str, count: int) -> None:
 def insert_all(store: SqlStore, made: Sequence[Job]) -> None:
     with store.writing() as connection:
         for job in made:
-            connection.execute(insert(jobs).values(new_job_row(job)))
+            connection.execute(insert(jobs).values(created_at=job.created_at), new_job_row(job))
         query = select(jobs.c.position).where(jobs.c.id.in_([job.id for job in made]))
         pairs = [
             {"job_position": position, "project_id": "default", "key": "run", "value": f"filled-{position}"}

@@ -2,6 +2,7 @@
 
     spec.json                             JobSpec, resolved, immutable
     origins.json                          Origins, by rank 0 of the first attempt (see provenance.py)
+    base-status.json                      by rank 0: the base's files as they were when their contents were last read
     attempts/<n>/start.json               Start, by the launcher, before anything runs
     attempts/<n>/control.json             Control, by the reconciler, rewritten as the user changes their mind
     attempts/<n>/supervisor.lock          held by the supervisor as long as it lives

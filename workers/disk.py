@@ -21,7 +21,7 @@ def explained(error: OSError, folder: Path, needed: int) -> str:
     if error.errno in FULL:
         free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
         return (
-            f"{where}: {FULL[error.errno]}. {needed:,} bytes are needed, and {free:,} are free there. "
+            f"{where}: {FULL[error.errno]}. More than {needed:,} bytes are needed, and {free:,} are free there. "
             "Free some, or keep fewer checkpoints (checkpoint.save_total_limit)."
         )
     if error.errno in FORBIDDEN:

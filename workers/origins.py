@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import BaseModel
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -27,10 +28,13 @@ from ft_service.provenance import (
 from ft_service.rundir import RunDir
 from ft_service.spec import DataFileRef, JobSpec
 from workers.data.batches import Tokens
+from workers.model.agree import from_all
 from workers.model.build import BuiltModel
 from workers.model.load import checkpoint_name
 from workers.quant.rowwise import RowQuantized
 from workers.quant.weights import VERSIONS
+
+STATUS = "base-status.json"
 
 
 def record(
@@ -46,7 +50,7 @@ def record(
     `adopted`: of the adapter that training starts from; None: a new one, or a checkpoint. Raises SpecError on all ranks if the
     base is not the one that the first attempt, or the adopted adapter, was trained on.
     """
-    base = identify(spec)
+    base = identify(run, spec)
     if adopted is not None and adopted.base.digest != base.digest:
         raise SpecError(
             f"The base {spec.model.name} is not the one that {adopted.tuned_name} was trained on: its files differ. "
@@ -77,13 +81,37 @@ def record(
         run.write_if_absent(ORIGINS, found)
 
 
-def identify(spec: JobSpec) -> Base:
-    """The base by the contents of its files, which the ranks share out among themselves to read."""
+class BaseStatus(BaseModel):
+    """`base-status.json`: the files of a base as they were when their contents were last read."""
+
+    digest: str
+    files: dict[str, tuple[int, int, int, int]]
+    """Name → device, inode, bytes, time of modification in nanoseconds."""
+
+
+def identify(run: RunDir, spec: JobSpec) -> Base:
+    """The base by the contents of its files, which the ranks share out among themselves to read.
+
+    A later attempt reads them again only if they were touched meanwhile: hashing a large base takes as long as loading it.
+    """
     folder, rank, world = Path(spec.model.path), dist.get_rank(), dist.get_world_size()
-    mine = {path.name: FileDigest.of(path) for path in base_files(folder)[rank::world]}
-    everyone: list[dict[str, FileDigest]] = [{} for _ in range(world)]
-    dist.all_gather_object(everyone, mine)
-    return base_of(spec.model.name, folder, {name: found for files in everyone for name, found in files.items()})
+    files = base_files(folder)
+    status = {path.name: _status(path) for path in files}  # before they are read: a change meanwhile is seen the next time
+    known, before = run.read(ORIGINS, Origins), run.read(STATUS, BaseStatus)
+    untouched = known is not None and before == BaseStatus(digest=known.base.digest, files=status)
+    if all(from_all(untouched)):  # each host looks at its own files
+        assert known is not None
+        return known.base
+    mine = {path.name: FileDigest.of(path) for path in files[rank::world]}
+    base = base_of(spec.model.name, folder, {name: found for own in from_all(mine) for name, found in own.items()})
+    if rank == 0:
+        run.write(STATUS, BaseStatus(digest=base.digest, files=status))
+    return base
+
+
+def _status(path: Path) -> tuple[int, int, int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def stored_modules(built: BuiltModel, compute: str) -> list[FrozenModule]:

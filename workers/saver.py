@@ -49,7 +49,10 @@ class Saver:
         """Write a checkpoint and return its name. Raises CheckpointError, on all ranks, if that cannot be done."""
         started = time.perf_counter()
         self._wait()
-        return self._write(self._stager.snapshot(job, self._runtime.spec), metrics, started, None)
+        try:
+            return self._write(self._stager.snapshot(job, self._runtime.spec), metrics, started, None)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} {self._what_stands()}.") from error.__cause__
 
     def _wait(self) -> None:
         """For the checkpoint on its way. Raises what its writing raised on this rank alone."""
@@ -69,9 +72,11 @@ class Saver:
         try:
             self._write(snapshot, metrics, started, stall)
         except CheckpointError as error:
-            newest = newest_step(self._runtime.run)
-            stands = f"The checkpoint of step {newest} stands" if newest >= 0 else "There is none yet"
-            self._reporter.message(f"{error} {stands}; training goes on and tries again at the next one.", "warn")
+            self._reporter.message(f"{error} {self._what_stands()}; training goes on and tries again at the next one.", "warn")
+
+    def _what_stands(self) -> str:
+        newest = newest_step(self._runtime.run)
+        return f"The checkpoint of step {newest} stands" if newest >= 0 else "There is none yet"
 
     def _write(self, snapshot: Snapshot, metrics: Metrics, started: float, stall: float | None) -> str:
         """`started`: when training stopped for it; `stall`: for how long. None: it still waits."""

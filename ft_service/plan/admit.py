@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from pathlib import Path
 from typing import Literal
 
 from ft_service.errors import SpecError
+from ft_service.plan.checkpoint import Checkpoint, read_checkpoint
 from ft_service.plan.job import Plan, plan_job
 from ft_service.plan.machines import Machine, this_host
 from ft_service.plan.text import bytes_text, change_text, summary
-from ft_service.spec import JobSpec
+from ft_service.spec import DataFileRef, JobSpec
 
 Told = tuple[Literal["info", "warn"], str]
 
@@ -19,11 +22,21 @@ def admit(spec: JobSpec, machine: Machine | None = None) -> list[Told]:
     Raises SpecError for a base that cannot be read, for patterns and names that match nothing in it, and for a job that cannot
     fit. What depends on the data (activations, logits) is an upper estimate: it warns, and refuses nothing.
     """
-    plan = plan_job(spec, machine or this_host())
+    no_file = DataFileRef(name="", path="", sha256="")
+    of_no_effect = {"job_id": "", "tuned_name": "", "seed": 0, "training_data": no_file, "parent": None}
+    options = spec.model_copy(update=of_no_effect | {"validation_data": spec.validation_data and no_file})
+    given = options.model_dump_json(exclude_unset=True)  # some warnings are only for what the user has set
+    return list(_told(read_checkpoint(Path(spec.model.path)), given, machine or this_host()))
+
+
+@lru_cache(maxsize=128)
+def _told(base: Checkpoint, options: str, machine: Machine) -> tuple[Told, ...]:
+    """Remembered, since scripts submit the same options again and again. `base`: as it is on the disk now."""
+    plan = plan_job(JobSpec.model_validate_json(options), machine)
     _refuse_what_cannot_fit(plan)
     ways = "; ".join(change_text(change) for change in plan.changes if change.fits)
     told: Told = ("warn" if plan.fits is False else "info", f"{summary(plan)} {ways}".rstrip())
-    return [told, *(("warn", warning) for warning in plan.warnings)]
+    return (told, *(("warn", warning) for warning in plan.warnings))
 
 
 def _refuse_what_cannot_fit(plan: Plan) -> None:

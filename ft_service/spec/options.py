@@ -32,7 +32,8 @@ class LoraOptions(Strict):
     In a mixture of experts neither experts, nor routers, nor dense layers with an expert's name (gate_proj, down_proj, ..) can
     have one: "all-linear" leaves them out, naming them is an error."""
     rank_pattern: dict[Pattern, Annotated[int, Field(ge=1, le=512)]] = {}
-    """RE2 pattern on the end of the module's full name, from a dot on → rank in place of r. The first one that matches wins."""
+    """RE2 pattern on the end of the module's full name, from a dot on → rank in place of r. The first one that matches wins.
+    vLLM reads no patterns: such an adapter is served by PEFT, or merged."""
     alpha_pattern: dict[Pattern, Annotated[Number, Field(gt=0, le=4096)]] = {}
     """As rank_pattern, in place of lora_alpha."""
     use_rslora: bool = False

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
-from sqlalchemy import Connection, and_, exists, insert, select, update
+from sqlalchemy import Connection, and_, bindparam, exists, insert, select, update
 
 from ft_service import job as rules
 from ft_service.errors import ConflictError, NotFoundError
@@ -40,6 +40,17 @@ _WITHOUT = {"": ""}
 ASKED = {Verb.CANCEL: "Cancel requested.", Verb.PAUSE: "Pause requested.", Verb.RESUME: "Resume requested."}
 
 
+# Built once: to put such statements together takes longer than to run them.
+_INSERT_JOB = (
+    insert(jobs)
+    .values({column.name: bindparam(column.name) for column in JOB if column.name != "created_at"})
+    .values(created_at=database_time())
+    .returning(*JOB, jobs.c.position)
+)
+_INSERT_EVENTS = insert(events)
+_INSERT_PAIRS = insert(job_metadata)
+
+
 class JobStore(Database):
     def create_job(self, job: Job, told: Sequence[NewEvent] = ()) -> Job:
         """Store a new job; `created_at` is set by the database. Its first event, and then `told`, are written with it.
@@ -47,12 +58,13 @@ class JobStore(Database):
         Raises ConflictError if the id is taken or there is no such project.
         """
         with self.writing() as connection:
-            row = connection.execute(insert(jobs).values(new_job_row(job)).returning(*JOB)).mappings().one()
+            row = dict(connection.execute(_INSERT_JOB, new_job_row(job)).mappings().one())
+            position = row.pop("position")
             created = to_job(row)
-            _write_pairs(connection, created)
+            if pairs := _pairs(created, position):
+                connection.execute(_INSERT_PAIRS, pairs)
             first = NewEvent(level="info", message=f"Created fine-tuning job: {job.id}")
-            for event in (first, *told):
-                connection.execute(insert(events).values(event_row(event, created, created.created_at)))
+            connection.execute(_INSERT_EVENTS, [event_row(event, created, created.created_at) for event in (first, *told)])
         return created
 
     def get_job(self, project_id: str, job_id: str) -> Job:
@@ -95,7 +107,7 @@ class JobStore(Database):
                 if new == old:
                     return old
                 if _write(connection, old, new):
-                    connection.execute(insert(events).values(event_row(NewEvent(level="info", message=ASKED[verb]), old, now)))
+                    connection.execute(_INSERT_EVENTS, event_row(NewEvent(level="info", message=ASKED[verb]), old, now))
                     if new.state is not old.state:
                         announce(connection, new)
                     return _get(connection, project_id, job_id)
@@ -187,10 +199,8 @@ def _write(connection: Connection, old: Job, new: Job) -> bool:
     return connection.execute(statement.values(**changed_job_row(old, new), looked_at=0.0)).rowcount == 1
 
 
-def _write_pairs(connection: Connection, job: Job) -> None:
+def _pairs(job: Job, position: int) -> list[dict[str, Any]]:
     given = job.request.get("metadata")
     pairs = _WITHOUT if given is None else given
-    if pairs:
-        place = select(jobs.c.position).where(jobs.c.id == job.id).scalar_subquery()
-        rows = [{"project_id": job.project_id, "key": key, "value": value} for key, value in pairs.items()]
-        connection.execute(insert(job_metadata).values(job_position=place), rows)
+    mine = {"job_position": position, "project_id": job.project_id}
+    return [{**mine, "key": key, "value": value} for key, value in pairs.items()]

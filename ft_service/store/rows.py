@@ -65,8 +65,8 @@ def to_metrics(value: dict[str, Any] | None) -> Metrics | None:
 
 
 def new_job_row(job: Job) -> dict[str, Any]:
-    row = {field.name: _plain(getattr(job, field.name)) for field in fields(Job)}
-    return row | {"created_at": database_time()}
+    """Every column but the time of creation, which is the database's."""
+    return {field.name: _plain(getattr(job, field.name)) for field in fields(Job) if field.name != "created_at"}
 
 
 def changed_job_row(old: Job, new: Job) -> dict[str, Any]:

@@ -303,7 +303,8 @@ def test_a_checkpoint_s_adapter_is_made_once_when_it_is_asked_for(
         assert arguments == [str(run.root), "step-2-a1", str(run.path("adapters/step-2-a1"))]
         made.append(module)
         waiting.wait(5)
-        run.put("adapters/step-2-a1/adapter_config.json", b"{}")
+        run.put("adapters/new/adapter_config.json", b"{}")
+        run.path("adapters/new").rename(run.path("adapters/step-2-a1"))
 
     waiting = threading.Event()
     monkeypatch.setattr(offline, "run_worker", make)

@@ -177,7 +177,9 @@ class _Strikes:
             jobs.pause(self._id)
         if wait_until(self._server.client(), self._id, "paused", "succeeded").status == "succeeded":
             return
-        assert nothing_left(self._run), "a paused job has no processes"
+        left = processes_of(self._run)
+        assert not left["rank"] + left["torchrun"], "a paused job trains no more"
+        eventually(lambda: nothing_left(self._run))  # the supervisor writes its record, and then goes
         if blow.kind == "torn":
             self._tear(blow.victim)
         if blow.ranks != self._ranks:
@@ -199,8 +201,12 @@ class _Strikes:
     def _fill_disk(self) -> None:
         """Let the ranks write only small files until a checkpoint has failed of it, by the kernel's own limit."""
         attempt = last_attempt(self._run)
-        self._limit_files(FULL_BYTES)
-        wait_for(lambda: self._story.finished or last_attempt(self._run) > attempt or self._refused(attempt) > 0, SECONDS)
+
+        def met() -> bool:
+            self._limit_files(FULL_BYTES)  # of ranks that have just started, too
+            return self._story.finished or last_attempt(self._run) > attempt or self._refused(attempt) > 0
+
+        wait_for(met, SECONDS)
         self._story.refused_saves += self._refused(attempt)
         self._failures += last_attempt(self._run) > attempt
         self._limit_files(resource.RLIM_INFINITY)
@@ -275,7 +281,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blows", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=160, help="of each job")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = campaign(Path(folder), arguments.blows, arguments.seed, arguments.steps)
@@ -292,7 +298,9 @@ def campaign(folder: Path, blows: int, seed: int, steps: int) -> dict[str, Any]:
     save_chat_base(folder / "models" / "tiny")
     data = folder / "train.jsonl"
     save_chats(data, SAMPLES)
-    server = Server(folder / "home", folder / "models", slots=3)
+    home = folder / "home"
+    home.mkdir()
+    server = Server(home, folder / "models", slots=3)
     server.start()
     stories: list[Story] = []
     apart: list[dict[str, float]] = []

@@ -155,7 +155,8 @@ def test_a_full_disk_costs_that_checkpoint_and_nothing_else(waited_for: RunDir, 
     assert str(failed.value).count(CheckpointError.__name__) >= 2, "both ranks, though one met it"
     (warning,) = warnings_of(run, 1)
     assert f"{run.path('checkpoints/step-4-a1/__1_0.distcp')}: the disk is full. " in warning
-    assert "bytes are needed, and " in warning
+    assert " bytes are needed, and " in warning
+    assert "The checkpoint of step 2 stands." in str(failed.value)
     assert warning.endswith("The checkpoint of step 2 stands; training goes on and tries again at the next one.")
     assert complete_checkpoints(run) == ["step-2-a1"]
     assert [folder.name for folder in run.path("checkpoints").iterdir()] == ["step-2-a1"], "what was written is removed"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,13 +107,15 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, samples: Sequence[tuple[int, Sa
 def render(tokenizer: PreTrainedTokenizerBase, sample: Sample, where: str) -> tuple[str, list[Span]]:
     """A sample's text and the character spans of the answers to learn."""
     messages = list(sample.messages)
-    full = _template(tokenizer, messages, where)
+    _require_tools_in_template(tokenizer, sample, where)
+    template = partial(_template, tokenizer, where, list(sample.tools) or None)
+    full = template(messages)
     spans: list[Span] = []
     for i, (message, weight) in enumerate(zip(messages, sample.weights, strict=True)):
         if message["role"] != "assistant" or not weight:
             continue
-        before = _template(tokenizer, messages[:i], where, add_generation_prompt=True)
-        until = full if i == len(messages) - 1 else _template(tokenizer, messages[: i + 1], where)
+        before = template(messages[:i], add_generation_prompt=True)
+        until = full if i == len(messages) - 1 else template(messages[: i + 1])
         if not (until.startswith(before) and full.startswith(until)):
             raise DataError(
                 f"{where}: the base's chat template writes the conversation up to message {i + 1} differently once more "
@@ -122,9 +125,30 @@ def render(tokenizer: PreTrainedTokenizerBase, sample: Sample, where: str) -> tu
     return full, spans
 
 
-def _template(tokenizer: PreTrainedTokenizerBase, messages: list[Any], where: str, add_generation_prompt: bool = False) -> str:
+def _require_tools_in_template(tokenizer: PreTrainedTokenizerBase, sample: Sample, where: str) -> None:
+    """Templates leave out what they do not know, and the model would learn to call tools that it was not told of."""
+    given: Any = tokenizer.chat_template
+    source = given if isinstance(given, str) else " ".join(given.values())
+    for used, word, what in (
+        (bool(sample.tools), "tools", "definitions of tools"),
+        (sample.calls_tools, "tool_calls", "calls"),
+    ):
+        if used and word not in source:
+            raise DataError(
+                f"{where}: the base's chat template has no place for {what}, so they would be left out. Train on a base whose "
+                "template knows tools, or leave the line out."
+            )
+
+
+def _template(
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    tools: list[Any] | None,
+    messages: list[Any],
+    add_generation_prompt: bool = False,
+) -> str:
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt)
     except Exception as error:  # templates raise what they like, to refuse roles and orders
         raise DataError(f"{where}: the base's chat template refuses this conversation: {error}") from error
     assert isinstance(text, str)

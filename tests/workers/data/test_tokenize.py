@@ -90,3 +90,32 @@ def test_a_tokenizer_without_a_chat_template_is_refused(tokenizer: PreTrainedTok
     PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer).save_pretrained(tmp_path)
     with pytest.raises(SpecError, match="no chat template"):
         load_tokenizer(str(tmp_path))
+
+
+WITH_TOOLS = (
+    "{% for t in tools or [] %}<tool>{{ t.function.name }}</tool>{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_calls_are_learned_and_definitions_and_results_are_not(tokenizer: PreTrainedTokenizerFast) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    line = {
+        "messages": [
+            say("user", "sum?"),
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": "four"},
+            say("assistant", "It is four."),
+        ],
+        "tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}],
+    }
+    sample = parse_line(json.dumps(line))
+    with pytest.raises(DataError, match=r"f line 3: the base's chat template has no place for definitions of tools"):
+        list(tokenize(tokenizer, [(3, sample)], "f"))
+    knowing = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer)
+    knowing.chat_template = WITH_TOOLS
+    (tokens,) = tokenize(knowing, [(3, sample)], "f")
+    assert tokenizer.decode(tokens.ids).startswith("<tool>add</tool><|im_start|>user\nsum?")
+    assert tokenizer.decode(tokens.ids[tokens.targets]) == '<call>add {"a": 2}</call><|im_end|>\nIt is four.<|im_end|>\n'

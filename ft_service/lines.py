@@ -1,0 +1,54 @@
+"""What is wrong with a line of a data file, in JSON's words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ft_service.errors import DataError
+
+
+class LineError(DataError):
+    """A line that cannot be trained on. `field`: dotted place in the line, empty: the line as a whole; `reason`: why."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}" if field else reason)
+        self.field = field
+        self.reason = reason
+
+
+def refuse_keys(found: Mapping[str, Any], known: Collection[str], refused: Mapping[str, str], prefix: str) -> None:
+    """Raises LineError for a key that is refused for a reason, and for one that is not known."""
+    for key in found:
+        if key in refused:
+            raise LineError(prefix + key, refused[key])
+    for key in found:
+        if key not in known:
+            raise LineError(prefix + shown(key).strip("'"), f"there is no such key; known are {', '.join(sorted(known))}")
+
+
+def text_of(value: Any, place: str) -> str:
+    """A string that can be written as UTF-8."""
+    if not isinstance(value, str):
+        raise LineError(place, f"must be a string, not {kind(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise LineError(place, f"holds half of a surrogate pair at character {error.start + 1}") from None
+    return value
+
+
+def kind(value: Any) -> str:
+    """What a JSON value is."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, (list, dict)):
+        name = "a list" if isinstance(value, list) else "an object"
+        return name if value else f"an empty {name.split()[1]}"
+    return "a string" if isinstance(value, str) else "a number"
+
+
+def shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 from fastapi.responses import StreamingResponse
@@ -87,7 +88,7 @@ async def _log_lines(services: Services, job: Job, rank: int | None, lines: int)
             for source, line in await run_in_threadpool(follower.read, ended or changed):
                 yield json.dumps({"attempt": number, "source": source, "line": line}) + "\n"
         if changed or (follower is None and job.attempt):
-            follower = tails.Follower(_logs_of(services, job), rank, _ALL_LINES if changed else lines)
+            follower = tails.Follower(partial(_logs_of, services, job), rank, _ALL_LINES if changed else lines)
             number = job.attempt
             continue
         if ended:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 _MAX_BYTES = 1024**2
@@ -39,8 +40,9 @@ def tail(path: Path, lines: int) -> str:
 class Follower:
     """Reads the logs of one attempt as they grow, whole lines only until the end is known."""
 
-    def __init__(self, folder: Path, rank: int | None, lines: int) -> None:
-        """`lines`: how many of those that are there already come first, of each file."""
+    def __init__(self, folder: Callable[[], Path], rank: int | None, lines: int) -> None:
+        """`folder`: where the logs can be read, as they are now; asked for each time. `lines`: how many of those that are there
+        already come first, of each file."""
         self._folder = folder
         self._rank = rank
         self._lines = lines
@@ -49,7 +51,7 @@ class Follower:
     def read(self, last: bool) -> list[tuple[str, str]]:
         """(source, line without its end) for all that has come since. `last`: nothing more will; a line may then be unended."""
         found: list[tuple[str, str]] = []
-        for source, path in log_files(self._folder, self._rank).items():
+        for source, path in log_files(self._folder(), self._rank).items():
             growing = self._files.get(path)
             if growing is None:
                 growing = self._files[path] = _Growing(path, self._lines)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import sqlite3
+import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,10 @@ class Database:
         """Connects on first use. Raises SpecError if the URL is not one of the two databases'."""
         self._engine = _create_engine(_parse(url))
         self._writer = self._engine.execution_options(ft_write=True)
+        # SQLite's own wait for another writer is a sleep that grows, and of many who sleep so one may wait for seconds.
+        self._turn: AbstractContextManager[Any] = (
+            threading.Lock() if self._engine.dialect.name == "sqlite" else contextlib.nullcontext()
+        )
 
     def now(self) -> float:
         with self.reading() as connection:
@@ -68,7 +74,7 @@ class Database:
     @contextlib.contextmanager
     def writing(self) -> Iterator[Connection]:
         """A transaction, committed at the end, undone by any exception. On SQLite it excludes other writers: be quick."""
-        with _our_errors(), self._writer.begin() as connection:
+        with self._turn, _our_errors(), self._writer.begin() as connection:
             yield connection
 
 

@@ -15,7 +15,7 @@ from ft_service.spec import JobSpec, PrecisionOptions
 from workers.data.batches import Batch, Tokens, collate
 from workers.data.tokenize import load_dataset, load_tokenizer
 from workers.model.build import build
-from workers.model.load import Safetensors, adapters, checkpoint_name, load
+from workers.model.load import adapters, load
 from workers.runtime import COMPUTE_DTYPE
 from workers.step import evaluate
 
@@ -73,15 +73,13 @@ def with_adapter(spec: JobSpec, adapter: Path, device: torch.device) -> nn.Modul
 
 
 def merged_model(spec: JobSpec, merged: Path, device: torch.device) -> nn.Module:
-    """A merged model for evaluation, in a spec without quantised formats; FP8 weights are multiplied out.
+    """A merged model for evaluation, in the formats that it is stored in.
 
     It is built as the base is, with an adapter that does nothing (B is zero), so that every architecture loads.
     """
-    model = build(spec, device).peft_model
+    folder = spec.model.model_copy(update={"path": str(merged)})
+    precision = spec.precision.model_copy(update={"fp8_products": "off"})  # weights are compared, not ways to multiply
+    stored = spec.model_copy(update={"model": folder, "precision": precision})
+    model = build(stored, device).peft_model
     load(model, merged, seed=spec.seed, compute_dtype=COMPUTE_DTYPE[spec.precision.compute], device=device)
-    parameters = {checkpoint_name(name): parameter for name, parameter in model.named_parameters()}
-    with Safetensors(merged) as tensors:
-        for name in tensors.names():
-            if name.endswith(".weight_scale"):
-                parameters[name.removesuffix("_scale")].data.mul_(tensors.whole(name).to(device).float())
     return model

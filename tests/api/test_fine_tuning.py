@@ -422,3 +422,12 @@ def test_250_jobs_are_each_seen_once_while_more_are_made(service: Service, clien
 
     assert seen == ids[::-1]
     assert [job.id for job in client.fine_tuning.jobs.list(limit=100, metadata={"many": "yes"})] == ids[::-1]
+
+
+def test_a_job_that_its_cluster_keeps_waiting_is_shown_as_queued(
+    service: Service, client: openai.OpenAI, training_file: str
+) -> None:
+    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
+    put(service, job_id, state=State.RUNNING, phase=Phase.WAITING, pending="no node has 8 GPUs", attempt=1, host="k")
+    job: Any = client.fine_tuning.jobs.retrieve(job_id)
+    assert (job.status, job.pending_reason) == ("queued", "no node has 8 GPUs")

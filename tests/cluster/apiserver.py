@@ -22,6 +22,7 @@ Key = tuple[str, str, str]
 HISTORY = 2000
 KINDS = {"jobs": ("batch/v1", "Job"), "pods": ("v1", "Pod"), "services": ("v1", "Service"), "events": ("v1", "Event")}
 KINDS |= {"networkpolicies": ("networking.k8s.io/v1", "NetworkPolicy")}
+KINDS |= {name: ("rbac.authorization.k8s.io/v1", kind) for name, kind in (("roles", "Role"), ("rolebindings", "RoleBinding"))}
 KINDS |= {"nodes": ("v1", "Node"), "serviceaccounts": ("v1", "ServiceAccount"), "namespaces": ("v1", "Namespace")}
 _PATH = re.compile(
     r"^/(?:api/v1|apis/(?P<group>[a-z0-9.]+)/v1)"

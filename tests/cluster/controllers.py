@@ -129,7 +129,7 @@ class Controllers:
         self._set(key, {"type": "Suspended", "status": "True", "reason": "JobSuspended", "message": "Job suspended"})
 
     def _create_pod(self, job: Object, index: int) -> None:
-        metadata, template = job["metadata"], copy.deepcopy(job["spec"]["template"])
+        metadata, template = job["metadata"], copy.deepcopy({"metadata": {}, **job["spec"]["template"]})
         name = metadata["name"]
         labels = {**template["metadata"].get("labels", {}), JOB_NAME: name, INDEX: str(index)}
         annotations = {**template["metadata"].get("annotations", {}), INDEX: str(index)}

@@ -27,6 +27,7 @@ from tests.cluster.kubelet import Kubelet
 
 ROLE_FILE = Path(__file__).parents[2] / "deploy/kubernetes/base/rbac.yaml"
 LAUNCHER_TOKEN = "launcher"
+NAMESPACE = "ft"
 
 
 @dataclass
@@ -105,11 +106,11 @@ def _fake(mounts: bool) -> Iterator[HarnessCluster]:
     controllers.start()
     http = _plain_http(server.url)
     nodes_http = _plain_http(server.url)
-    kubelet = Kubelet(nodes_http, mounts=mounts)
+    kubelet = Kubelet(nodes_http, NAMESPACE, mounts=mounts)
     kubelet.start()
     try:
         wait_for(lambda: bool(server.state.list("nodes")))
-        yield HarnessCluster("ft", config_of(server.url, LAUNCHER_TOKEN), http, kubelet, server)
+        yield HarnessCluster(NAMESPACE, config_of(server.url, LAUNCHER_TOKEN), http, kubelet, server)
     finally:
         kubelet.stop()
         controllers.stop()
@@ -125,13 +126,12 @@ def _real(mounts: bool) -> Iterator[HarnessCluster]:
     namespace = f"ft-test-{secrets.token_hex(3)}"
     metadata = {"metadata": {"name": namespace}}
     http.post("/api/v1/namespaces", json={"apiVersion": "v1", "kind": "Namespace", **metadata}).raise_for_status()
-    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "ft-worker"}}
-    http.post(f"/api/v1/namespaces/{namespace}/serviceaccounts", json=account).raise_for_status()
-    kubelet = Kubelet(http, f"ft-test-{secrets.token_hex(3)}", mounts=mounts)
+    apply_rights(http, namespace)
+    kubelet = Kubelet(http, namespace, f"ft-test-{secrets.token_hex(3)}", mounts=mounts)
     kubelet.start()
     try:
         wait_for(lambda: _schedulable(http, kubelet.name), 120)
-        yield HarnessCluster(namespace, config, http, kubelet, None)
+        yield HarnessCluster(namespace, _reconcilers_config(http, namespace) or config, http, kubelet, None)
     finally:
         with suppress(httpx2.HTTPError):
             http.delete(f"/apis/batch/v1/namespaces/{namespace}/jobs", params={"propagationPolicy": "Background"})
@@ -140,6 +140,33 @@ def _real(mounts: bool) -> Iterator[HarnessCluster]:
                 time.sleep(0.2)
             http.delete(f"/api/v1/namespaces/{namespace}")
         kubelet.stop()
+        http.close()
+
+
+def apply_rights(http: Any, namespace: str) -> None:
+    """`rbac.yaml` of deploy/, in this namespace."""
+    rbac = "/apis/rbac.authorization.k8s.io/v1"
+    folders = {"ServiceAccount": "/api/v1", "Role": rbac, "RoleBinding": rbac}
+    for document in yaml.safe_load_all(ROLE_FILE.read_text()):
+        for subject in document.get("subjects", []):
+            subject["namespace"] = namespace
+        kind = document["kind"]
+        answer = http.post(f"{folders[kind]}/namespaces/{namespace}/{kind.lower()}s", json=document)
+        assert answer.is_success or kind != "ServiceAccount", answer.text
+
+
+def _reconcilers_config(http: Any, namespace: str) -> KubeConfig | None:
+    """The reconciler's own credentials, so that the launcher has the rights of `deploy/` there too; None: it gives out none."""
+    path = f"/api/v1/namespaces/{namespace}/serviceaccounts/ft-reconciler/token"
+    answer = http.post(path, json={"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}})
+    token = answer.json().get("status", {}).get("token") if answer.is_success else None
+    if not token:
+        return None
+    whole = yaml.safe_load(Path(os.environ["KUBECONFIG"]).read_text())
+    current = next(c["context"] for c in whole["contexts"] if c["name"] == whole["current-context"])
+    current["user"] = "reconciler"
+    whole["users"] = [{"name": "reconciler", "user": {"token": token}}]
+    return KubeConfig.from_dict(whole, fname=os.environ["KUBECONFIG"])
 
 
 def _plain_http(url: str) -> httpx2.Client:

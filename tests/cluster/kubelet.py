@@ -57,8 +57,10 @@ class _Pod:
 class Kubelet:
     """Runs what is scheduled to the node `name`."""
 
-    def __init__(self, http: httpx2.Client, name: str = "test-node", *, mounts: bool = False) -> None:
+    def __init__(self, http: httpx2.Client, namespace: str, name: str = "test-node", *, mounts: bool = False) -> None:
+        """`namespace`: the only one whose pods are run: a real cluster puts pods of its own on every node."""
         self.name = name
+        self._namespace = namespace
         self.frozen = False
         """As a node that does not answer: its processes go on, and nobody hears of it."""
         self._http = http
@@ -98,7 +100,7 @@ class Kubelet:
             found = next(p for p in self._pods.values() if p.name == pod)
             _kill(found, signal.SIGKILL)
             found.ended = True
-        self._http.request("DELETE", f"/api/v1/namespaces/{found.namespace}/pods/{pod}", json={"gracePeriodSeconds": 0})
+        self._delete(found.namespace, pod)
 
     def output(self, pod: str) -> str:
         """What a pod has printed."""
@@ -125,14 +127,21 @@ class Kubelet:
         node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": self.name, "labels": {"test": "ft"}}}
         self._http.post("/api/v1/nodes", json=node)
         if self._patch(f"/api/v1/nodes/{self.name}/status", {"status": status}):
+            if self._beat < 0:  # a new node is not ready until somebody says otherwise
+                self._patch(f"/api/v1/nodes/{self.name}", {"spec": {"taints": None}})
             self._beat = time.monotonic()
 
     def _turn(self) -> None:
-        answer = self._http.get("/api/v1/pods", params={"fieldSelector": f"spec.nodeName={self.name}"})
+        where = {"fieldSelector": f"spec.nodeName={self.name}"}
+        answer = self._http.get(f"/api/v1/namespaces/{self._namespace}/pods", params=where)
         answer.raise_for_status()
         there = {item["metadata"]["uid"]: item for item in answer.json()["items"]}
         for uid, item in there.items():
-            if uid not in self._pods and "deletionTimestamp" not in item["metadata"]:
+            if uid in self._pods:
+                continue
+            if "deletionTimestamp" in item["metadata"]:  # before it was ever started
+                self._delete(item["metadata"]["namespace"], item["metadata"]["name"])
+            else:
                 self._pods[uid] = self._start(item)
         for uid, pod in self._pods.items():
             self._tend(pod, there.get(uid))
@@ -158,7 +167,12 @@ class Kubelet:
 
     def _leave(self, pod: _Pod, item: Object) -> None:
         if "deletionTimestamp" in item["metadata"]:
-            self._http.request("DELETE", _path(pod), json={"gracePeriodSeconds": 0})
+            self._delete(pod.namespace, pod.name)
+
+    def _delete(self, namespace: str, name: str) -> None:
+        """The node's word that nothing of the pod runs any more."""
+        options = {"apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 0}
+        self._http.request("DELETE", f"/api/v1/namespaces/{namespace}/pods/{name}", json=options)
 
     def _tell_end(self, pod: _Pod, code: int) -> None:
         shown = code if code >= 0 else 128 - code

@@ -488,3 +488,26 @@ def test_a_job_larger_than_the_host_says_so_and_lets_others_pass(
     assert meters.registry.get_sample_value("ft_attempts_started_total") == 1
     assert meters.registry.get_sample_value("ft_queue_wait_seconds_count") == 1
     assert store.request(PROJECT, "ftjob-large", Verb.CANCEL).pending is None
+
+
+def test_what_a_place_says_of_an_attempt_is_told_once_and_its_remains_are_removed(
+    store: SqlStore, launcher: FakeLauncher, reconciler: Reconciler
+) -> None:
+    add_job(store)
+    start_running(reconciler, store, launcher)
+    for note in ("no node has 8 GPUs", "no node has 8 GPUs", "the quota is used up", "no node has 8 GPUs"):
+        launcher.set("ftjob-1", 1, Running(note=note, admitted=False))
+        while get(store).pending != note:
+            reconciler.step()
+        reconciler.step()
+    assert get(store).phase is Phase.WAITING
+    launcher.set("ftjob-1", 1, Running())
+    while get(store).phase is not Phase.LAUNCHING:
+        reconciler.step()
+    told = messages(store)
+    assert [told.count(note) for note in ("no node has 8 GPUs", "the quota is used up")] == [1, 1]
+    assert told[-1] == "The cluster has a place for the attempt."
+    assert launcher.cleaned == []
+    launcher.end("ftjob-1", 1, SUCCEEDED)
+    step_until(reconciler, store)
+    assert launcher.cleaned == [("ftjob-1", 1)]

@@ -200,3 +200,19 @@ def test_patterns_match_whole_names_in_linear_time() -> None:
     with pytest.raises(SpecError, match="RE2") as refused:
         parse_request(BODY | {"precision": {"overrides": {"(": "nf4"}}})
     assert (refused.value.param or "").startswith("precision.overrides")
+
+
+@pytest.mark.parametrize(
+    ("distributed", "copies", "ranks"),
+    [
+        ({"nnodes": 2, "nproc_per_node": 4}, 2, 8),
+        ({"nnodes": 2, "nproc_per_node": 4, "replicate": 1}, 1, 8),
+        ({"nnodes": 3}, 3, 6),
+        ({"nproc_per_node": 4}, 1, 4),
+    ],
+)
+def test_a_job_of_several_hosts_keeps_a_copy_on_each_unless_told_otherwise(
+    distributed: dict[str, Any], copies: int, ranks: int
+) -> None:
+    spec = resolved(gpus=2, distributed=distributed)
+    assert (spec.distributed.replicate, spec.world_size) == (copies, ranks)

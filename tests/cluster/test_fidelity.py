@@ -1,0 +1,139 @@
+"""What the launcher relies on in Kubernetes, asked of our own cluster, or of the one that KUBECONFIG names: they must agree."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.attempts import wait_for
+from tests.cluster.harness import HarnessCluster, open_cluster
+
+SECONDS = 60.0
+RULES = [{"action": "FailJob", "onExitCodes": {"containerName": "worker", "operator": "In", "values": [64]}}]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[HarnessCluster]:
+    with open_cluster() as cluster:
+        yield cluster
+
+
+class Jobs:
+    """Indexed Jobs whose pods run a line of shell, in which INDEX is the pod's."""
+
+    def __init__(self, cluster: HarnessCluster) -> None:
+        self.cluster = cluster
+        self.folder = f"/apis/batch/v1/namespaces/{cluster.namespace}/jobs"
+
+    def post(self, shell: str, name: str = "", **spec: Any) -> httpx2.Response:
+        name = name or f"t-{secrets.token_hex(3)}"
+        field = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
+        worker = {
+            "name": "worker",
+            "image": "x:1",
+            "command": ["sh", "-c", shell],
+            "env": [{"name": "INDEX", "valueFrom": field}],
+        }
+        pod = {
+            "restartPolicy": "Never",
+            "nodeSelector": {"test": "ft"},
+            "containers": [worker],
+            "serviceAccountName": "ft-worker",
+        }
+        pod["terminationGracePeriodSeconds"] = 5
+        whole = {"completionMode": "Indexed", "completions": 2, "parallelism": 2, "backoffLimit": 0, "template": {"spec": pod}}
+        whole |= {"podFailurePolicy": {"rules": RULES}, "podReplacementPolicy": "Failed", **spec}
+        body = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": whole}
+        return self.cluster.http.post(self.folder, json=body)
+
+    def create(self, shell: str, **spec: Any) -> str:
+        answer = self.post(shell, **spec)
+        assert answer.is_success, answer.text
+        return answer.json()["metadata"]["name"]
+
+    def conditions(self, name: str) -> dict[str, dict[str, Any]]:
+        job = self.cluster.get("jobs", name)
+        return {c["type"]: c for c in job["status"].get("conditions", []) if c["status"] == "True"}
+
+    def wait_for(self, name: str, condition: str) -> dict[str, Any]:
+        return wait_for(lambda: self.conditions(name).get(condition), SECONDS)
+
+    def pods(self, name: str) -> list[dict[str, Any]]:
+        return [p for p in self.cluster.items("pods") if p["metadata"]["labels"].get("batch.kubernetes.io/job-name") == name]
+
+
+@pytest.fixture
+def jobs(cluster: HarnessCluster) -> Jobs:
+    return Jobs(cluster)
+
+
+def test_a_name_is_taken_once_and_an_old_version_cannot_be_written(jobs: Jobs) -> None:
+    name = jobs.create("sleep 60", suspend=True)
+    again = jobs.post("true", name)
+    assert (again.status_code, again.json()["reason"]) == (409, "AlreadyExists")
+    job = jobs.cluster.get("jobs", name)
+    jobs.cluster.patch_job(name, {"metadata": {"labels": {"changed": "yes"}}})
+    stale = jobs.cluster.http.put(f"{jobs.folder}/{name}", json=job)
+    assert (stale.status_code, stale.json()["reason"]) == (409, "Conflict")
+
+
+def test_a_suspended_job_has_no_pods_until_it_is_resumed(jobs: Jobs) -> None:
+    name = jobs.create("true", suspend=True)
+    jobs.wait_for(name, "Suspended")
+    assert jobs.pods(name) == []
+    jobs.cluster.patch_job(name, {"spec": {"suspend": False}})
+    jobs.wait_for(name, "Complete")
+    assert "SuccessCriteriaMet" in jobs.conditions(name)
+
+
+def test_pods_are_named_and_labelled_by_their_index(jobs: Jobs) -> None:
+    name = jobs.create("sleep 60")
+    wait_for(lambda: all(jobs.cluster.pod(name, index) for index in range(2)), SECONDS)
+    for pod in jobs.pods(name):
+        index = pod["metadata"]["labels"]["batch.kubernetes.io/job-completion-index"]
+        assert pod["metadata"]["annotations"]["batch.kubernetes.io/job-completion-index"] == index
+        assert pod["spec"]["hostname"] == f"{name}-{index}"
+
+
+def test_an_exit_code_of_the_policy_ends_all_pods_and_names_its_rule(jobs: Jobs) -> None:
+    name = jobs.create('[ "$INDEX" = 0 ] && exit 64; exec sleep 60')
+    failed = jobs.wait_for(name, "Failed")
+    assert failed["reason"] == "PodFailurePolicy"
+    assert "failed with exit code 64 matching FailJob rule at index 0" in failed["message"]
+    assert "FailureTarget" in jobs.conditions(name)
+    assert all(pod["status"]["phase"] in ("Succeeded", "Failed") for pod in jobs.pods(name)), "it ends when its pods have"
+
+
+def test_any_other_failure_ends_it_too(jobs: Jobs) -> None:
+    name = jobs.create('[ "$INDEX" = 0 ] && exit 1; exec sleep 60')
+    assert jobs.wait_for(name, "Failed")["reason"] == "BackoffLimitExceeded"
+
+
+def test_an_evicted_pod_is_marked(jobs: Jobs) -> None:
+    name = jobs.create("exec sleep 60")
+    pod = wait_for(lambda: jobs.cluster.pod(name, 1), SECONDS)
+    jobs.cluster.evict(pod)
+
+    def marked() -> bool:
+        conditions = [c for p in jobs.pods(name) for c in p["status"].get("conditions", [])]
+        return any(c["type"] == "DisruptionTarget" and c["reason"] == "EvictionByEvictionAPI" for c in conditions)
+
+    assert marked() or jobs.wait_for(name, "Failed")
+    jobs.wait_for(name, "Failed")
+
+
+def test_what_a_job_owns_goes_with_it(jobs: Jobs) -> None:
+    name = jobs.create("exec sleep 60")
+    wait_for(lambda: jobs.cluster.pod(name, 0), SECONDS)
+    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": jobs.cluster.get("jobs", name)["metadata"]["uid"]}
+    service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name, "ownerReferences": [owner]}}
+    spec = {"clusterIP": "None", "selector": {"a": "b"}}
+    jobs.cluster.http.post(
+        f"/api/v1/namespaces/{jobs.cluster.namespace}/services", json={**service, "spec": spec}
+    ).raise_for_status()
+    jobs.cluster.http.delete(f"{jobs.folder}/{name}", params={"propagationPolicy": "Background"}).raise_for_status()
+    wait_for(lambda: jobs.cluster.nothing_left(name), SECONDS)

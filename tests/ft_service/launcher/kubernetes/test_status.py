@@ -1,0 +1,83 @@
+"""What is made of Kubernetes' objects: every cause, and which of two comes first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ft_service.exits import exit_of
+from ft_service.launcher.kubernetes.status import judge, waiting
+from ft_service.rundir import ErrorInfo, Exit, Outcome, Result
+
+LOST_PEER = exit_of("worker_error", "Rank 0 failed: Connection closed by peer")
+DONE = exit_of("succeeded", "The ranks of this node are done.")
+RESULT = Result(attempt=1, steps=5, trained_tokens=1, train_loss=None, valid_loss=None)
+
+
+def failed(reason: str, message: str = "") -> dict[str, Any]:
+    return {"status": {"conditions": [{"type": "Failed", "status": "True", "reason": reason, "message": message}]}}
+
+
+def pod(**status: Any) -> dict[str, Any]:
+    return {"metadata": {"name": "p"}, "status": status}
+
+
+def ended_by(reason: str) -> dict[str, Any]:
+    return pod(containerStatuses=[{"name": "worker", "state": {"terminated": {"reason": reason, "exitCode": 137}}}])
+
+
+DISRUPTED = pod(
+    conditions=[{"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler", "message": "by other"}]
+)
+STOPPED = Outcome(kind="stopped", checkpoint="step-5-a1")
+REFUSED = Outcome(kind="failed", permanent=True, error=ErrorInfo(code="x", message="no such model"))
+RULE = "Container worker for pod ft/p failed with exit code {} matching FailJob rule at index {}"
+
+
+@pytest.mark.parametrize(
+    ("seen", "reason", "code"),
+    [
+        ({"result": RESULT, "pods": [ended_by("OOMKilled")]}, "succeeded", None),
+        ({"outcome": STOPPED, "pods": [DISRUPTED], "exits": {1: LOST_PEER}}, "stopped", None),
+        ({"outcome": REFUSED, "exits": {0: LOST_PEER}}, "permanent_error", "x"),
+        ({"exits": {0: exit_of("cancelled", "c"), 1: LOST_PEER}}, "cancelled", None),
+        ({"exits": {0: LOST_PEER}, "pods": [ended_by("OOMKilled")]}, "worker_killed", "out_of_memory"),
+        ({"exits": {0: LOST_PEER}, "job": failed("DeadlineExceeded")}, "worker_killed", "deadline_exceeded"),
+        ({"exits": {0: LOST_PEER}, "pods": [DISRUPTED]}, "stopped", None),
+        ({"exits": {0: LOST_PEER}, "pods": [pod(reason="Evicted", message="disk")]}, "worker_killed", "evicted"),
+        ({"exits": {0: LOST_PEER, 1: DONE}}, "worker_error", None),
+        ({"exits": {0: LOST_PEER, 1: exit_of("worker_killed", "k")}}, "worker_killed", None),
+        ({"exits": {1: DONE}}, "worker_killed", None),
+        ({"exits": {0: DONE, 1: DONE}}, "worker_error", "training_failed"),
+        ({"job": failed("PodFailurePolicy", RULE.format(64, 0))}, "permanent_error", None),
+        ({"job": failed("PodFailurePolicy", RULE.format(75, 1))}, "stopped", None),
+    ],
+)
+def test_how_an_attempt_ended(seen: dict[str, Any], reason: str, code: str | None) -> None:
+    whole: dict[str, Any] = {
+        "exits": {},
+        "outcome": None,
+        "result": None,
+        "job": failed("BackoffLimitExceeded"),
+        "pods": [],
+        **seen,
+    }
+    found = judge(2, **whole)
+    assert isinstance(found, Exit)
+    assert (found.reason, found.error.code if found.error else None) == (reason, code)
+
+
+def test_where_nobody_left_a_word_nothing_is_made_up() -> None:
+    assert judge(2, {}, None, None, failed("BackoffLimitExceeded"), [ended_by("Error")]) is None
+    assert judge(2, {}, None, None, None, []) is None
+
+
+def test_a_pod_that_only_comes_up_is_not_waited_for_aloud() -> None:
+    job: dict[str, Any] = {"metadata": {}, "spec": {"parallelism": 1}}
+    creating = pod(containerStatuses=[{"name": "worker", "state": {"waiting": {"reason": "ContainerCreating"}}}])
+    assert waiting(job, [creating], []) is None
+    assert waiting(job, [], []) is None, "the controller has not come to it yet"
+    refused = waiting(job, [], ["exceeded quota"])
+    assert refused is not None
+    assert (refused.admitted, refused.reason) == (False, "The cluster refuses pods: exceeded quota")

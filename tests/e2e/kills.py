@@ -1,7 +1,8 @@
 """A job under blows: what strikes it when follows from a seed; what it leaves is compared with the uninterrupted job.
 
-python -m tests.e2e.kills [--blows 50] [--seed 1]    plays whole jobs until so many blows have struck, and writes the figures
-                                                     to benchmarks/results/kills.json
+    python -m tests.e2e.kills [--blows 50] [--seed 1]
+
+plays whole jobs until so many blows have struck, and writes the figures to benchmarks/results/kills.json.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import os
 import random
 import resource
 import signal
+import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -43,6 +45,7 @@ from workers.report import metrics_of_all_attempts
 
 Kind = Literal["rank", "torchrun", "supervisor", "server", "sigterm", "pause", "torn", "full"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+RESUMES = ("pause", "torn")
 SAMPLES, BATCH, SEED = 64, 16, 7
 FULL_BYTES = 32 * 1024
 """Larger than any event segment, smaller than any shard."""
@@ -64,12 +67,21 @@ class Blow:
 def schedule(
     seed: int, count: int, *, kinds: Sequence[Kind] = KINDS, ranks: Sequence[int] = (2,), longest: float = 8.0
 ) -> list[Blow]:
-    """Blows in an order, at moments and with victims that the seed decides; every kind equally often, give or take one."""
+    """Blows in an order, at moments and with victims that the seed decides; every kind equally often, give or take one.
+
+    `ranks`: to resume on, after a pause; another number each time, if there are several.
+    """
     rng = random.Random(seed)
     drawn: list[Kind] = []
     while len(drawn) < count:
         drawn += rng.sample(kinds, len(kinds))
-    return [Blow(kind, rng.uniform(0.0, longest), rng.randrange(8), rng.choice(ranks)) for kind in drawn[:count]]
+    blows: list[Blow] = []
+    now = 2
+    for kind in drawn[:count]:
+        if kind in RESUMES:
+            now = rng.choice([other for other in ranks if other != now] or ranks)
+        blows.append(Blow(kind, rng.uniform(0.0, longest), rng.randrange(8), now))
+    return blows
 
 
 @dataclass
@@ -101,8 +113,8 @@ def play(server: Server, data: Path, blows: Sequence[Blow], *, steps: int) -> St
     for blow in blows:
         if not strikes.wait_for_moment(blow):
             break
-        strikes.strike(blow)
-        story.struck.append(blow.kind)
+        if strikes.strike(blow):
+            story.struck.append(blow.kind)
     wait_until(server.client(), job_id, "succeeded")
     eventually(lambda: nothing_left(story.run))
     return story
@@ -143,33 +155,40 @@ class _Strikes:
             time.sleep(0.05)
         return False
 
-    def strike(self, blow: Blow) -> None:
+    def strike(self, blow: Blow) -> bool:
+        """False: the job was faster."""
         self._reached = max(self._reached, newest_step(self._run))
         if blow.kind == "server":
             self._server.kill()
             time.sleep((blow.after or 0.0) / 4)
             self._server.start()
-        elif blow.kind in ("pause", "torn"):
+        elif blow.kind in RESUMES:
             self._pause(blow)
         elif blow.kind == "full":
             self._fill_disk()
         else:
-            self._kill(blow)
+            return self._kill(blow)
+        return True
 
     def _has_saved(self, attempt: int) -> bool:
         return any(name.endswith(f"-a{attempt}") for name in complete_checkpoints(self._run))
 
-    def _kill(self, blow: Blow) -> None:
+    def _kill(self, blow: Blow) -> bool:
         kind = "supervisor" if blow.kind == "sigterm" else blow.kind
         attempt = last_attempt(self._run)
-        there = processes_of(self._run)[kind]
-        if not there:  # not started yet, or gone already: then its supervisor, which is, or the job has ended
-            there = processes_of(self._run)["supervisor"]
-        with contextlib.suppress(ProcessLookupError, IndexError):
+        # Where it has not started yet, or has gone already, its supervisor in its place.
+        there = eventually(lambda: self._victims(kind) or self._victims("supervisor") or ([] if self._story.finished else None))
+        if not there:
+            return False
+        with contextlib.suppress(ProcessLookupError):
             os.kill(there[blow.victim % len(there)], signal.SIGTERM if blow.kind == "sigterm" else signal.SIGKILL)
         if blow.kind != "sigterm":
             self._failures += 1
         eventually(lambda: self._story.finished or last_attempt(self._run) > attempt)
+        return True
+
+    def _victims(self, kind: str) -> list[int] | None:
+        return processes_of(self._run)[kind] or None
 
     def _pause(self, blow: Blow) -> None:
         jobs = self._server.client().fine_tuning.jobs
@@ -282,19 +301,28 @@ def main() -> None:
     parser.add_argument("--blows", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=160, help="of each job")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument(
+        "--ranks", nargs="+", type=int, help="to resume on, in every job (default: 2 in one job, 1 to 3 in the next)"
+    )
+    parser.add_argument("--name", default="kills", help="of the file with the figures")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        result = campaign(Path(folder), arguments.blows, arguments.seed, arguments.steps)
     from benchmarks.machine import machine, save
 
-    save(
-        "kills",
-        machine() | {"command": f"python -m tests.e2e.kills --blows {arguments.blows} --seed {arguments.seed}"} | result,
-    )
+    told = machine() | {"command": " ".join(["python -m tests.e2e.kills", *sys.argv[1:]])}
+    with tempfile.TemporaryDirectory() as folder:
+        options = arguments.blows, arguments.seed, arguments.steps, arguments.kinds, arguments.ranks
+        for figures in campaign(Path(folder), *options):
+            save(arguments.name, told | figures)
 
 
-def campaign(folder: Path, blows: int, seed: int, steps: int) -> dict[str, Any]:
-    """Whole jobs, every second one also on other numbers of ranks, until `blows` have struck. Its figures."""
+def campaign(
+    folder: Path, blows: int, seed: int, steps: int, kinds: Sequence[Kind] = KINDS, ranks: Sequence[int] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Whole jobs until `blows` have struck, every second one also on other numbers of ranks, or all on `ranks`.
+
+    The figures so far, behind every job.
+    """
     save_chat_base(folder / "models" / "tiny")
     data = folder / "train.jsonl"
     save_chats(data, SAMPLES)
@@ -308,14 +336,17 @@ def campaign(folder: Path, blows: int, seed: int, steps: int) -> dict[str, Any]:
     began = time.monotonic()
     try:
         while sum(len(story.struck) for story in stories) < blows:
-            ranks = (2,) if len(stories) % 2 == 0 else (1, 2, 3)
-            story = play(server, data, schedule(seed + len(stories), 12, ranks=ranks), steps=steps)
+            of_job = ranks or ((2,) if len(stories) % 2 == 0 else (1, 2, 3))
+            story = play(server, data, schedule(seed + len(stories), 12, kinds=kinds, ranks=of_job), steps=steps)
             whole = whole or uninterrupted(story.run, folder / "whole")
             apart.append(compare(story, whole, steps))
             stories.append(story)
-            print(f"{len(stories)}: {' '.join(story.struck)} -> {apart[-1]}", flush=True)
+            yield figures_of(stories, apart) | {"steps_per_job": steps, "seconds": round(time.monotonic() - began)}
     finally:
         server.stop()
+
+
+def figures_of(stories: Sequence[Story], apart: Sequence[dict[str, float]]) -> dict[str, Any]:
     struck = Counter(kind for story in stories for kind in story.struck)
     return {
         "blows": sum(struck.values()),
@@ -327,11 +358,9 @@ def campaign(folder: Path, blows: int, seed: int, steps: int) -> dict[str, Any]:
         "checkpoints_torn": sum(len(story.torn) for story in stories),
         "torn_checkpoints_read": 0,
         "checkpoints_refused_by_the_disk": sum(story.refused_saves for story in stories),
-        "steps_per_job": steps,
         "steps_trained_again": sum(trained_again(story) for story in stories),
         "samples_missed_or_repeated": 0,
         "largest_relative_difference_of_a_loss": {key: max(found[key] for found in apart) for key in apart[0]},
-        "seconds": round(time.monotonic() - began),
     }
 
 

@@ -182,6 +182,15 @@ def test_resume_on_other_ranks_goes_on_with_the_same_losses(finished: RunDir, tm
         assert losses(run)[step] == pytest.approx(loss, rel=1e-6), f"step {step}"
 
 
+def test_in_bf16_other_ranks_come_to_nearly_the_same_losses(spec: JobSpec, tmp_path: Path) -> None:
+    whole, precision = RunDir(tmp_path / "whole"), spec.precision.model_copy(update={"compute": "bf16"})
+    whole.write("spec.json", spec.model_copy(update={"precision": precision}))
+    assert run_attempt(whole, 1, 2).kind == "succeeded"
+    run = interrupted(whole, tmp_path / "resumed", "step-3-a1")
+    assert run_attempt(run, 2, 3, "step-3-a1").kind == "succeeded"
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-3)
+
+
 @pytest.mark.parametrize(("world", "replicate"), [(4, 2), (2, 2)], ids=["2x2", "2x1"])
 def test_a_job_goes_on_across_hsdp_shapes(finished: RunDir, tmp_path: Path, world: int, replicate: int) -> None:
     """From two ranks that shard to copies of the model, and back from the checkpoint that those wrote."""

@@ -24,7 +24,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 if __name__ == "__main__":  # the repository's root, for benchmarks started by path
     sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -51,7 +51,7 @@ def main() -> None:
     result: dict[str, Any] = {**machine(), "llama": vars(LLAMA), "lora_rank": RANK, "ranks": 2, "repeats": options.repeats}
     with tempfile.TemporaryDirectory() as folder:
         write_llama(Path(folder, "base"), LLAMA)
-        torch.multiprocessing.spawn(on_rank, (folder, options.repeats), nprocs=2)
+        spawn(on_rank, (folder, options.repeats), nprocs=2)
         found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(2)]
         result["checkpoints"] = {way: worst_of_ranks([of_rank[way] for of_rank in found]) for way in found[0]}
     if not options.skip_starts:

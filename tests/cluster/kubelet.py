@@ -29,6 +29,8 @@ from tests.cluster.apiserver import Object, now
 POLL_SECONDS = 0.05
 HEARTBEAT_SECONDS = 10.0
 ROOT = Path(__file__).parents[2]
+IN_IMAGE = (str(ROOT), sys.prefix)
+"""What a real image would hold: it is where it is, also if that lies below a path that a pod mounts, such as /tmp."""
 MISSING_IMAGE = "missing:latest"
 """An image that no pod of this node can get."""
 
@@ -192,16 +194,12 @@ class Kubelet:
             self._patch(f"{_path(pod)}/status", {"status": {"phase": "Pending", "containerStatuses": [_container(state)]}})
             return pod
         command, environment = self._resolved(item, container, folder)
-        with (folder / "output").open("wb") as output:
-            pod.process = subprocess.Popen(
-                command,
-                env=environment,
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+        try:
+            pod.process = _process(command, environment, folder)
+        except OSError as error:
+            state = {"waiting": {"reason": "CreateContainerError", "message": str(error)}}
+            self._patch(f"{_path(pod)}/status", {"status": {"phase": "Pending", "containerStatuses": [_container(state)]}})
+            return pod
         status = {"phase": "Running", "podIP": "127.0.0.1", "podIPs": [{"ip": "127.0.0.1"}], "startTime": now()}
         state = {"running": {"startedAt": now()}}
         self._patch(f"{_path(pod)}/status", {"status": {**status, "containerStatuses": [_container(state)]}})
@@ -270,8 +268,21 @@ def _found(text: str, item: Object) -> str:
     return re.sub(rf"\b{service}-\d+\.{service}\b", "127.0.0.1", text) if service else text
 
 
+def _process(command: list[str], environment: dict[str, str], folder: Path) -> subprocess.Popen[bytes]:
+    with (folder / "output").open("wb") as output:
+        return subprocess.Popen(
+            command,
+            env=environment,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
 def _moved(text: str, places: dict[str, Path], mounted: Sequence[str]) -> str:
-    if any(text == path or text.startswith(f"{path}/") for path in mounted):
+    if any(text == path or text.startswith(f"{path}/") for path in (*IN_IMAGE, *mounted)):
         return text
     for path, folder in sorted(places.items(), key=lambda place: -len(place[0])):  # what lies in /tmp itself may be mounted
         if text == path or text.startswith(f"{path}/"):

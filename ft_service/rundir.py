@@ -74,9 +74,11 @@ class RunDir:
 
     def list(self, prefix: str) -> list[str]:
         """Keys of the files below a folder, sorted; empty if there is no such folder."""
-        base = self.path(prefix)
-        names = [p.relative_to(self.root).as_posix() for p in base.rglob("*") if p.is_file() and not p.name.startswith(".tmp-")]
-        return sorted(names)
+        found: list[str] = []
+        for folder, _, names in os.walk(self.path(prefix)):  # a glob fails when a folder goes meanwhile
+            below = Path(folder).relative_to(self.root)
+            found += [(below / name).as_posix() for name in names if not name.startswith(".tmp-")]
+        return sorted(found)
 
     def size(self, key: str) -> int | None:
         """In bytes; None: there is no such file."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,3 +109,18 @@ def test_last_attempt(run: RunDir) -> None:
         run.write(f"attempts/{attempt}/start.json", start)
     run.put("attempts/11/logs/early", b"")
     assert last_attempt(run) == 10
+
+
+def test_a_folder_that_goes_while_keys_are_listed_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(tmp_path)
+    for key in ("checkpoints/a/COMPLETE", "checkpoints/b/COMPLETE"):
+        run.put(key, b"{}")
+    scandir = os.scandir
+
+    def after_its_removal(folder: str) -> Any:
+        if str(folder).endswith("/b"):
+            shutil.rmtree(folder, ignore_errors=True)
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", after_its_removal)
+    assert run.list("checkpoints") == ["checkpoints/a/COMPLETE"]

@@ -140,10 +140,10 @@ def training(rank: int, world: int, folder: Path) -> tuple[Callable[[], None], d
         forward_backward(built.peft_model, [batch], world * (TOKENS - 1), world)
         job.update(1e-4, 1.0)
 
-    return step, ways_to_save(built.peft_model, job, spec, rank)
+    return step, ways_to_save(built.peft_model, job, spec)
 
 
-def ways_to_save(model: torch.nn.Module, job: Any, spec: Any, rank: int) -> dict[str, Way]:
+def ways_to_save(model: torch.nn.Module, job: Any, spec: Any) -> dict[str, Way]:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
@@ -181,15 +181,6 @@ def ways_to_save(model: torch.nn.Module, job: Any, spec: Any, rank: int) -> dict
         moments = {name: tensor.full_tensor() for name, tensor in job.tensors().items() if name.startswith("exp_")}
         save_at_0({**get_model_state_dict(model, options=options), **moments}, place)
 
-    def save_at_0(tensors: dict[str, Any], place: Path) -> None:
-        if rank == 0:
-            place.mkdir(parents=True)
-            with (place / "state.pt").open("wb") as file:
-                torch.save(tensors, file)
-                file.flush()
-                os.fsync(file.fileno())
-        dist.barrier()
-
     return {
         OURS: ours,
         WAITED: waited,
@@ -198,6 +189,17 @@ def ways_to_save(model: torch.nn.Module, job: Any, spec: Any, rank: int) -> dict
         JOB_AT_0: job_at_0,
         ALL_AT_0: all_at_0,
     }
+
+
+def save_at_0(tensors: dict[str, Any], place: Path) -> None:
+    """Called by all ranks together, which wait for rank 0."""
+    if dist.get_rank() == 0:
+        place.mkdir(parents=True)
+        with (place / "state.pt").open("wb") as file:
+            torch.save(tensors, file)
+            file.flush()
+            os.fsync(file.fileno())
+    dist.barrier()
 
 
 def starts(folder: Path, repeats: int) -> dict[str, float]:

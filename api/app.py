@@ -39,10 +39,10 @@ def create_app(settings: Settings, store: Store, meters: Meters | None = None) -
         responses={"4XX": {"model": ErrorView}, "5XX": {"model": ErrorView}},
     )
     app.state.services = Services(settings, store, Catalogue.from_settings(settings), meters)
-    app.include_router(health.router)
-    for routes in (files, uploads, fine_tuning, permissions, checkpoints, graders, models, webhooks, inference):
+    for routes in (fine_tuning, files, uploads, permissions, checkpoints, graders, models, webhooks, inference):
         # Here and not only in the routes, so that nobody without a key gets as far as sending a body.
         app.include_router(routes.router, dependencies=[Depends(authenticated)])
+    app.include_router(health.router)
     errors.install(app)
     app.add_middleware(RequestContext, meters=meters)
     describe.install(app)

@@ -15,28 +15,28 @@ _bearer = HTTPBearer(auto_error=False, description="An API key of this service: 
 _Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 
 
-def authenticated(request: Request, credentials: _Credentials, services: Svc) -> Principal:
+async def authenticated(request: Request, credentials: _Credentials, services: Svc) -> Principal:
     """The holder of the key. Raises AuthError; the message never repeats the key."""
-    principal = _holder(credentials, services)
+    principal = await _holder(credentials, services)
     if principal.scope == "metrics":
         raise ForbiddenError("A key of scope metrics reads /metrics and nothing else.")
     request.state.principal = principal  # for the log
     return principal
 
 
-def may_scrape(credentials: _Credentials, services: Svc) -> None:
+async def may_scrape(credentials: _Credentials, services: Svc) -> None:
     """Raises AuthError or ForbiddenError unless /metrics is open, or the key's scope is metrics or admin."""
     if services.settings.metrics_open:
         return
-    if _holder(credentials, services).scope not in ("metrics", "admin"):
+    if (await _holder(credentials, services)).scope not in ("metrics", "admin"):
         message = "This needs an API key of scope metrics or admin: `ft keys create --scope metrics` makes one."
         raise ForbiddenError(message)
 
 
-def _holder(credentials: HTTPAuthorizationCredentials | None, services: Services) -> Principal:
+async def _holder(credentials: HTTPAuthorizationCredentials | None, services: Services) -> Principal:
     if credentials is None or not credentials.credentials:
         raise AuthError("No API key was sent. Send it as `Authorization: Bearer <key>`; `ft keys create` makes one.")
-    principal = services.store.authenticate(credentials.credentials)
+    principal = await services.holders.find(credentials.credentials)
     if principal is None:
         raise AuthError("This API key is not known here, has expired or was revoked.")
     return principal

@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Depends, Request
 from pydantic import ValidationError
 
+from api.holders import Holders
 from ft_service.catalogue import Catalogue
 from ft_service.errors import SpecError
 from ft_service.meters import Meters
@@ -35,6 +36,11 @@ class Services:
     store: Store
     catalogue: Catalogue
     meters: Meters = field(default_factory=Meters)
+
+    @cached_property
+    def holders(self) -> Holders:
+        """Who may ask."""
+        return Holders(self.store)
 
     @cached_property
     def places(self) -> Places:

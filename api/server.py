@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -81,6 +82,8 @@ def serve(settings: Settings, reconcile: Work = reconcile_here, *, api_only: boo
         if not api_only:
             _work_beside(stack, settings, store, meters, reconcile, web)
         _greet(url, key)
+        gc.collect()
+        gc.freeze()  # what is here now stays; looking through it again and again makes single requests wait
         web.run(sockets=[listener])
         if not api_only:
             _say_what_goes_on(store)
@@ -151,6 +154,7 @@ def _web_server(app: Any) -> uvicorn.Server:
         log_level="warning",
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # nothing here depends on who is asking from where, or under which name
         timeout_graceful_shutdown=_STREAM_GRACE_SECONDS,
     )
     return uvicorn.Server(config)

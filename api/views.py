@@ -17,7 +17,7 @@ from ft_service.store.base import Checkpoint, File, StoredEvent
 from ft_service.store.records import Permission, Upload, UploadPart
 from ft_service.tuned import checkpoint_model
 
-View = TypeVar("View", bound=BaseModel)
+View = TypeVar("View")
 
 
 class ErrorBody(BaseModel):
@@ -238,10 +238,10 @@ class CheckpointView(BaseModel):
     metrics: CheckpointMetricsView
 
 
-def list_view(items: Sequence[Any], has_more: bool) -> dict[str, Any]:
+def list_view(items: Sequence[Any], has_more: bool) -> ListView[Any]:
     """A ListView of views that have an id."""
     first, last = (items[0].id, items[-1].id) if items else (None, None)
-    return {"object": "list", "data": items, "has_more": has_more, "first_id": first, "last_id": last}
+    return ListView[Any](data=list(items), has_more=has_more, first_id=first, last_id=last)
 
 
 def file_view(file: File) -> FileView:

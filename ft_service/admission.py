@@ -26,6 +26,7 @@ from ft_service.spec import (
     resolve,
 )
 from ft_service.store.base import NewEvent, Principal, Store
+from ft_service.store.tables import UNSTORABLE
 
 
 def submit(
@@ -142,6 +143,6 @@ def _refuse_unstorable_text(value: Any, place: str) -> None:
     elif isinstance(value, list):
         for number, inner in enumerate(value):
             _refuse_unstorable_text(inner, f"{place}.{number}")
-    elif isinstance(value, str) and ("\0" in value or any("\ud800" <= character <= "\udfff" for character in value)):
+    elif isinstance(value, str) and UNSTORABLE.search(value):
         message = f"{place}: holds a character that is not text (NUL or half of a surrogate pair). Leave it out."
         raise SpecError(message, param=place)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import yaml
@@ -22,7 +23,7 @@ MAX_DEPTH = 4
 _LISTED = 20
 """Names that a refusal lists."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
-_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
 @dataclass(frozen=True)
@@ -122,15 +123,26 @@ def _is_name(name: str) -> bool:
 
 def _faults(folder: Path, path: Path) -> str | None:
     """Why a folder cannot be trained on; None: it can."""
+    try:
+        state, whole = path.stat(), folder.stat()
+    except OSError as error:
+        return f"the folder cannot be read: {error.strerror or error}"
+    return _faults_of(folder, path, (state.st_dev, state.st_ino, state.st_mtime_ns), (whole.st_dev, whole.st_ino))
+
+
+@lru_cache(maxsize=1024)
+def _faults_of(folder: Path, path: Path, *states: tuple[int, ...]) -> str | None:
+    """Remembered as long as both are the same folders, and no file came to the base or went."""
     if not path.resolve().is_relative_to(folder.resolve()):
         return "it is a symbolic link out of the model folder; add the folder it points into to FT_MODELS"
-    if not (path / "config.json").is_file():
+    names = sorted(entry.name for entry in path.iterdir())
+    if "config.json" not in names:
         return "the folder holds no config.json"
-    if not any(path.glob("*.safetensors")):
-        pickled = sorted(file.name for pattern in _PICKLED for file in path.glob(pattern))
+    if not any(name.endswith(".safetensors") for name in names):
+        pickled = [name for name in names if name.endswith(_PICKLED)]
         held = f"only {pickled[0]}, which is pickled and never read" if pickled else "no weights"
         return f"safetensors only: the folder holds {held}"
-    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+    if not any(name in names for name in _TOKENIZER_FILES):
         return "the folder holds no tokenizer (tokenizer.json)"
     return None
 

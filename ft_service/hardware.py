@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from pathlib import Path
 
 
@@ -11,8 +12,13 @@ def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [part.strip() for part in visible.split(",") if part.strip() not in ("", "-1")]
-    files = [path for path in devices.glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()]
-    return [str(number) for number in range(len(files))]
+    return [str(number) for number in range(_device_files(devices))]
+
+
+@lru_cache
+def _device_files(devices: Path) -> int:
+    """Counted once: GPUs do not come and go under a running process."""
+    return sum(path.name.removeprefix("nvidia").isdigit() for path in devices.glob("nvidia[0-9]*"))
 
 
 def gpu_count(devices: Path = Path("/dev")) -> int:

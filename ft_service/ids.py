@@ -5,9 +5,14 @@ from __future__ import annotations
 import secrets
 import string
 
-_ALPHABET = string.ascii_letters + string.digits
+_ALPHABET = (string.ascii_letters + string.digits).encode()
+_OF_A_BYTE = bytes(_ALPHABET[byte % len(_ALPHABET)] for byte in range(256))
+_LENGTH = 24
 
 
 def new_id(prefix: str) -> str:
-    """`prefix` and 24 random letters and digits (about 143 bits): `file-…`, `ftjob-…`, `ftckpt_…`, `ftevent-…`."""
-    return prefix + "".join(secrets.choice(_ALPHABET) for _ in range(24))
+    """`prefix` and 24 random letters and digits (over 142 bits): `file-…`, `ftjob-…`, `ftckpt_…`, `ftevent-…`.
+
+    The first eight letters come up a quarter more often than the rest, since 256 is no multiple of 62.
+    """
+    return prefix + secrets.token_bytes(_LENGTH).translate(_OF_A_BYTE).decode()

@@ -4,3 +4,5 @@ import logging
 
 # At import bitsandbytes reports an optional CPU inference kernel that it did not find; training never uses it.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+from workers.quant import kernels as kernels  # noqa: E402 - first of all: PEFT would load bitsandbytes otherwise, compiler and all

@@ -8,9 +8,10 @@ from fastapi.responses import StreamingResponse
 from api import adapters
 from api.auth import Caller
 from api.deps import Svc, binary
+from api.routing import ThreadRoute
 from ft_service import tuned
 
-router = APIRouter(prefix="/v1/fine_tuning/checkpoints", tags=["fine-tuning"])
+router = APIRouter(prefix="/v1/fine_tuning/checkpoints", tags=["fine-tuning"], route_class=ThreadRoute)
 
 
 @router.get("/{checkpoint:path}/adapter", response_class=StreamingResponse, responses=binary("application/x-tar"))

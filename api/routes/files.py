@@ -15,13 +15,14 @@ from api import expiry, repeats
 from api.auth import Caller
 from api.deps import Svc, binary
 from api.housekeeping import free
+from api.routing import ThreadRoute
 from api.uploads import Upload, keep, received
 from api.views import DeletedView, FileView, ListView, file_view, list_view
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.store.base import File, Order
 
-router = APIRouter(prefix="/v1/files", tags=["files"])
+router = APIRouter(prefix="/v1/files", tags=["files"], route_class=ThreadRoute)
 
 PURPOSE = "fine-tune"
 RESULTS = "fine-tune-results"

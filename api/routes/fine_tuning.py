@@ -11,6 +11,7 @@ from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from api import adapters, live, repeats, tails
 from api.auth import Caller
 from api.deps import JsonBody, Services, Svc, binary, described, event_stream
+from api.routing import ThreadRoute
 from api.views import (
     CheckpointView,
     EventView,
@@ -30,7 +31,7 @@ from ft_service.rundir import RunDir
 from ft_service.spec import JobRequest
 from ft_service.store.base import Principal
 
-router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"])
+router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"], route_class=ThreadRoute)
 
 _METADATA = re.compile(r"metadata\[(.*)\]", re.DOTALL)
 

@@ -8,9 +8,10 @@ from fastapi import APIRouter
 
 from api.auth import Caller
 from api.deps import JsonBody
+from api.routing import ThreadRoute
 from ft_service.errors import SpecError
 
-router = APIRouter(prefix="/v1/fine_tuning/alpha/graders", tags=["fine-tuning"])
+router = APIRouter(prefix="/v1/fine_tuning/alpha/graders", tags=["fine-tuning"], route_class=ThreadRoute)
 
 _BODY: dict[str, Any] = {"requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}}
 

@@ -9,11 +9,16 @@ from pydantic import Field
 
 from api.auth import Admin
 from api.deps import JsonBody, Svc, described, parse_body
+from api.routing import ThreadRoute
 from api.views import DeletedPermissionView, ListView, PermissionView, list_view, permission_view
 from ft_service import tuned
 from ft_service.spec import Strict
 
-router = APIRouter(prefix="/v1/fine_tuning/checkpoints/{fine_tuned_model_checkpoint:path}/permissions", tags=["fine-tuning"])
+router = APIRouter(
+    prefix="/v1/fine_tuning/checkpoints/{fine_tuned_model_checkpoint:path}/permissions",
+    tags=["fine-tuning"],
+    route_class=ThreadRoute,
+)
 
 Limit = Annotated[int, Query(ge=1, le=100)]
 

@@ -74,10 +74,15 @@ def _weight_files(folder: Path) -> list[Path]:
         if not (folder / SINGLE).is_file():
             raise SpecError(f"{folder} has neither {SINGLE} nor {INDEX}.", param="model")
         return [folder / SINGLE]
+    return list(_indexed_files(index, _state(index)))
+
+
+@lru_cache(maxsize=32)
+def _indexed_files(index: Path, state: tuple[int, int]) -> tuple[Path, ...]:
     names = _mapping(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) and "/" not in name for name in names.values()):
         raise _broken(index, "it has no weight_map of tensor names to files")
-    return [folder / name for name in sorted(set(names.values()))]
+    return tuple(index.parent / name for name in sorted(set(names.values())))
 
 
 def _tensors(path: Path, size: int) -> list[StoredTensor]:

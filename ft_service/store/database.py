@@ -52,7 +52,6 @@ class Database:
     def __init__(self, url: str) -> None:
         """Connects on first use. Raises SpecError if the URL is not one of the two databases'."""
         self._engine = _create_engine(_parse(url))
-        self._writer = self._engine.execution_options(ft_write=True)
         # SQLite's own wait for another writer is a sleep that grows, and of many who sleep so one may wait for seconds.
         self._turn: AbstractContextManager[Any] = (
             threading.Lock() if self._engine.dialect.name == "sqlite" else contextlib.nullcontext()
@@ -68,13 +67,21 @@ class Database:
     @contextlib.contextmanager
     def reading(self) -> Iterator[Connection]:
         """One consistent look at the database on SQLite; on PostgreSQL every statement sees what is committed by then."""
-        with _our_errors(), self._engine.begin() as connection:
+        with _our_errors(), self._begun("BEGIN") as connection:
             yield connection
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Connection]:
         """A transaction, committed at the end, undone by any exception. On SQLite it excludes other writers: be quick."""
-        with self._turn, _our_errors(), self._writer.begin() as connection:
+        # A transaction that reads first and writes later can fail half-way; one that takes the write lock at once waits.
+        with self._turn, _our_errors(), self._begun("BEGIN IMMEDIATE") as connection:
+            yield connection
+
+    @contextlib.contextmanager
+    def _begun(self, sqlite_begin: str) -> Iterator[Connection]:
+        with self._engine.begin() as connection:
+            if connection.dialect.name == "sqlite":  # whose driver is told to begin none of its own
+                connection.exec_driver_sql(sqlite_begin)
             yield connection
 
 
@@ -115,21 +122,14 @@ def _create_engine(url: URL) -> Engine:
     Path(url.database).parent.mkdir(parents=True, exist_ok=True)
     engine = create_engine(url, connect_args={"timeout": BUSY_SECONDS}, **pool)
     event.listen(engine, "connect", _set_up_sqlite)
-    event.listen(engine, "begin", _begin_sqlite)
     return engine
 
 
 def _set_up_sqlite(connection: sqlite3.Connection, record: object) -> None:
-    connection.isolation_level = None  # the driver begins no transactions of its own; _begin_sqlite does
+    connection.isolation_level = None  # the driver begins no transactions of its own; `_begun` does
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA foreign_keys = ON")
-
-
-def _begin_sqlite(connection: Connection) -> None:
-    # A transaction that reads first and writes later can fail half-way; one that takes the write lock at once waits its turn.
-    write = connection.get_execution_options().get("ft_write", False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sqlalchemy import Connection, Exists, and_, exists, insert, or_, select, update
+from sqlalchemy import Connection, Exists, and_, bindparam, exists, insert, or_, select, update
 
 from ft_service.store.base import File, Order, Page
 from ft_service.store.database import Database, database_time
@@ -12,6 +12,8 @@ from ft_service.store.rows import FILE, cursor, file_row, not_found, page, to_fi
 from ft_service.store.tables import TO_FREE, UNFINISHED, VISIBLE, files, jobs
 
 LIVE = and_(VISIBLE, or_(files.c.expires_at.is_(None), files.c.expires_at > database_time()))
+
+_SELECT_FILE = select(*FILE).where(files.c.id == bindparam("file_id"), files.c.project_id == bindparam("of_project"), LIVE)
 
 
 class FileStore(Database):
@@ -24,9 +26,8 @@ class FileStore(Database):
             return insert_file(connection, file, seconds)
 
     def get_file(self, project_id: str, file_id: str) -> File:
-        query = select(*FILE).where(files.c.id == file_id, files.c.project_id == project_id, LIVE)
         with self.reading() as connection:
-            row = connection.execute(query).mappings().one_or_none()
+            row = connection.execute(_SELECT_FILE, {"file_id": file_id, "of_project": project_id}).mappings().one_or_none()
         if row is None:
             raise not_found("file", file_id)
         return to_file(row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from sqlalchemy import Connection, and_, bindparam, exists, insert, select, update
@@ -28,7 +29,8 @@ from ft_service.store.rows import (
     to_job,
     to_metrics,
 )
-from ft_service.store.tables import UNFINISHED, checkpoints, events, job_metadata, jobs
+from ft_service.store.tables import UNFINISHED, checkpoints, events, job_metadata, jobs, storable
+from ft_service.store.together import Together
 from ft_service.store.webhooks import announce
 
 MAX_TRIES = 20
@@ -41,30 +43,39 @@ ASKED = {Verb.CANCEL: "Cancel requested.", Verb.PAUSE: "Pause requested.", Verb.
 
 
 # Built once: to put such statements together takes longer than to run them.
-_INSERT_JOB = (
-    insert(jobs)
-    .values({column.name: bindparam(column.name) for column in JOB if column.name != "created_at"})
-    .values(created_at=database_time())
-    .returning(*JOB, jobs.c.position)
-)
+_INSERT_JOBS = insert(jobs).values(created_at=database_time()).returning(jobs.c.id, jobs.c.created_at, jobs.c.position)
+_SELECT_JOB = select(*JOB).where(jobs.c.id == bindparam("job_id"), jobs.c.project_id == bindparam("of_project"))
 _INSERT_EVENTS = insert(events)
 _INSERT_PAIRS = insert(job_metadata)
 
 
 class JobStore(Database):
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self._creations = Together(self._create_all)
+
     def create_job(self, job: Job, told: Sequence[NewEvent] = ()) -> Job:
         """Store a new job; `created_at` is set by the database. Its first event, and then `told`, are written with it.
 
         Raises ConflictError if the id is taken or there is no such project.
         """
+        first = NewEvent(level="info", message=f"Created fine-tuning job: {job.id}")
+        as_stored = replace(job, request=storable(job.request), spec=storable(job.spec))
+        return self._creations((as_stored, (first, *told)))
+
+    def _create_all(self, given: Sequence[tuple[Job, Sequence[NewEvent]]]) -> list[Job]:
         with self.writing() as connection:
-            row = dict(connection.execute(_INSERT_JOB, new_job_row(job)).mappings().one())
-            position = row.pop("position")
-            created = to_job(row)
-            if pairs := _pairs(created, position):
+            stored = connection.execute(_INSERT_JOBS, [new_job_row(job) for job, _ in given])
+            found = {job_id: (created_at, position) for job_id, created_at, position in stored}
+            created = [replace(job, created_at=found[job.id][0]) for job, _ in given]
+            if pairs := [pair for job in created for pair in _pairs(job, found[job.id][1])]:
                 connection.execute(_INSERT_PAIRS, pairs)
-            first = NewEvent(level="info", message=f"Created fine-tuning job: {job.id}")
-            connection.execute(_INSERT_EVENTS, [event_row(event, created, created.created_at) for event in (first, *told)])
+            told = [
+                event_row(event, job, job.created_at)
+                for job, (_, events) in zip(created, given, strict=True)
+                for event in events
+            ]
+            connection.execute(_INSERT_EVENTS, told)
         return created
 
     def get_job(self, project_id: str, job_id: str) -> Job:
@@ -186,8 +197,7 @@ class JobStore(Database):
 
 
 def _get(connection: Connection, project_id: str, job_id: str) -> Job:
-    query = select(*JOB).where(jobs.c.id == job_id, jobs.c.project_id == project_id)
-    row = connection.execute(query).mappings().one_or_none()
+    row = connection.execute(_SELECT_JOB, {"job_id": job_id, "of_project": project_id}).mappings().one_or_none()
     if row is None:
         raise not_found("fine-tuning job", job_id)
     return to_job(row)

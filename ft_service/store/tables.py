@@ -7,7 +7,9 @@ says the same.
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from typing import Any
 
 from sqlalchemy import (
@@ -40,20 +42,30 @@ metadata = MetaData(
 )
 
 
+UNSTORABLE = re.compile("[\0\ud800-\udfff]")
+"""Characters that PostgreSQL keeps in no text: NUL and half surrogate pairs."""
+_SUSPECT = re.compile(r"\\u0000|\\u[dD][89a-fA-F]|NaN|Infinity")
+
+
 def storable(value: Any) -> Any:
     """A JSON value as both databases can hold it: no NUL, no lone surrogate, no NaN or infinity.
 
     What a worker prints or a client sends may hold any of them, and a job must not become unwritable over it.
     """
+    # One look at the whole as JSON, which escapes what must not be in it, is faster than one at each of its strings.
+    return _without_unstorable(value) if _SUSPECT.search(json.dumps(value)) else value
+
+
+def _without_unstorable(value: Any) -> Any:
     match value:
         case str():
             return value.replace("\x00", "\ufffd").encode("utf-8", "replace").decode()
         case float():
             return value if math.isfinite(value) else None
         case dict():
-            return {storable(key): storable(inner) for key, inner in value.items()}
+            return {_without_unstorable(key): _without_unstorable(inner) for key, inner in value.items()}
         case list() | tuple():
-            return [storable(inner) for inner in value]
+            return [_without_unstorable(inner) for inner in value]
         case _:
             return value
 
@@ -63,7 +75,7 @@ class StorableText(TypeDecorator[str]):
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: Any) -> str | None:
-        return storable(value)
+        return _without_unstorable(value) if value and UNSTORABLE.search(value) else value
 
 
 class StorableJson(TypeDecorator[Any]):
@@ -73,7 +85,7 @@ class StorableJson(TypeDecorator[Any]):
     cache_ok = True
 
     def process_bind_param(self, value: Any, dialect: Any) -> Any:
-        return storable(value)
+        return storable(value) if value else value
 
     def coerce_compared_value(self, op: Any, value: Any) -> Any:
         return self.impl_instance.coerce_compared_value(op, value)

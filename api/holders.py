@@ -1,0 +1,43 @@
+"""Who holds a key, remembered for a moment."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+
+from starlette.concurrency import run_in_threadpool
+
+from ft_service.store.base import Principal, Store
+
+REMEMBERED_SECONDS = 1.0
+"""How long a key that was revoked, or has expired, may still open: without this every request would ask the database twice."""
+_MOST = 10_000
+"""Keys that are remembered at once."""
+
+
+class Holders:
+    """Asks the database for keys that it does not remember. Only keys that open are remembered: a new one works at once."""
+
+    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._clock = clock
+        self._known: dict[bytes, tuple[Principal, float]] = {}
+
+    async def find(self, secret: str) -> Principal | None:
+        """The holder of a key; None: nobody. Raises UnavailableError if the database does not answer."""
+        digest = hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
+        principal, until = self._known.get(digest, (None, 0.0))
+        if principal and self._clock() < until:
+            return principal
+        principal = await run_in_threadpool(self._store.authenticate, secret)
+        self._remember(digest, principal)
+        return principal
+
+    def _remember(self, digest: bytes, principal: Principal | None) -> None:
+        if principal is None:
+            self._known.pop(digest, None)
+            return
+        if len(self._known) >= _MOST:
+            self._known.clear()
+        self._known[digest] = (principal, self._clock() + REMEMBERED_SECONDS)

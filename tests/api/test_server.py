@@ -42,7 +42,7 @@ from ft_service.places import Places
 from ft_service.reconciler import Reconciler
 from ft_service.settings import Settings
 
-def check(job) -> None:
+def check(job, examiner) -> None:
     settings.home.joinpath("checking").touch()
     threading.Event().wait()
 

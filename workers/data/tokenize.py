@@ -3,12 +3,13 @@
 The mask comes from rendering prefixes: what the template adds between "up to this answer, with the generation prompt" and
 "including this answer" is what the model must learn to produce, its end-of-turn token included. That needs no support from
 the template but that later turns do not rewrite earlier ones.
+
+Whoever trains and whoever only counts (workers/data/examine.py) uses this module, so nothing here needs torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,53 +17,29 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ft_service.chatlines import Sample, parse_line
+from ft_service.chatlines import Sample
+from ft_service.dataset import Fault, read_samples
 from ft_service.errors import DataError, SpecError
+from ft_service.lines import LineError
 from ft_service.rundir import sha256_of
 from ft_service.spec import DataFileRef
-from workers.data.batches import Tokens
+from workers.data.tokens import Tokens
 
 Span = tuple[int, int]
+Rendered = tuple[str, list[Span]]
+"""A sample's text, and the character spans of the answers to learn."""
 
-
-@dataclass(frozen=True)
-class Dataset:
-    """A tokenised data file."""
-
-    samples: list[Tokens]
-    truncated: int
-    """Samples that lost tokens to max_length."""
-    dropped: int
-    """Samples left out because no target was left of them."""
-    longest: int
-    """Tokens of the longest sample, before any were cut."""
-    lost_tokens: int
-    """Tokens that were cut, of all samples."""
-
-    def summary(self, name: str) -> str:
-        """What is trained on, in one sentence; `name`: the file's."""
-        tokens, targets = sum(len(s.ids) for s in self.samples), sum(s.target_count for s in self.samples)
-        return (
-            f"{name}: {len(self.samples):,} samples of {tokens:,} tokens, {targets:,} of them the assistant's to learn; "
-            f"the longest sample has {self.longest:,} tokens."
-        )
-
-    def warnings(self, name: str, max_length: int) -> list[str]:
-        """What is not trained on, and why."""
-        found = []
-        if self.truncated:
-            found.append(
-                f"{name}: {self.truncated:,} samples were cut to training.max_length = {max_length} tokens; "
-                f"{self.lost_tokens:,} tokens are lost. A larger max_length keeps them."
-            )
-        if self.dropped:
-            found.append(f"{name}: {self.dropped:,} samples are left out: no assistant token within {max_length} tokens.")
-        return found
+CHUNK_SAMPLES = 512
+CHUNK_CHARACTERS = 4 * 1024**2
+"""Text that is rendered before it is tokenised: enough to keep all processors busy, and a bound on memory."""
 
 
 def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
-    """The base's tokenizer. Raises SpecError if it is not a fast one or has no chat template."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
+    """The base's tokenizer. Raises SpecError if it cannot be loaded, is not a fast one or has no chat template."""
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # it raises what its files make it raise
+        raise SpecError(f"The base's tokenizer cannot be loaded: {error}", param="model") from error
     if not tokenizer.is_fast:
         raise SpecError(
             "The base's tokenizer has no tokenizer.json, which is needed to find the assistant's tokens.", param="model"
@@ -72,43 +49,72 @@ def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_dataset(tokenizer: PreTrainedTokenizerBase, file: DataFileRef, max_length: int) -> Dataset:
-    """Read, render and tokenise a file. Raises DataError if it changed since submission or leaves nothing to train on."""
+def load_dataset(tokenizer: PreTrainedTokenizerBase, file: DataFileRef, max_length: int) -> list[Tokens]:
+    """The samples of a file, cut to `max_length` tokens; those that have no target then are left out.
+
+    Raises DataError if it changed since submission, has a line that cannot be trained on, or leaves nothing to train on.
+    """
     path = Path(file.path)
     if not path.is_file():
         raise DataError(f"{file.name}: the file is gone from {path}.", code="file_missing")
     if sha256_of(path) != file.sha256:
         raise DataError(f"{file.name}: the file has changed since the job was submitted.", code="file_changed")
-    with path.open(encoding="utf-8") as lines:
-        samples = [(number, parse_line(line)) for number, line in enumerate(lines, start=1) if line.strip()]
-    tokenized = list(tokenize(tokenizer, samples, file.name))
-    kept = [Tokens(t.ids[:max_length], t.targets[:max_length]) for t in tokenized]
-    usable = [t for t in kept if t.target_count]
+    usable: list[Tokens] = []
+    with path.open("rb") as lines:
+        for found in tokenize(tokenizer, read_samples(lines)):
+            if isinstance(found, Fault):
+                raise DataError(f"{file.name}: {found}.")
+            kept = found.cut(max_length)
+            if kept.target_count:
+                usable.append(kept)
     if not usable:
-        raise DataError(f"{file.name}: no sample has an assistant token within training.max_length = {max_length} tokens.")
-    lengths = [len(t.ids) for t in tokenized]
-    return Dataset(
-        samples=usable,
-        truncated=sum(length > max_length for length in lengths),
-        dropped=len(kept) - len(usable),
-        longest=max(lengths),
-        lost_tokens=sum(max(0, length - max_length) for length in lengths),
-    )
+        raise DataError(f"{file.name}: {nothing_to_learn(max_length)}.")
+    return usable
 
 
-def tokenize(tokenizer: PreTrainedTokenizerBase, samples: Sequence[tuple[int, Sample]], filename: str) -> Iterable[Tokens]:
-    """Tokens of (line number, sample) pairs. Raises DataError, naming the line, where the template rewrites earlier turns."""
-    rendered = [render(tokenizer, sample, f"{filename} line {number}") for number, sample in samples]
-    encoded = tokenizer([text for text, _ in rendered], add_special_tokens=False, return_offsets_mapping=True)
-    for (_, spans), ids, offsets in zip(rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-        yield Tokens(np.asarray(ids, dtype=np.int32), _inside(np.asarray(offsets).reshape(-1, 2)[:, 0], spans))
+def nothing_to_learn(max_length: int) -> str:
+    return f"no sample has an assistant token within training.max_length = {max_length} tokens"
 
 
-def render(tokenizer: PreTrainedTokenizerBase, sample: Sample, where: str) -> tuple[str, list[Span]]:
-    """A sample's text and the character spans of the answers to learn."""
+def tokenize(tokenizer: PreTrainedTokenizerBase, samples: Iterable[tuple[int, Sample | Fault]]) -> Iterator[Tokens | Fault]:
+    """Tokens of every numbered sample, or why it has none: its own fault, or one that the chat template finds."""
+    chunk: list[Rendered | Fault] = []
+    characters = 0
+    for number, sample in samples:
+        found = sample if isinstance(sample, Fault) else _rendered(tokenizer, number, sample)
+        chunk.append(found)
+        characters += 0 if isinstance(found, Fault) else len(found[0])
+        if len(chunk) == CHUNK_SAMPLES or characters >= CHUNK_CHARACTERS:
+            yield from _encoded(tokenizer, chunk)
+            chunk, characters = [], 0
+    yield from _encoded(tokenizer, chunk)
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, number: int, sample: Sample) -> Rendered | Fault:
+    try:
+        return render(tokenizer, sample)
+    except LineError as error:
+        return Fault(number, error.field, error.reason)
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, chunk: list[Rendered | Fault]) -> Iterator[Tokens | Fault]:
+    texts = [found[0] for found in chunk if not isinstance(found, Fault)]
+    options: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
+    encodings = iter(tokenizer(texts, **options).encodings or [] if texts else [])
+    for found in chunk:
+        if isinstance(found, Fault):
+            yield found
+            continue
+        encoding = next(encodings)
+        starts = np.fromiter((first for first, _ in encoding.offsets), np.int64, len(encoding))
+        yield Tokens(np.asarray(encoding.ids, dtype=np.int32), _inside(starts, found[1]))
+
+
+def render(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> Rendered:
+    """Raises LineError for what the base's chat template does not take."""
     messages = list(sample.messages)
-    _require_tools_in_template(tokenizer, sample, where)
-    template = partial(_template, tokenizer, where, list(sample.tools) or None)
+    _require_tools_in_template(tokenizer, sample)
+    template = partial(_template, tokenizer, list(sample.tools) or None)
     full = template(messages)
     spans: list[Span] = []
     for i, (message, weight) in enumerate(zip(messages, sample.weights, strict=True)):
@@ -117,15 +123,16 @@ def render(tokenizer: PreTrainedTokenizerBase, sample: Sample, where: str) -> tu
         before = template(messages[:i], add_generation_prompt=True)
         until = full if i == len(messages) - 1 else template(messages[: i + 1])
         if not (until.startswith(before) and full.startswith(until)):
-            raise DataError(
-                f"{where}: the base's chat template writes the conversation up to message {i + 1} differently once more "
-                "follows, so its tokens cannot be told apart. Split the conversation, or give that message weight 0."
+            raise LineError(
+                "",
+                f"the base's chat template writes the conversation up to message {i + 1} differently once more follows, so its "
+                "tokens cannot be told apart. Split the conversation, or give that message weight 0",
             )
         spans.append((len(before), len(until)))
     return full, spans
 
 
-def _require_tools_in_template(tokenizer: PreTrainedTokenizerBase, sample: Sample, where: str) -> None:
+def _require_tools_in_template(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> None:
     """Templates leave out what they do not know, and the model would learn to call tools that it was not told of."""
     given: Any = tokenizer.chat_template
     source = given if isinstance(given, str) else " ".join(given.values())
@@ -134,23 +141,20 @@ def _require_tools_in_template(tokenizer: PreTrainedTokenizerBase, sample: Sampl
         (sample.calls_tools, "tool_calls", "calls"),
     ):
         if used and word not in source:
-            raise DataError(
-                f"{where}: the base's chat template has no place for {what}, so they would be left out. Train on a base whose "
-                "template knows tools, or leave the line out."
+            raise LineError(
+                "",
+                f"the base's chat template has no place for {what}, so they would be left out. Train on a base whose template "
+                "knows tools, or leave the line out",
             )
 
 
 def _template(
-    tokenizer: PreTrainedTokenizerBase,
-    where: str,
-    tools: list[Any] | None,
-    messages: list[Any],
-    add_generation_prompt: bool = False,
+    tokenizer: PreTrainedTokenizerBase, tools: list[Any] | None, messages: list[Any], add_generation_prompt: bool = False
 ) -> str:
     try:
         text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt)
     except Exception as error:  # templates raise what they like, to refuse roles and orders
-        raise DataError(f"{where}: the base's chat template refuses this conversation: {error}") from error
+        raise LineError("", f"the base's chat template refuses this conversation: {error}") from error
     assert isinstance(text, str)
     return text
 

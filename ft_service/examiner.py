@@ -41,7 +41,7 @@ class ExaminerLost(UnavailableError):
 
     def __init__(self, why: str) -> None:
         often = ""
-        if "ModuleNotFoundError" in why:
+        if "ImportError" in why or "ModuleNotFoundError" in why:
             often = " Install what is missing: pip install 'ft-service[api]'."
         elif "signal" in why:
             often = " Often the host ran out of memory."

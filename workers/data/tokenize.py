@@ -153,6 +153,8 @@ def _template(
 ) -> str:
     try:
         text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt)
+    except ImportError:  # no fault of the conversation's
+        raise
     except Exception as error:  # templates raise what they like, to refuse roles and orders
         raise LineError("", f"the base's chat template refuses this conversation: {error}") from error
     assert isinstance(text, str)

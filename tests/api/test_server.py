@@ -31,7 +31,20 @@ SERVE_AND_RUN = """
 from api.server import serve
 from ft_service.settings import Settings
 
-serve(Settings())
+serve(Settings(), as_json=True)
+"""
+
+RECONCILE = """
+import threading
+from api.server import reconcile_only
+from ft_service.cli.app import run
+from ft_service.settings import Settings
+
+def wait(settings, store, meters, stop: threading.Event) -> None:
+    stop.wait()
+
+run(["migrate", "--json"])
+reconcile_only(Settings(), wait, as_json=True)
 """
 
 ENDLESS_CHECK = """
@@ -172,7 +185,10 @@ def test_a_file_that_cannot_be_trained_on_fails_the_job_without_a_training_proce
             job_id = client.fine_tuning.jobs.create(model="tiny", training_file=file_id).id
             wait_until(lambda: client.fine_tuning.jobs.retrieve(job_id).status == "failed")
             job = client.fine_tuning.jobs.retrieve(job_id)
-        ended(process, signal.SIGTERM)
+        out, _ = ended(process, signal.SIGTERM)
+        url = read(tmp_path / "credentials")["base_url"]
+    serving, stopped = map(json.loads, out.splitlines())
+    assert (serving["event"], serving["base_url"], stopped) == ("serving", url, {"event": "stopped", "running": []})
 
     assert job.error is not None
     assert job.error.model_dump() == {
@@ -181,6 +197,14 @@ def test_a_file_that_cannot_be_trained_on_fails_the_job_without_a_training_proce
         "param": "training_file",
     }
     assert not (tmp_path / "runs" / job_id / "attempts").exists()
+
+
+def test_parts_of_the_server_say_what_they_do_as_json(tmp_path: Path) -> None:
+    with server(tmp_path, RECONCILE) as process:
+        assert process.stdout is not None
+        said = [json.loads(process.stdout.readline())["event"] for _ in range(2)]
+        ended(process, signal.SIGTERM)
+    assert said == ["migrated", "reconciling"]
 
 
 def test_the_server_ends_while_a_large_file_is_checked(tmp_path: Path) -> None:

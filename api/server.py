@@ -93,8 +93,8 @@ def serve(settings: Settings, reconcile: Work = reconcile_here, *, api_only: boo
 def reconcile_only(settings: Settings, reconcile: Work = reconcile_here, *, as_json: bool = False) -> None:
     """Move jobs, and do what else goes on beside the web server, until SIGINT or SIGTERM. Only for a process's main thread.
 
-    `as_json`: as for `serve`. Raises UnavailableError if the database does not answer or is not up to date, and if a part of the
-    work has failed.
+    `as_json`: as for `serve`. Raises UnavailableError if the database does not answer or is not up to date, and if a part of
+    the work has failed.
     """
     logs.configure(settings.log_level, settings.log_format)
     settings.home.mkdir(parents=True, exist_ok=True)

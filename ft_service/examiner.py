@@ -1,4 +1,4 @@
-"""The process beside this one that reads data files and counts their tokens (workers/data/examine.py).
+"""The process beside this one that reads data files and counts their tokens (ft_service/tokens/examine.py).
 
 It has imported what tokenizers need, which takes a second, and is kept for the next file. Reading in a process of its own keeps
 a large file from holding up this process's threads, and can be ended at any moment.
@@ -24,7 +24,7 @@ from ft_service.errors import SpecError, UnavailableError
 from ft_service.rundir import ErrorInfo
 from ft_service.spec import DataFileRef, JobSpec
 
-COMMAND = (sys.executable, "-P", "-m", "workers.data.examine")
+COMMAND = (sys.executable, "-P", "-m", "ft_service.tokens.examine")
 KNOWN_REPORTS = 1000
 TOKENIZER_FILES = (
     *("tokenizer*", "chat_template*", "*.jinja", "*.model", "vocab*", "merges.txt"),

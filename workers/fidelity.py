@@ -12,9 +12,9 @@ from torch import nn
 from ft_service.errors import DataError
 from ft_service.provenance import Manifest
 from ft_service.spec import JobSpec, PrecisionOptions
+from ft_service.tokens.sample import Tokens
+from ft_service.tokens.tokenize import load_dataset, load_tokenizer
 from workers.data.batches import Batch, collate
-from workers.data.tokenize import load_dataset, load_tokenizer
-from workers.data.tokens import Tokens
 from workers.model.build import build
 from workers.model.load import adapters, load
 from workers.runtime import COMPUTE_DTYPE

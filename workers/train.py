@@ -23,11 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ft_service.rundir import Outcome, RunDir, set_damaged_aside
 from ft_service.spec import JobSpec
+from ft_service.tokens.sample import Tokens
+from ft_service.tokens.tokenize import load_dataset, load_tokenizer
 from workers import checkpoint, origins
 from workers.activations import checkpoint_activations
 from workers.compiling import compile_layers
-from workers.data.tokenize import load_dataset, load_tokenizer
-from workers.data.tokens import Tokens
 from workers.export import publish
 from workers.going_on import adopt
 from workers.guards import AdapterWatch, check_gathered_weights

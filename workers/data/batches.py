@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.data.tokens import Tokens
+from ft_service.tokens.sample import Tokens
 from workers.model.dropout import keys_from
 
 IGNORED = -100

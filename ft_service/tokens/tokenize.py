@@ -4,7 +4,7 @@ The mask comes from rendering prefixes: what the template adds between "up to th
 "including this answer" is what the model must learn to produce, its end-of-turn token included. That needs no support from
 the template but that later turns do not rewrite earlier ones.
 
-Whoever trains and whoever only counts (workers/data/examine.py) uses this module, so nothing here needs torch.
+Whoever trains and whoever only counts (examine.py) uses this module, so nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ft_service.errors import DataError, SpecError
 from ft_service.lines import LineError
 from ft_service.rundir import sha256_of
 from ft_service.spec import DataFileRef
-from workers.data.tokens import Tokens
+from ft_service.tokens.sample import Tokens
 
 Span = tuple[int, int]
 Rendered = tuple[str, list[Span]]

@@ -1,7 +1,7 @@
 """What a data file holds for a base: lines at fault, or tokens to train on. A process that the service keeps beside it.
 
-`python -m workers.data.examine PARENT` reads one request a line and answers each with one line (ft_service/examiner.py). It
-ends with its parent, and when its input ends.
+`python -m ft_service.tokens.examine PARENT` reads one request a line and answers each with one line (ft_service/examiner.py).
+It ends with its parent, and when its input ends.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from transformers import PreTrainedTokenizerBase
 from ft_service.dataset import ANSWER, REQUEST, Answer, Counts, DataReport, Fault, Findings, Request, read_samples
 from ft_service.errors import SpecError
 from ft_service.rundir import ErrorInfo, sha256_of
-from workers.data.tokenize import load_tokenizer, nothing_to_learn, tokenize
-from workers.data.tokens import Tokens
+from ft_service.tokens.sample import Tokens
+from ft_service.tokens.tokenize import load_tokenizer, nothing_to_learn, tokenize
 
 
 def main() -> None:

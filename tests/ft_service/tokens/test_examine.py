@@ -13,9 +13,9 @@ from ft_service.dataset import SHOWN_FAULTS, Counts, DataReport, Request
 from ft_service.examiner import Examiner
 from ft_service.rundir import sha256_of
 from ft_service.spec import DataFileRef
+from ft_service.tokens.examine import examine
+from ft_service.tokens.tokenize import CHUNK_SAMPLES, load_dataset
 from tests.workers.models import save_tokenizer
-from workers.data.examine import examine
-from workers.data.tokenize import CHUNK_SAMPLES, load_dataset
 
 
 @pytest.fixture(scope="module")

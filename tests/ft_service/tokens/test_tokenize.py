@@ -14,9 +14,9 @@ from ft_service.dataset import Fault
 from ft_service.errors import DataError, SpecError
 from ft_service.rundir import sha256_of
 from ft_service.spec import DataFileRef
+from ft_service.tokens.sample import Tokens
+from ft_service.tokens.tokenize import load_dataset, load_tokenizer, tokenize
 from tests.workers.models import save_tokenizer
-from workers.data.tokenize import load_dataset, load_tokenizer, tokenize
-from workers.data.tokens import Tokens
 
 
 @pytest.fixture(scope="module")

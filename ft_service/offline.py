@@ -15,7 +15,7 @@ from typing import Any
 
 from ft_service.errors import FtError, NotFoundError, SpecError
 from ft_service.lifetime import exclusive
-from ft_service.rundir import CHECKPOINT_NAME, RunDir, complete_checkpoints
+from ft_service.rundir import CHECKPOINT_NAME, RunDir, complete_checkpoints, obtainable_checkpoints
 
 WRONG = 64
 
@@ -58,8 +58,7 @@ def checkpoint_adapter(run_dir: Path, checkpoint: str | int) -> Path:
 
 def _name_of_step(run: RunDir, step: int) -> str:
     """The newest attempt's checkpoint of a step, among those on disk and those whose adapter was made before."""
-    kept = [folder.name for folder in run.path("adapters").glob("step-*") if CHECKPOINT_NAME.fullmatch(folder.name)]
-    names = [name for name in {*complete_checkpoints(run), *kept} if name.startswith(f"step-{step}-a")]
+    names = [name for name in obtainable_checkpoints(run) if name.startswith(f"step-{step}-a")]
     if not names:
         steps = ", ".join(name.split("-")[1] for name in complete_checkpoints(run)) or "none"
         raise NotFoundError(

@@ -236,6 +236,11 @@ def checkpoint_name(step: int, attempt: int) -> str:
     return f"step-{step}-a{attempt}"
 
 
+def step_of(name: str) -> int:
+    """The step of a checkpoint's name."""
+    return int(name.split("-")[1])
+
+
 def complete_checkpoints(run: RunDir) -> list[str]:
     """Names of the checkpoints whose marker is there, oldest first: by step, then by attempt. Those set aside do not count."""
     found: list[tuple[int, int]] = []
@@ -246,6 +251,12 @@ def complete_checkpoints(run: RunDir) -> list[str]:
         if match and file == "COMPLETE" and f"checkpoints/{name}/DAMAGED" not in keys:
             found.append((int(match[1]), int(match[2])))
     return [checkpoint_name(step, attempt) for step, attempt in sorted(found)]
+
+
+def obtainable_checkpoints(run: RunDir) -> set[str]:
+    """Names of the checkpoints whose adapter can be had: complete ones, and those gone since whose adapter was made before."""
+    made = {name for _, name, *inside in (key.split("/") for key in run.list("adapters")) if inside}
+    return {*complete_checkpoints(run), *filter(CHECKPOINT_NAME.fullmatch, made)}
 
 
 def newest_step(run: RunDir) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ft_service.errors import NotFoundError
 from ft_service.job import Job, State
+from ft_service.rundir import RunDir, obtainable_checkpoints, step_of
 from ft_service.store.base import Checkpoint, Principal, Store
 
 PREFIX = "ft:"
@@ -79,6 +80,12 @@ def find_checkpoint(checkpoint_id: str, project_id: str, store: Store) -> Tuned:
     if store.is_deleted(name):
         raise _no_such(name)
     return Tuned(name, job, point.created_at, point)
+
+
+def usable_checkpoints(job: Job, run: RunDir, store: Store) -> list[str]:
+    """Names of a job's checkpoints that are still there, as shards or as an adapter, and whose model was not deleted."""
+    deleted, name = store.deleted_models(job.project_id), job.spec["tuned_name"]
+    return sorted(found for found in obtainable_checkpoints(run) if checkpoint_model(name, step_of(found)) not in deleted)
 
 
 def list_usable(caller: Principal, store: Store) -> Iterator[Tuned]:

@@ -109,9 +109,11 @@ def events(
 def checkpoints(
     job_id: str, caller: Caller, services: Svc, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 10
 ) -> Any:
-    """Complete checkpoints, the highest step first."""
+    """Complete checkpoints that are still there, the highest step first: those that `save_total_limit` or an age limit has
+    removed are not listed, unless their adapter was made before."""
     job = services.store.get_job(caller.project_id, job_id)
-    page = services.store.list_checkpoints(caller.project_id, job_id, after=after, limit=limit)
+    there = tuned.usable_checkpoints(job, _run_dir(job, services), services.store)
+    page = services.store.list_checkpoints(caller.project_id, job_id, after=after, limit=limit, names=there)
     return list_view([checkpoint_view(point, job.spec["tuned_name"]) for point in page.data], page.has_more)
 
 

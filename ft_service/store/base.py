@@ -6,7 +6,7 @@ Times are seconds since the epoch, always the database's own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
@@ -326,7 +326,15 @@ class Store(Protocol):
         """In the order in which they were stored; newest first by default."""
         ...
 
-    def list_checkpoints(self, project_id: str, job_id: str, *, after: str | None = None, limit: int = 10) -> Page[Checkpoint]:
+    def list_checkpoints(
+        self,
+        project_id: str,
+        job_id: str,
+        *,
+        after: str | None = None,
+        limit: int = 10,
+        names: Collection[str] | None = None,
+    ) -> Page[Checkpoint]:
         """Newest (highest step) first; of a step that several attempts reached only the newest attempt's."""
         ...
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -137,14 +137,27 @@ class JobStore(Database):
                 query = query.where(place < last if order == "desc" else place > last)
             return page(connection, query, limit, to_event)
 
-    def list_checkpoints(self, project_id: str, job_id: str, *, after: str | None = None, limit: int = 10) -> Page[Checkpoint]:
-        """Newest (highest step) first; of a step that several attempts reached only the newest attempt's."""
+    def list_checkpoints(
+        self,
+        project_id: str,
+        job_id: str,
+        *,
+        after: str | None = None,
+        limit: int = 10,
+        names: Collection[str] | None = None,
+    ) -> Page[Checkpoint]:
+        """Newest (highest step) first; of a step that several attempts reached only the newest attempt's. `names`: only these,
+        None: all."""
         step = checkpoints.c.step
         newer = checkpoints.alias()
         redone = exists().where(
             newer.c.job_id == checkpoints.c.job_id, newer.c.step == step, newer.c.attempt > checkpoints.c.attempt
         )
-        query = select(*CHECKPOINT).where(checkpoints.c.job_id == job_id, ~redone).order_by(step.desc())
+        query = select(*CHECKPOINT).where(checkpoints.c.job_id == job_id).order_by(step.desc())
+        if names is not None:
+            redone = redone.where(newer.c.name.in_(names))
+            query = query.where(checkpoints.c.name.in_(names))
+        query = query.where(~redone)
         with self.reading() as connection:
             _get(connection, project_id, job_id)
             if after is not None:

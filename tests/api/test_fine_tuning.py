@@ -44,6 +44,8 @@ def put(service: Service, job_id: str, *events: NewEvent, checkpoints: tuple[int
     ]
     change = Change(job=replace(claim.job, **changes), events=events, checkpoints=points)
     assert service.store.apply(claim, change)
+    for point in points:
+        run_dir(service, job_id).put(f"checkpoints/{point.name}/COMPLETE", b"{}")
     return service.store.get_job(claim.job.project_id, job_id)
 
 
@@ -325,6 +327,27 @@ def test_a_checkpoint_s_adapter_is_made_once_when_it_is_asked_for(
         assert (other.status_code, other.json()["error"]["code"]) == (404, "no_checkpoint")
     unfinished = service.http("GET", f"/v1/fine_tuning/checkpoints/{model.partition(':ckpt')[0]}/adapter")
     assert unfinished.status_code == 404
+
+
+def test_a_checkpoint_that_is_gone_is_no_longer_listed(service: Service, client: openai.OpenAI, training_file: str) -> None:
+    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
+    job = put(service, job_id, state=State.SUCCEEDED, finished_at=1e9, attempt=1, checkpoints=tuple(range(1, 8)))
+    run, name = run_dir(service, job_id), job.spec["tuned_name"]
+
+    def listed() -> list[int]:
+        return [point.step_number for point in client.fine_tuning.jobs.checkpoints.list(job_id, limit=2)]
+
+    assert listed() == [7, 6, 5, 4, 3, 2, 1]
+    cursor = client.fine_tuning.jobs.checkpoints.list(job_id, limit=1).data[0].id
+    for step in (1, 3, 4, 5, 7):
+        run.path(f"checkpoints/step-{step}-a1/COMPLETE").unlink()
+    run.put("adapters/step-1-a1/adapter_config.json", b"{}")
+    run.put("adapters/step-4-a1.lock", b"")
+    assert listed() == [6, 2, 1], "the adapter of step 1 was made before"
+    after = client.fine_tuning.jobs.checkpoints.list(job_id, after=cursor)
+    assert [point.step_number for point in after] == [6, 2, 1], "from one that is gone since"
+    client.models.delete(f"{name}:ckpt-step-2")
+    assert listed() == [6, 1]
 
 
 def test_logs_are_the_last_lines_of_an_attempt(service: Service, client: openai.OpenAI, training_file: str) -> None:

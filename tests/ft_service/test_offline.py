@@ -28,6 +28,7 @@ def test_an_adapter_is_made_once_and_outlives_its_checkpoint(tmp_path: Path, mon
     def make(module: str, arguments: list[str]) -> dict[str, object]:
         calls.append((module, arguments[1]))
         Path(arguments[2]).mkdir(parents=True)
+        Path(arguments[2], "adapter_config.json").touch()
         return {}
 
     monkeypatch.setattr(offline, "run_worker", make)

@@ -217,7 +217,7 @@ def overfitting(folder: Path, spec: JobSpec) -> RunDir:
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     training = {"eval_steps": 2, "early_stopping_patience": 2, "early_stopping_threshold": 50.0, "max_steps": 20}
-    training |= {"load_best_model_at_end": True, "learning_rate": 0.1}
+    training |= {"load_best_model_at_end": True, "learning_rate": 1.0}
     changes = {
         "training": spec.training.model_copy(update=training),
         "validation_data": DataFileRef(name=path.name, path=str(path), sha256=sha256_of(path)),

@@ -58,11 +58,12 @@ def reconcile_here(settings: Settings, store: Store, meters: Meters, stop: threa
     Reconciler(store, new_launcher(settings), Places.of(settings), meters=meters).run(stop)
 
 
-def serve(settings: Settings, reconcile: Work = reconcile_here, *, api_only: bool = False) -> None:
+def serve(settings: Settings, reconcile: Work = reconcile_here, *, api_only: bool = False, as_json: bool = False) -> None:
     """Serve until SIGINT or SIGTERM. Only for a process's main thread.
 
-    `api_only`: other processes bring the database up to date (`migrate`) and move jobs (`reconcile_only`). Raises SpecError
-    if a setting is wrong or the port is taken, UnavailableError if the database does not answer or is not up to date.
+    `api_only`: other processes bring the database up to date (`migrate`) and move jobs (`reconcile_only`). `as_json`: what is
+    printed is one object a line. Raises SpecError if a setting is wrong or the port is taken, UnavailableError if the database
+    does not answer or is not up to date.
     """
     logs.configure(settings.log_level, settings.log_format)
     settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -81,18 +82,19 @@ def serve(settings: Settings, reconcile: Work = reconcile_here, *, api_only: boo
         stack.enter_context(_ended_by_signals(web))
         if not api_only:
             _work_beside(stack, settings, store, meters, reconcile, web)
-        _greet(url, key)
+        _greet(url, key, as_json)
         gc.collect()
         gc.freeze()  # what is here now stays; looking through it again and again makes single requests wait
         web.run(sockets=[listener])
         if not api_only:
-            _say_what_goes_on(store)
+            _say_what_goes_on(store, as_json)
 
 
-def reconcile_only(settings: Settings, reconcile: Work = reconcile_here) -> None:
+def reconcile_only(settings: Settings, reconcile: Work = reconcile_here, *, as_json: bool = False) -> None:
     """Move jobs, and do what else goes on beside the web server, until SIGINT or SIGTERM. Only for a process's main thread.
 
-    Raises UnavailableError if the database does not answer or is not up to date, and if a part of the work has failed.
+    `as_json`: as for `serve`. Raises UnavailableError if the database does not answer or is not up to date, and if a part of
+    the work has failed.
     """
     logs.configure(settings.log_level, settings.log_format)
     settings.home.mkdir(parents=True, exist_ok=True)
@@ -103,7 +105,7 @@ def reconcile_only(settings: Settings, reconcile: Work = reconcile_here) -> None
         if settings.metrics_port is not None:
             stack.enter_context(_metrics_shown(settings.metrics_port, settings.bind, meters))
         _work_beside(stack, settings, store, meters, reconcile, end)
-        print("Moving jobs.", flush=True)
+        _say("reconciling", "Moving jobs.", as_json)
         while not end.should_exit:
             time.sleep(_END_POLL_SECONDS)
 
@@ -241,19 +243,28 @@ def _in_thread(name: str, work: Callable[[threading.Event], None], web: _Ending)
         raise UnavailableError(f"The thread {name} has failed, so the server has ended: {failures[0]!r}") from failures[0]
 
 
-def _greet(url: str, key: str | None) -> None:
-    print(f"Serving {url}/v1 (documentation: {url}/docs)", flush=True)
+def _say(event: str, text: str, as_json: bool, **values: object) -> None:
+    """One line on stdout: `text`, or an object with the event and its values."""
+    print(json.dumps({"event": event, **values}) if as_json else text, flush=True)
+
+
+def _greet(url: str, key: str | None, as_json: bool) -> None:
+    text = f"Serving {url}/v1 (documentation: {url}/docs)"
+    _say("serving", text, as_json, base_url=f"{url}/v1", documentation=f"{url}/docs", pid=os.getpid())
     if key and sys.stdout.isatty():  # never into a log
-        print(f"First admin key: {key}", flush=True)
+        _say("first_key", f"First admin key: {key}", as_json, key=key)
 
 
-def _say_what_goes_on(store: Store) -> None:
+def _say_what_goes_on(store: Store, as_json: bool) -> None:
     """Training does not need the server; who stops it should know what still runs."""
     jobs = store.list_jobs(PROJECT, limit=100).data
     running = [job.id for job in jobs if job.state is State.RUNNING and job.phase is not Phase.STOPPING]
-    if running:
-        print(f"Stopped serving. Training goes on without the server: {', '.join(running)}", flush=True)
-        print("The next start takes these jobs up again; to stop one, start the server and cancel it.", flush=True)
+    text = (
+        f"Stopped serving. Training goes on without the server: {', '.join(running)}\n"
+        "The next start takes these jobs up again; to stop one, start the server and cancel it."
+    )
+    if running or as_json:
+        _say("stopped", text, as_json, running=running)
 
 
 def _remove_stale_uploads(folder: Path) -> None:

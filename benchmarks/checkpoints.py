@@ -121,9 +121,10 @@ def timed(step: Callable[[], None]) -> float:
 
 def training(rank: int, world: int, folder: Path) -> tuple[Callable[[], None], dict[str, Way]]:
     """One optimizer step, and the ways to save what it changes."""
+    from ft_service.tokens.sample import Tokens
     from tests.workers.models import spec_for
     from tests.workers.parity import CPU
-    from workers.data.batches import Tokens, collate
+    from workers.data.batches import collate
     from workers.model.load import adapters
     from workers.optim import JobState
     from workers.parallel import make_mesh

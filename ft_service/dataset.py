@@ -1,4 +1,8 @@
-"""Check of a data file before a job may train on it: one pass, in memory bounded by the longest line."""
+"""Data files line by line, and what was found in one: lines at fault, and tokens to train on.
+
+Shared by the service and the workers, so that what one accepts the other trains on. One pass, in memory bounded by the longest
+line.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from ft_service.chatlines import MAX_LINE_BYTES, LineError, parse_line
+from pydantic import TypeAdapter
+
+from ft_service.chatlines import MAX_LINE_BYTES, LineError, Sample, parse_line
 from ft_service.rundir import ErrorInfo
 
 SHOWN_FAULTS = 20
 """Faults that are kept, and spelled out in the error message; the rest is counted."""
+
+Param = Literal["training_file", "validation_file"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,26 @@ class Fault:
 
 
 @dataclass(frozen=True)
+class Counts:
+    """What there is to train on in a file, by the base's tokenizer and chat template."""
+
+    samples: int = 0
+    """Those that are trained on."""
+    tokens: int = 0
+    """Of these, once they were cut."""
+    targets: int = 0
+    """Of these tokens: the assistant's, which the model is trained to produce."""
+    longest: int = 0
+    """Tokens of the longest sample, before any were cut."""
+    cut: int = 0
+    """Samples that lose tokens to training.max_length."""
+    lost_tokens: int = 0
+    """Tokens that they lose."""
+    dropped: int = 0
+    """Samples left out because no target is left of them."""
+
+
+@dataclass(frozen=True)
 class DataReport:
     """What a data file holds."""
 
@@ -38,8 +66,10 @@ class DataReport:
     faults: list[Fault]
     """The first ones, in the order of the file."""
     faults_total: int
+    counts: Counts | None = None
+    """None: no tokens were counted, or there are faults."""
 
-    def error(self, param: Literal["training_file", "validation_file"], filename: str) -> ErrorInfo | None:
+    def error(self, param: Param, filename: str) -> ErrorInfo | None:
         """The job's error, naming file, lines and reasons; None if every line is fine."""
         if not self.faults_total:
             return None
@@ -50,23 +80,89 @@ class DataReport:
         count = f" ({self.faults_total} {lines} at fault, {self.examples} fine)" if self.faults[0].line else ""
         return ErrorInfo(code=f"invalid_{param}", message=f"{filename}: {shown}{more}{count}.", param=param)
 
+    def messages(self, name: str, max_length: int) -> Iterator[tuple[Literal["info", "warn"], str]]:
+        """Level and sentence: what is trained on, and what is not and why. `name`: the file's."""
+        counts = self.counts
+        if counts is None:
+            return
+        yield (
+            "info",
+            f"{name}: {counts.samples:,} samples of {counts.tokens:,} tokens, {counts.targets:,} of them the assistant's to "
+            f"learn; the longest sample has {counts.longest:,} tokens.",
+        )
+        if counts.cut:
+            yield (
+                "warn",
+                f"{name}: {counts.cut:,} samples are cut to training.max_length = {max_length} tokens; "
+                f"{counts.lost_tokens:,} tokens are lost. A larger max_length keeps them.",
+            )
+        if counts.dropped:
+            yield "warn", f"{name}: {counts.dropped:,} samples are left out: no assistant token within {max_length} tokens."
+
+
+@dataclass(frozen=True)
+class Request:
+    """A file to be examined by the process that has the tokenizers (examiner.py), as that sees the paths."""
+
+    path: str
+    sha256: str
+    """Of the bytes at submission; others are a fault."""
+    model_path: str
+    tokenizer: str
+    """Digest of the base's tokenizer and chat template."""
+    max_length: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was found: one of the two."""
+
+    report: DataReport | None = None
+    error: ErrorInfo | None = None
+    """The base's tokenizer cannot be used."""
+
+
+REQUEST = TypeAdapter(Request)
+ANSWER = TypeAdapter(Answer)
+
+
+class Findings:
+    """What comes up while a file is read, in the order of its lines. Keeps the first `limit` faults and counts the rest."""
+
+    def __init__(self, limit: int = SHOWN_FAULTS) -> None:
+        self._limit = limit
+        self._faults: list[Fault] = []
+        self.faults_total = 0
+        self.examples = 0
+
+    def fault(self, fault: Fault) -> None:
+        self.faults_total += 1
+        if len(self._faults) < self._limit:
+            self._faults.append(fault)
+
+    def report(self, counts: Counts | None = None) -> DataReport:
+        """At the end of the file."""
+        if not self.examples and not self.faults_total:
+            self.fault(Fault(0, "", "the file holds no examples"))
+        return DataReport(self.examples, self._faults, self.faults_total, None if self.faults_total else counts)
+
 
 def check_file(path: Path, limit: int = SHOWN_FAULTS) -> DataReport:
-    """Read a file of chat lines. Keeps the first `limit` faults and counts the rest. Raises OSError if it cannot be read."""
-    examples, total = 0, 0
-    faults: list[Fault] = []
+    """Read a file of chat lines, without counting tokens. Raises OSError if it cannot be read."""
+    findings = Findings(limit)
     with path.open("rb") as file:
-        for number, line in _lines(file):
-            fault = _fault_of(number, line)
-            if fault is None:
-                examples += 1
-                continue
-            total += 1
-            if len(faults) < limit:
-                faults.append(fault)
-    if not examples and not total:
-        return DataReport(0, [Fault(0, "", "the file holds no examples")], 1)
-    return DataReport(examples, faults, total)
+        for _, found in read_samples(file):
+            if isinstance(found, Fault):
+                findings.fault(found)
+            else:
+                findings.examples += 1
+    return findings.report()
+
+
+def read_samples(file: BinaryIO) -> Iterator[tuple[int, Sample | Fault]]:
+    """Every line by its number, from 1: the conversation that it holds, or what is wrong with it."""
+    for number, line in _lines(file):
+        yield number, _parse(number, line)
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
@@ -86,7 +182,7 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
         yield number, None if too_long else line.rstrip(b"\r\n")
 
 
-def _fault_of(number: int, line: bytes | None) -> Fault | None:
+def _parse(number: int, line: bytes | None) -> Sample | Fault:
     if line is None:
         return Fault(number, "", f"is longer than {MAX_LINE_BYTES} bytes")
     if not line:
@@ -94,9 +190,8 @@ def _fault_of(number: int, line: bytes | None) -> Fault | None:
     if line.startswith(b"\xef\xbb\xbf"):
         return Fault(number, "", "starts with a byte order mark: save the file as UTF-8 without one")
     try:
-        parse_line(line.decode())
+        return parse_line(line.decode())
     except UnicodeDecodeError as error:
         return Fault(number, "", f"is not UTF-8: byte 0x{line[error.start]:02x} at position {error.start + 1}")
     except LineError as error:
         return Fault(number, error.field, error.reason)
-    return None

@@ -18,6 +18,7 @@ from typing import assert_never
 
 from ft_service import job as rules
 from ft_service.checks import Check, Checks, check_data
+from ft_service.errors import NotFoundError
 from ft_service.ingest import Report, collect_result, note_event, read_report
 from ft_service.job import (
     Absent,
@@ -51,6 +52,8 @@ IDLE_SECONDS = 0.5
 """How often a running job is looked at."""
 LEASE_SECONDS = 30.0
 """How long a job is left alone after its turn ended in an error."""
+DROP_SECONDS = 0.5
+"""How often it is asked whether a job whose files are being read still wants that."""
 TELL_SECONDS = 5.0
 """How often jobs are looked for that this host can never start."""
 MAX_REST_SECONDS = 10.0
@@ -70,7 +73,7 @@ class Reconciler:
         idle_seconds: float = IDLE_SECONDS,
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
-        """`meters`: None: counts for nobody. `check`: of a job's data files; None: `check_data`."""
+        """`meters`: None: counts for nobody. `check`: of a job's data files and adapter; None: `check_data`."""
         self._store = store
         self._launcher = launcher
         self._places = places
@@ -81,23 +84,32 @@ class Reconciler:
         self._wake = threading.Event()
         self._queue_first = False
         self._tell_at = 0.0
+        self._drop_at = 0.0
+        self._warm = check is None
         self._checks = Checks(check or partial(check_data, places=places), self.wake)
 
     def wake(self) -> None:
         """There may be something to do: end the loop's rest early."""
         self._wake.set()
 
+    def close(self) -> None:
+        """End what goes on beside the loop; `run` does that by itself."""
+        self._checks.close()
+
     def run(self, stop: threading.Event) -> None:
         """Step until `stop` is set. An error costs a job its turn, a database that is away costs time; neither ends it."""
         failures = 0
+        if self._warm:
+            self._checks.warm()
         try:
             while not stop.is_set():
                 failures = self._turn(failures)
         finally:
-            self._checks.close()
+            self.close()
 
     def step(self) -> bool:
         """Give one job its turn. True if one was due. Raises UnavailableError if the database is away."""
+        self._attend_to_checks()
         claim = self._claim()
         if claim is None:
             return False
@@ -122,6 +134,22 @@ class Reconciler:
             self._wake.wait(min(POLL_SECONDS * 2**failures, MAX_REST_SECONDS))
             self._wake.clear()
         return failures
+
+    def _attend_to_checks(self) -> None:
+        """Have jobs whose check is done looked at now, and end checks of jobs that were cancelled."""
+        for job in self._checks.finished():
+            self._store.look_again(job.id)
+        if time.monotonic() >= self._drop_at:
+            self._drop_at = time.monotonic() + DROP_SECONDS
+            for job in self._checks.under_way():
+                if not self._is_validating(job):
+                    self._checks.drop(job)
+
+    def _is_validating(self, job: Job) -> bool:
+        try:
+            return self._store.get_job(job.project_id, job.id).state is State.VALIDATING
+        except NotFoundError:
+            return False
 
     def _claim(self) -> Claim | None:
         """A job that holds something or waits to; the two kinds come first in turn, so that neither keeps the other waiting."""
@@ -192,10 +220,10 @@ class Reconciler:
             return
         job = rules.validated(report.job, checked.error, claim.now)
         if job.state is State.FAILED:
-            message, level = str(job.error and job.error["message"]), "error"
+            ended = NewEvent(level="error", message=str(job.error and job.error["message"]))
         else:
-            message, level = "Files validated, moving job to queued state.", "info"
-        if self._apply(claim, report, job, [NewEvent(level=level, message=message)]):
+            ended = NewEvent(level="info", message="Files validated, moving job to queued state.")
+        if self._apply(claim, report, job, [*checked.events, ended]):
             self._checks.forget(job)
 
     def _place(self, claim: Claim, report: Report) -> None:

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
 from ft_service.catalogue import Catalogue
-from ft_service.dataset import check_file
-from ft_service.errors import DataError, SpecError
+from ft_service.errors import SpecError
 from ft_service.hardware import gpu_count
 from ft_service.rundir import sha256_of
 from ft_service.settings import Settings
@@ -68,11 +67,11 @@ def load_spec_file(path: Path) -> SpecFile:
 
 
 def resolve_spec_file(spec: SpecFile, settings: Settings, *, job_id: str, seed: int) -> JobSpec:
-    """What a worker on this host trains on: model found, data files read and checked. `seed`: for a SPEC without one.
+    """What a worker on this host trains on: model and data files found. `seed`: for a SPEC without one.
 
-    Raises SpecError for a model or file that is not there, DataError for a data file whose lines cannot be trained on.
+    Raises SpecError for a model or file that is not there.
     """
-    training = _data_file("training_file", spec.training_file)
+    training = _data_file(spec.training_file)
     validation = spec.validation_file
     return resolve(
         spec.request,
@@ -80,7 +79,7 @@ def resolve_spec_file(spec: SpecFile, settings: Settings, *, job_id: str, seed: 
         organization=settings.organization,
         model=_base_model(spec, settings),
         training_data=training,
-        validation_data=_data_file("validation_file", validation) if validation else None,
+        validation_data=_data_file(validation) if validation else None,
         seed=seed,
         gpus=gpu_count(),
     )
@@ -93,10 +92,7 @@ def _base_model(spec: SpecFile, settings: Settings) -> BaseModelRef:
     return Catalogue([folder.parent]).find(folder.name).ref()
 
 
-def _data_file(field: Literal["training_file", "validation_file"], path: Path) -> DataFileRef:
-    fault = check_file(path).error(field, path.name)
-    if fault is not None:
-        raise DataError(fault.message, param=field)
+def _data_file(path: Path) -> DataFileRef:
     return DataFileRef(name=path.name, path=str(path), sha256=sha256_of(path))
 
 

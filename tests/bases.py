@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+SAMPLE = Path(__file__).parents[1] / "examples/models/tiny-llama"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 TINY: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -75,10 +77,12 @@ def save_headers(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str =
 def save_base(
     folder: Path, config: Mapping[str, Any] = TINY, shapes: Mapping[str, tuple[int, ...]] | None = None, **changes: Any
 ) -> Path:
-    """A base that the catalogue lists and a plan can be made for. `changes`: to the config."""
+    """A base that the catalogue lists, a plan can be made for and tokens can be counted with. `changes`: to the config."""
     folder.mkdir(parents=True, exist_ok=True)
     described = {**config, **changes}
     (folder / "config.json").write_text(json.dumps(described))
-    (folder / "tokenizer.json").write_text("{}")
+    for name in TOKENIZER:
+        if not (folder / name).exists():
+            (folder / name).symlink_to(SAMPLE / name)
     save_headers(folder / "model.safetensors", llama_shapes(described) if shapes is None else shapes)
     return folder

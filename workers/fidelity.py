@@ -12,8 +12,9 @@ from torch import nn
 from ft_service.errors import DataError
 from ft_service.provenance import Manifest
 from ft_service.spec import JobSpec, PrecisionOptions
-from workers.data.batches import Batch, Tokens, collate
-from workers.data.tokenize import load_dataset, load_tokenizer
+from ft_service.tokens.sample import Tokens
+from ft_service.tokens.tokenize import load_dataset, load_tokenizer
+from workers.data.batches import Batch, collate
 from workers.model.build import build
 from workers.model.load import adapters, load
 from workers.runtime import COMPUTE_DTYPE
@@ -50,7 +51,7 @@ def _validation(spec: JobSpec, samples: int) -> tuple[list[Tokens], str | None]:
         data = load_dataset(load_tokenizer(spec.model.path), spec.validation_data, spec.training.max_length)
     except DataError as error:
         return [], error.message
-    return data.samples[:samples], None
+    return data[:samples], None
 
 
 def _batches(tokens: list[Tokens], size: int, device: torch.device) -> list[Batch]:

@@ -11,7 +11,8 @@ from torch import nn
 
 from ft_service.events import Metrics
 from ft_service.spec import JobSpec
-from workers.data.batches import Batch, Tokens, batch_of_step, collate, micro_batches, steps_per_epoch, total_steps
+from ft_service.tokens.sample import Tokens
+from workers.data.batches import Batch, batch_of_step, collate, micro_batches, steps_per_epoch, total_steps
 from workers.guards import AdapterWatch, check_step
 from workers.model.dropout import key_of
 from workers.optim import JobState, learning_rate_at

@@ -27,7 +27,7 @@ from ft_service.provenance import (
 )
 from ft_service.rundir import RunDir
 from ft_service.spec import DataFileRef, JobSpec
-from workers.data.batches import Tokens
+from ft_service.tokens.sample import Tokens
 from workers.model.agree import from_all
 from workers.model.build import BuiltModel
 from workers.model.load import checkpoint_name

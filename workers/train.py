@@ -23,11 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ft_service.rundir import Outcome, RunDir, set_damaged_aside
 from ft_service.spec import JobSpec
+from ft_service.tokens.sample import Tokens
+from ft_service.tokens.tokenize import load_dataset, load_tokenizer
 from workers import checkpoint, origins
 from workers.activations import checkpoint_activations
 from workers.compiling import compile_layers
-from workers.data.batches import Tokens
-from workers.data.tokenize import load_dataset, load_tokenizer
 from workers.export import publish
 from workers.going_on import adopt
 from workers.guards import AdapterWatch, check_gathered_weights
@@ -62,7 +62,7 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
     """Build, load, resume, train, publish. The order matters; each step says why it stands where it does."""
     spec = runtime.spec
     stop = StopRequest(runtime)
-    train_set, valid_set = _data(runtime, reporter)  # first: the cheapest way to find out that a job cannot run
+    train_set, valid_set = _data(spec)  # first: the cheapest way to find out that a job cannot run
 
     cache = Cache.from_environment(os.environ)
     built = construct(spec, runtime.mesh, runtime.device, warn=lambda text: reporter.message(text, "warn"), cache=cache)
@@ -118,18 +118,14 @@ def construct(
     return replace(built, loaded=loaded)
 
 
-def _data(runtime: Runtime, reporter: Reporter) -> tuple[list[Tokens], list[Tokens]]:
-    spec = runtime.spec
+def _data(spec: JobSpec) -> tuple[list[Tokens], list[Tokens]]:
+    """Training and validation samples. What there is of them was said before: whoever starts a job has its data examined."""
     tokenizer = load_tokenizer(spec.model.path)
-    found: list[list[Tokens]] = []
-    for file in (spec.training_data, spec.validation_data):
-        data = load_dataset(tokenizer, file, spec.training.max_length) if file else None
-        found.append(data.samples if data else [])
-        if data and file:
-            reporter.message(data.summary(file.name))
-            for warning in data.warnings(file.name, spec.training.max_length):
-                reporter.message(warning, "warn")
-    return found[0], found[1]
+    training, validation = (
+        load_dataset(tokenizer, file, spec.training.max_length) if file else []
+        for file in (spec.training_data, spec.validation_data)
+    )
+    return training, validation
 
 
 def _set_damaged_aside(runtime: Runtime, reporter: Reporter) -> None:

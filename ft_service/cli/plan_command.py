@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ft_service.cli.data import DataReports, examine_data, messages
 from ft_service.cli.output import Json, load_settings, print_fields, print_json, print_table
-from ft_service.dataset import check_file
 from ft_service.errors import SpecError
 from ft_service.ids import new_id
 from ft_service.plan.job import Plan, plan_job
@@ -55,11 +55,14 @@ def plan(
         machine = replace(machine, memory=parse_size(memory))
     resolved = resolve_spec_file(load_spec_file(spec), load_settings(), job_id=new_id("ftjob-"), seed=0)
     found = plan_job(resolved, machine)
-    duration = training_time(found, resolved)
+    data = examine_data(resolved, need_counts=False)
+    duration = training_time(found, resolved, data["training_file"].examples)
     if as_json:
-        print_json(found.as_dict() | {"time": duration})
+        counts = {param: report.counts and asdict(report.counts) for param, report in data.items()}
+        print_json(found.as_dict() | {"time": duration, "data": counts})
     else:
         _show(found, machine, duration)
+        _show_data(data, resolved)
 
 
 def parse_size(text: str) -> int:
@@ -71,10 +74,9 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * unit)
 
 
-def training_time(plan: Plan, spec: JobSpec) -> dict[str, Any]:
+def training_time(plan: Plan, spec: JobSpec, examples: int) -> dict[str, Any]:
     """Optimizer steps, and an upper limit of their duration: every sample counted with max_length tokens."""
     options = spec.training
-    examples = check_file(Path(spec.training_data.path)).examples
     steps = options.max_steps or options.n_epochs * -(-examples // options.batch_size)
     seconds = None if plan.speed is None else steps * plan.speed.step_seconds
     return {"examples": examples, "steps": steps, "seconds_at_most": seconds}
@@ -90,6 +92,13 @@ def _show(plan: Plan, machine: Machine, duration: dict[str, Any]) -> None:
     for line in work_lines(plan):
         print(line)
     _show_time(duration)
+
+
+def _show_data(data: DataReports, spec: JobSpec) -> None:
+    for level, message in messages(data, spec):
+        print(message if level == "info" else f"Warning: {message}")
+    if data["training_file"].counts is None:
+        print("Tokens are not counted here: transformers is not installed.")
 
 
 def _show_time(duration: dict[str, Any]) -> None:

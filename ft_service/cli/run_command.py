@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ft_service.cli.data import examine_data, messages
 from ft_service.cli.display import Display, display_for
 from ft_service.cli.output import Json, complain, load_settings, print_json
 from ft_service.errors import SpecError
@@ -64,7 +65,7 @@ def run(
     if node is not None and node.index:
         wait_begun(folder)  # its id and its seed are drawn on host 0
     resolved = resolve_for(loaded, settings, folder, job_id)
-    told = admit(resolved)
+    told = [*admit(resolved), *messages(examine_data(resolved), resolved)]
     with display_for(Console(highlight=False, stderr=as_json)) as display:
         display.status("starting")
         for level, message in told:

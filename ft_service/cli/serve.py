@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ft_service.cli.output import load_settings
+from ft_service import __version__
+from ft_service.cli.output import Json, load_settings, print_json_line
 from ft_service.errors import FtError
 from ft_service.lifetime import die_with_parent
 
@@ -28,24 +29,28 @@ def serve(
         bool, typer.Option("--api-only", help="Only the REST API; `ft migrate` and `ft reconcile` do the rest elsewhere.")
     ] = False,
     with_parent: Annotated[bool, typer.Option("--die-with-parent", hidden=True)] = False,
+    as_json: Json = False,
 ) -> None:
     """Serve the REST API and run jobs on this machine, until Ctrl-C."""
     if with_parent:
         die_with_parent(with_signal=signal.SIGTERM)
     settings = load_settings(port=port, bind=host)
-    _server().serve(settings, api_only=api_only)
+    _server().serve(settings, api_only=api_only, as_json=as_json)
 
 
-def reconcile() -> None:
+def reconcile(as_json: Json = False) -> None:
     """Move jobs, deliver webhooks and remove what is no longer needed, without serving the API, until Ctrl-C."""
-    _server().reconcile_only(load_settings())
+    _server().reconcile_only(load_settings(), as_json=as_json)
 
 
-def migrate() -> None:
+def migrate(as_json: Json = False) -> None:
     """Bring the database to this version's schema. `ft serve` does that by itself unless it serves only the API."""
     store = importlib.import_module("ft_service.store.sql")
     store.migrate(load_settings().resolved_database_url())
-    print("The database has this version's schema.")
+    if as_json:
+        print_json_line({"event": "migrated", "version": __version__})
+    else:
+        print("The database has this version's schema.")
 
 
 def _server() -> Any:

@@ -361,6 +361,10 @@ class Store(Protocol):
         """Claim a queued job that needs more than all the slots of the host, and has not been told why it waits."""
         ...
 
+    def look_again(self, job_id: str) -> None:
+        """Something has come up for a job: the next `claim` finds it, however lately it was looked at."""
+        ...
+
     def apply(self, claim: Claim, change: Change) -> bool:
         """Write a change and end the lease. False, with nothing written: lease lost, job changed, or a slot taken.
 

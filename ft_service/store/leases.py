@@ -95,6 +95,11 @@ class LeaseStore(Database):
         now = found.pop("looked_at")
         return Claim(job=to_job(found), token=token, now=now)
 
+    def look_again(self, job_id: str) -> None:
+        """Something has come up for a job: the next `claim` finds it, however lately it was looked at."""
+        with self.writing() as connection:
+            connection.execute(update(jobs).where(jobs.c.id == job_id).values(looked_at=0.0))
+
     def apply(self, claim: Claim, change: Change) -> bool:
         """Write a change and end the lease. False, with nothing written: lease lost, job changed, or a slot taken.
 

@@ -10,6 +10,7 @@ import pytest
 from ft_service import offline
 from ft_service.checks import check_data
 from ft_service.errors import NotFoundError
+from ft_service.examiner import Examiner, ExaminerLost
 from ft_service.job import Reason, State
 from ft_service.places import Places
 from ft_service.spec import JobSpec
@@ -66,7 +67,8 @@ def test_a_checkpoints_adapter_is_made_while_the_files_are_read(
         raise NotFoundError("Checkpoint step-5-a1 is damaged.")
 
     monkeypatch.setattr(offline, "run_worker", broken)
-    error = check_data(job, Places(service.settings.home))
+    examiner = Examiner(command=["/bin/false"])
+    error = check_data(job, examiner, Places(service.settings.home)).error
     assert error is not None
     assert (error.param, error.code) == ("model", "model_not_found")
     assert "damaged" in error.message
@@ -76,9 +78,12 @@ def test_a_checkpoints_adapter_is_made_while_the_files_are_read(
         run.put("adapters/step-5-a1/adapter_config.json", b"{}")
 
     monkeypatch.setattr(offline, "run_worker", make)
-    assert check_data(job, Places(service.settings.home)) is None
+    with pytest.raises(ExaminerLost):  # the next thing to look at are the files
+        check_data(job, examiner, Places(service.settings.home))
     monkeypatch.setattr(offline, "run_worker", broken)
-    assert check_data(job, Places(service.settings.home)) is None, "it was kept"
+    with pytest.raises(ExaminerLost):  # it was kept
+        check_data(job, examiner, Places(service.settings.home))
+    examiner.close()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ contents of files make a failed job that names line and reason, and no training 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -137,10 +136,11 @@ def test_a_name_of_nothing_is_a_404_and_harmless(service: Service, subtests: pyt
 
 
 def test_a_line_that_cannot_be_trained_on_fails_the_job_with_its_number(
-    service: Service, client: openai.OpenAI, tmp_path: Path, subtests: pytest.Subtests
+    service: Service, client: openai.OpenAI, subtests: pytest.Subtests, request: pytest.FixtureRequest
 ) -> None:
     launcher = FakeLauncher(4)
     reconciler = Reconciler(service.store, launcher, Places.of(service.settings), idle_seconds=0.0)
+    request.addfinalizer(reconciler.close)
     for line, says in LINES:
         with subtests.test(line=line[:40]):
             body = TRAINING + line + b"\n" + TRAINING

@@ -31,7 +31,20 @@ SERVE_AND_RUN = """
 from api.server import serve
 from ft_service.settings import Settings
 
-serve(Settings())
+serve(Settings(), as_json=True)
+"""
+
+RECONCILE = """
+import threading
+from api.server import reconcile_only
+from ft_service.cli.app import run
+from ft_service.settings import Settings
+
+def wait(settings, store, meters, stop: threading.Event) -> None:
+    stop.wait()
+
+run(["migrate", "--json"])
+reconcile_only(Settings(), wait, as_json=True)
 """
 
 ENDLESS_CHECK = """
@@ -42,7 +55,7 @@ from ft_service.places import Places
 from ft_service.reconciler import Reconciler
 from ft_service.settings import Settings
 
-def check(job) -> None:
+def check(job, examiner) -> None:
     settings.home.joinpath("checking").touch()
     threading.Event().wait()
 
@@ -166,13 +179,16 @@ def test_a_first_start_makes_a_key_and_a_restart_keeps_it(tmp_path: Path) -> Non
 
 def test_a_file_that_cannot_be_trained_on_fails_the_job_without_a_training_process(tmp_path: Path) -> None:
     save_base(tmp_path / "models" / "tiny")
-    with server(tmp_path, SERVE_AND_RUN) as process:
+    with server(tmp_path, SERVE_AND_RUN, FT_LOG_LEVEL="warning") as process:  # nobody reads the log meanwhile
         with started(tmp_path, process) as client:
             file_id = client.files.create(file=("bad.jsonl", TRAINING + b"{}\n"), purpose="fine-tune").id
             job_id = client.fine_tuning.jobs.create(model="tiny", training_file=file_id).id
             wait_until(lambda: client.fine_tuning.jobs.retrieve(job_id).status == "failed")
             job = client.fine_tuning.jobs.retrieve(job_id)
-        ended(process, signal.SIGTERM)
+        out, _ = ended(process, signal.SIGTERM)
+        url = read(tmp_path / "credentials")["base_url"]
+    serving, stopped = map(json.loads, out.splitlines())
+    assert (serving["event"], serving["base_url"], stopped) == ("serving", url, {"event": "stopped", "running": []})
 
     assert job.error is not None
     assert job.error.model_dump() == {
@@ -181,6 +197,14 @@ def test_a_file_that_cannot_be_trained_on_fails_the_job_without_a_training_proce
         "param": "training_file",
     }
     assert not (tmp_path / "runs" / job_id / "attempts").exists()
+
+
+def test_parts_of_the_server_say_what_they_do_as_json(tmp_path: Path) -> None:
+    with server(tmp_path, RECONCILE) as process:
+        assert process.stdout is not None
+        said = [json.loads(process.stdout.readline())["event"] for _ in range(2)]
+        ended(process, signal.SIGTERM)
+    assert said == ["migrated", "reconciling"]
 
 
 def test_the_server_ends_while_a_large_file_is_checked(tmp_path: Path) -> None:

@@ -20,10 +20,17 @@ Key = tuple[str, str, str]
 """Plural, namespace ("" for what has none), name."""
 
 HISTORY = 2000
+TRACKING = "batch.kubernetes.io/job-tracking"
+"""Finalizer of a Job's pods: they stay until the Job controller has counted them."""
+NEW_NODE = {"key": "node.kubernetes.io/not-ready", "effect": "NoSchedule"}
+ACCOUNT = "system:serviceaccount"
 KINDS = {"jobs": ("batch/v1", "Job"), "pods": ("v1", "Pod"), "services": ("v1", "Service"), "events": ("v1", "Event")}
+KINDS |= {"resourcequotas": ("v1", "ResourceQuota")}
 KINDS |= {"networkpolicies": ("networking.k8s.io/v1", "NetworkPolicy")}
 KINDS |= {name: ("rbac.authorization.k8s.io/v1", kind) for name, kind in (("roles", "Role"), ("rolebindings", "RoleBinding"))}
 KINDS |= {"nodes": ("v1", "Node"), "serviceaccounts": ("v1", "ServiceAccount"), "namespaces": ("v1", "Namespace")}
+_WITH_STATUS = frozenset({"jobs", "pods", "nodes"})
+"""Kinds whose status is written at `…/status`, and nowhere else."""
 _PATH = re.compile(
     r"^/(?:api/v1|apis/(?P<group>[a-z0-9.]+)/v1)"
     r"(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[a-z]+)(?:/(?P<name>[^/]+))?(?:/(?P<sub>[a-z]+))?$"
@@ -47,6 +54,7 @@ class Request:
     group: str
     resource: str
     """With its subresource: `pods/eviction`."""
+    namespace: str
 
 
 @dataclass
@@ -83,12 +91,37 @@ class State:
             key = (plural, namespace, metadata["name"])
             if key in self.objects:
                 raise Refused(409, "AlreadyExists", f'{plural} "{key[2]}" already exists')
-            self.refuse_create(plural, body)
+            self._admit(plural, namespace, body)
             body["apiVersion"], body["kind"] = KINDS[plural]
             metadata |= {"uid": str(uuid.uuid4()), "creationTimestamp": now()}
             body.setdefault("status", {"phase": "Pending"} if plural == "pods" else {})
             self.objects[key] = body
             return self._happened("ADDED", key)
+
+    def _admit(self, plural: str, namespace: str, body: Object) -> None:
+        """What the API server's own admission does. Raises Refused."""
+        if namespace and ("namespaces", "", namespace) not in self.objects:
+            raise Refused(404, "NotFound", f'namespaces "{namespace}" not found')
+        if namespace and self.objects["namespaces", "", namespace]["metadata"].get("deletionTimestamp"):
+            raise Refused(403, "Forbidden", f"namespace {namespace} is being terminated")
+        account = body.get("spec", {}).get("serviceAccountName", "default")
+        if plural == "pods" and ("serviceaccounts", namespace, account) not in self.objects:
+            text = f'pods "{body["metadata"]["name"]}" is forbidden: error looking up service account {namespace}/{account}'
+            raise Refused(403, "Forbidden", text)
+        if plural == "pods":
+            self._charge(namespace, body)
+        if plural == "nodes":
+            body.setdefault("spec", {}).setdefault("taints", []).append(dict(NEW_NODE))
+        self.refuse_create(plural, body)
+
+    def _charge(self, namespace: str, pod: Object) -> None:
+        """To quotas of numbers of pods."""
+        for quota in self.list("resourcequotas", namespace):
+            used, hard = len(self.list("pods", namespace)), int(quota["spec"]["hard"]["pods"])
+            if used >= hard:
+                counts = f"requested: pods=1, used: pods={used}, limited: pods={hard}"
+                text = f"exceeded quota: {quota['metadata']['name']}, {counts}"
+                raise Refused(403, "Forbidden", f'pods "{pod["metadata"]["name"]}" is forbidden: {text}')
 
     def replace(self, key: Key, body: Object) -> Object:
         """Raises Refused if the version that the body was made from is not the newest."""
@@ -107,23 +140,36 @@ class State:
                 return None
             before = copy.deepcopy(self.objects[key])
             change(self.objects[key])
-            return self.objects[key] if before == self.objects[key] else self._happened("MODIFIED", key)
+            if before == self.objects[key]:
+                return self.objects[key]
+            metadata = self.objects[key]["metadata"]
+            if metadata.get("deletionGracePeriodSeconds") == 0 and not metadata.get("finalizers"):
+                self._happened("DELETED", key)
+                return self.objects.pop(key)
+            return self._happened("MODIFIED", key)
 
     def delete(self, key: Key, grace: int | None) -> Object:
-        """A pod that runs on a node is only told to end; the node deletes it with a grace of 0."""
+        """A pod that runs on a node is only told to end; the node deletes it with a grace of 0. What has finalizers stays until
+        they are removed."""
         with self.changed:
             there = self.get(key)
             metadata = there["metadata"]
-            seconds = grace or 0
-            if key[0] == "pods" and grace is None:
-                seconds = there["spec"].get("terminationGracePeriodSeconds", 30)
-            if seconds > 0 and there["spec"].get("nodeName") and there["status"].get("phase") in ("Pending", "Running"):
-                if "deletionTimestamp" not in metadata:
+            seconds = self._grace(key, there, grace)
+            if seconds > 0 or metadata.get("finalizers"):
+                if metadata.get("deletionGracePeriodSeconds", seconds + 1) > seconds:
                     metadata |= {"deletionTimestamp": now(), "deletionGracePeriodSeconds": seconds}
                     self._happened("MODIFIED", key)
-                return there
+                return copy.deepcopy(there)
             self._happened("DELETED", key)
             return self.objects.pop(key)
+
+    def _grace(self, key: Key, there: Object, grace: int | None) -> int:
+        """Seconds that a pod is given; 0 where no node must say that nothing of it runs any more."""
+        if key[0] == "namespaces":
+            return 1 if any(namespace == key[2] for _, namespace, _ in self.objects) else 0
+        if key[0] != "pods" or not there["spec"].get("nodeName") or there["status"].get("phase") in ("Succeeded", "Failed"):
+            return 0
+        return there["spec"].get("terminationGracePeriodSeconds", 30) if grace is None else grace
 
     def _happened(self, kind: str, key: Key) -> Object:
         self.version += 1
@@ -141,8 +187,6 @@ class ApiServer:
     def __init__(self, state: State) -> None:
         self.state = state
         self.requests: set[Request] = set()
-        self.roles: dict[str, list[Object]] = {}
-        """Bearer token → rules of its roles. A token that is not here may do everything."""
         self.port = 0
         self._server: _Server | None = None
 
@@ -166,11 +210,11 @@ class ApiServer:
             self._server = None
 
     def check(self, request: Request) -> None:
-        """Raises Refused if the user's roles do not grant it."""
+        """Raises Refused if it is a service account, and its roles do not grant it. Everybody else may do everything."""
         self.requests.add(request)
-        rules = self.roles.get(request.user)
-        if rules is None:
+        if not request.user.startswith(ACCOUNT):
             return
+        rules = self._rules(request)
         granted = any(
             request.verb in rule["verbs"] and request.group in rule["apiGroups"] and request.resource in rule["resources"]
             for rule in rules
@@ -178,6 +222,14 @@ class ApiServer:
         if not granted:
             words = f"{request.verb} {request.resource} in API group {request.group!r}"
             raise Refused(403, "Forbidden", f"{request.user} cannot {words}")
+
+    def _rules(self, request: Request) -> list[Object]:
+        _, _, namespace, name = request.user.split(":")
+        rules: list[Object] = []
+        for binding in self.state.list("rolebindings", request.namespace):
+            if any((s["kind"], s["name"], s["namespace"]) == ("ServiceAccount", name, namespace) for s in binding["subjects"]):
+                rules += self.state.get(("roles", request.namespace, binding["roleRef"]["name"]))["rules"]
+        return rules
 
 
 class _Server(ThreadingHTTPServer):
@@ -233,7 +285,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._watch(match, query)
             else:
                 with self.server.api.state.changed:
-                    self._send(200, self._do(method, match, query, body))
+                    self._send(201 if method == "POST" else 200, self._do(method, match, query, body))
         except Refused as error:
             self._send(error.code, _status(error))
 
@@ -243,7 +295,7 @@ class _Handler(BaseHTTPRequestHandler):
         verb = verb or ("get" if named else "watch" if query.get("watch") == "true" else "list")
         resource = match["plural"] + (f"/{match['sub']}" if match["sub"] else "")
         user = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
-        self.server.api.check(Request(user, verb, match["group"] or "", resource))
+        self.server.api.check(Request(user, verb, match["group"] or "", resource, match["namespace"] or ""))
 
     def _do(self, method: str, match: re.Match[str], query: dict[str, str], body: Object) -> Object:
         state = self.server.api.state
@@ -251,16 +303,19 @@ class _Handler(BaseHTTPRequestHandler):
         if match["name"] is None:
             if method == "POST":
                 return state.create(plural, namespace, body)
+            if method == "DELETE":
+                for item in state.list(plural, namespace):
+                    state.delete((plural, namespace, item["metadata"]["name"]), None)
             items = [item for item in state.list(plural, namespace) if _selected(item, query)]
             version, kind = KINDS[plural]
             metadata = {"resourceVersion": str(state.version)}
             return {"apiVersion": version, "kind": f"{kind}List", "metadata": metadata, "items": items}
         key = (plural, namespace, match["name"])
-        if match["sub"] == "eviction":
-            return _evict(state, key)
+        if match["sub"] in _SUBRESOURCES:
+            return _SUBRESOURCES[match["sub"]](state, key, body)
         if method == "PATCH":
             state.get(key)
-            return state.change(key, lambda there: merge(there, body)) or {}
+            return state.change(key, lambda there: merge(there, _part(plural, match["sub"], body))) or {}
         if method == "PUT":
             return state.replace(key, body)
         if method == "DELETE":
@@ -318,15 +373,43 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
 
-def _evict(state: State, key: Key) -> Object:
+def _part(plural: str, sub: str | None, body: Object) -> Object:
+    """What of a patch counts: at `…/status` the status alone, elsewhere all but it."""
+    if plural not in _WITH_STATUS:
+        return body
+    return {name: value for name, value in body.items() if (name == "status") == (sub == "status")}
+
+
+def _bind(state: State, key: Key, body: Object) -> Object:
+    """As a scheduler does it. Raises Refused if the pod has a node."""
+    if state.get(key)["spec"].get("nodeName"):
+        raise Refused(409, "Conflict", f"pod {key[2]} is already assigned to a node")
+
+    def assign(pod: Object) -> None:
+        pod["spec"]["nodeName"] = body["target"]["name"]
+        merge(pod["status"], {"conditions": [{"type": "PodScheduled", "status": "True"}]})
+
+    state.change(key, assign)
+    return {"kind": "Status", "status": "Success"}
+
+
+def _token(state: State, key: Key, body: Object) -> Object:
+    state.get(key)
+    return {"kind": "TokenRequest", "status": {"token": f"{ACCOUNT}:{key[1]}:{key[2]}"}}
+
+
+def _evict(state: State, key: Key, body: Object) -> Object:
     def mark(pod: Object) -> None:
         reason = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
-        pod["status"].setdefault("conditions", []).append({**reason, "message": "Eviction API: evicting"})
+        merge(pod["status"], {"conditions": [{**reason, "message": "Eviction API: evicting"}]})
 
     state.get(key)
     state.change(key, mark)
     state.delete(key, None)
     return {"kind": "Status", "status": "Success"}
+
+
+_SUBRESOURCES: dict[str, Callable[[State, Key, Object], Object]] = {"eviction": _evict, "binding": _bind, "token": _token}
 
 
 def merge(there: Object, patch: Object) -> None:

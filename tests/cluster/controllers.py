@@ -9,7 +9,7 @@ import time
 import uuid
 from contextlib import suppress
 
-from tests.cluster.apiserver import Key, Object, Refused, State, now
+from tests.cluster.apiserver import TRACKING, Key, Object, Refused, State, merge, now
 
 INDEX = "batch.kubernetes.io/job-completion-index"
 JOB_NAME = "batch.kubernetes.io/job-name"
@@ -19,11 +19,13 @@ TERMINAL = ("Succeeded", "Failed")
 class Controllers:
     """All of them in one thread, which looks at everything after each change."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, *, schedules: bool = True) -> None:
+        """`schedules`: False: as a control plane without a scheduler."""
         self.state = state
         self.stopped = threading.Event()
-        self._seen: dict[str, dict[str, Object]] = {}
-        """Uid of a Job → uid of each pod that it ever had → the pod as it was last."""
+        self._schedules = schedules
+        self._counted: dict[str, list[Object]] = {}
+        """Uid of a Job → its pods that have ended, as they were then."""
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
@@ -45,8 +47,13 @@ class Controllers:
                 for job in self.state.list("jobs"):
                     self._job(job)
                 for pod in self.state.list("pods"):
-                    self._schedule(pod)
+                    if self._schedules:
+                        self._schedule(pod)
+                    self._give_up(pod)
+                for quota in self.state.list("resourcequotas"):
+                    self.state.change(_key("resourcequotas", quota), lambda there: there["status"].update(there["spec"]))
                 self._collect()
+                self._empty_namespaces()
 
     # Jobs --------------------------------------------------------------------------------------------------------------
 
@@ -56,19 +63,19 @@ class Controllers:
             self._expire(key, job)
             return
         pods = [pod for pod in self.state.list("pods", key[1]) if _owned(pod, job)]
-        self._remember(job, pods)
         active = [pod for pod in pods if pod["status"]["phase"] not in TERMINAL]
+        ended = self._count(job, pods)
         if job["spec"].get("suspend"):
             self._suspend(key, active)
             return
         if _condition(job, "Suspended"):
             self._set(key, {"type": "Suspended", "status": "False", "reason": "JobResumed"})
         self.state.change(key, lambda there: there["status"].setdefault("startTime", now()))
-        failure = _condition(job, "FailureTarget") or self._failure(job, pods)
+        failure = _condition(job, "FailureTarget") or self._failure(job, ended)
         if failure:
             self._fail(key, failure, active)
             return
-        done = {_index(pod) for pod in pods if pod["status"]["phase"] == "Succeeded"}
+        done = {_index(pod) for pod in ended if pod["status"]["phase"] == "Succeeded"}
         if len(done) == job["spec"]["completions"]:
             self._set(key, {"type": "SuccessCriteriaMet", "status": "True", "reason": "CompletionsReached"})
             if not active:
@@ -79,15 +86,17 @@ class Controllers:
             if index not in there:
                 self._create_pod(job, index)
 
-    def _remember(self, job: Object, pods: list[Object]) -> None:
-        known = self._seen.setdefault(job["metadata"]["uid"], {})
-        here = {pod["metadata"]["uid"] for pod in pods}
-        known.update({pod["metadata"]["uid"]: pod for pod in pods})
-        for uid, pod in known.items():
-            if uid not in here and pod["status"]["phase"] not in TERMINAL:
-                pod["status"]["phase"] = "Failed"  # a pod that vanishes has failed
+    def _count(self, job: Object, pods: list[Object]) -> list[Object]:
+        """Its pods that have ended. Each is counted once, and may go then; with `podReplacementPolicy: Failed` one that is only
+        on its way out has not ended."""
+        ended = self._counted.setdefault(job["metadata"]["uid"], [])
+        for pod in pods:
+            if TRACKING in pod["metadata"].get("finalizers", []) and pod["status"]["phase"] in TERMINAL:
+                ended.append(pod)
+                self.state.change(_key("pods", pod), _untrack)
+        return ended
 
-    def _failure(self, job: Object, pods: list[Object]) -> Object | None:
+    def _failure(self, job: Object, ended: list[Object]) -> Object | None:
         if self._overdue(job):
             return {
                 "type": "FailureTarget",
@@ -95,7 +104,7 @@ class Controllers:
                 "reason": "DeadlineExceeded",
                 "message": "Job was active too long",
             }
-        for pod in self._seen[job["metadata"]["uid"]].values():
+        for pod in ended:
             if pod["status"]["phase"] == "Failed":
                 reason, message = _judged(job, pod)
                 return {"type": "FailureTarget", "status": "True", "reason": reason, "message": message}
@@ -139,6 +148,7 @@ class Controllers:
                 "name": f"{name}-{index}-{uuid.uuid4().hex[:5]}",
                 "labels": labels,
                 "annotations": annotations,
+                "finalizers": [TRACKING],
                 "ownerReferences": [{"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": metadata["uid"]}],
             },
             "spec": template["spec"],
@@ -180,32 +190,51 @@ class Controllers:
                 return
         unable = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
         unable["message"] = "0/1 nodes are available: 1 node(s) didn't match Pod's node affinity/selector."
+        self.state.change(_key("pods", pod), lambda there: merge(there["status"], {"conditions": [unable]}))
 
-        def tell(there: Object) -> None:
-            there["status"]["conditions"] = [unable]
-
-        self.state.change(_key("pods", pod), tell)
+    def _give_up(self, pod: Object) -> None:
+        """Of a pod that no node has, none says that it is gone."""
+        if pod["metadata"].get("deletionTimestamp") and not pod["spec"].get("nodeName"):
+            self.state.change(_key("pods", pod), lambda there: there["status"].update(phase="Failed"))
 
     def _fits(self, pod: Object, node: Object) -> bool:
+        if node["spec"].get("taints"):
+            return False
         labels = node["metadata"].get("labels", {})
         return all(labels.get(name) == value for name, value in pod["spec"].get("nodeSelector", {}).items())
 
     def _collect(self) -> None:
+        """What lost its owner goes too, and a pod whose Job nobody can ask any more is not held back for it."""
         there = {item["metadata"]["uid"] for item in self.state.list("jobs")}
         for plural in ("pods", "services", "networkpolicies"):
             for item in self.state.list(plural):
                 owners = item["metadata"].get("ownerReferences", [])
-                if (
-                    owners
-                    and not any(owner["uid"] in there for owner in owners)
-                    and "deletionTimestamp" not in item["metadata"]
-                ):
+                if not owners or any(owner["uid"] in there for owner in owners):
+                    continue
+                if "deletionTimestamp" not in item["metadata"]:
                     self.state.delete(_key(plural, item), None)
+                elif TRACKING in item["metadata"].get("finalizers", []):
+                    self.state.change(_key(plural, item), _untrack)
+
+    def _empty_namespaces(self) -> None:
+        for namespace in self.state.list("namespaces"):
+            if "deletionTimestamp" not in namespace["metadata"]:
+                continue
+            name = namespace["metadata"]["name"]
+            for key in [key for key in self.state.objects if key[1] == name]:
+                if "deletionTimestamp" not in self.state.objects[key]["metadata"]:
+                    self.state.delete(key, None)
+            if not any(key[1] == name for key in self.state.objects):
+                self.state.delete(("namespaces", "", name), 0)
+
+
+def _untrack(pod: Object) -> None:
+    pod["metadata"]["finalizers"] = [name for name in pod["metadata"].get("finalizers", []) if name != TRACKING]
 
 
 def _bind(pod: Object, node: Object) -> None:
     pod["spec"]["nodeName"] = node["metadata"]["name"]
-    pod["status"]["conditions"] = [{"type": "PodScheduled", "status": "True"}]
+    merge(pod["status"], {"conditions": [{"type": "PodScheduled", "status": "True"}]})
 
 
 def _judged(job: Object, pod: Object) -> tuple[str, str]:

@@ -28,9 +28,14 @@ from tests.cluster.apiserver import Object, now
 
 POLL_SECONDS = 0.05
 HEARTBEAT_SECONDS = 10.0
+CONFIRM_SECONDS = 1.0
+"""Between two words that a pod is gone: the cluster may have reasons of its own to keep it for a while."""
 ROOT = Path(__file__).parents[2]
 IN_IMAGE = (str(ROOT), sys.prefix)
 """What a real image would hold: it is where it is, also if that lies below a path that a pod mounts, such as /tmp."""
+POD_IP = "127.0.0.1"
+TOLD_IP = "192.0.2.1"
+"""A pod's address as the cluster hears it: it takes no loopback address for an endpoint of a Service."""
 MISSING_IMAGE = "missing:latest"
 """An image that no pod of this node can get."""
 
@@ -52,8 +57,20 @@ class _Pod:
     kill_at: float | None = None
     reason: str | None = None
     """Of its end, where the exit code does not say it: OOMKilled."""
-    ended: bool = False
-    volumes: dict[str, Path] = field(default_factory=dict)
+    status: Object = field(default_factory=dict)
+    """What the cluster is to know of it."""
+    told: bool = False
+    """Whether the cluster knows that."""
+    confirmed: float = float("-inf")
+    """When the cluster was told last that nothing of it runs any more."""
+
+    @property
+    def ended(self) -> bool:
+        return self.status.get("phase") in ("Succeeded", "Failed")
+
+    def say(self, phase: str, state: Object | None = None, **more: object) -> None:
+        statuses = {"containerStatuses": [_container(state)]} if state is not None else {}
+        self.status, self.told = {"phase": phase, **statuses, **more}, False
 
 
 class Kubelet:
@@ -62,6 +79,7 @@ class Kubelet:
     def __init__(self, http: httpx2.Client, namespace: str, name: str = "test-node", *, mounts: bool = False) -> None:
         """`namespace`: the only one whose pods are run: a real cluster puts pods of its own on every node."""
         self.name = name
+        self.labels = {"ft-test": namespace}
         self._namespace = namespace
         self.frozen = False
         """As a node that does not answer: its processes go on, and nobody hears of it."""
@@ -80,7 +98,8 @@ class Kubelet:
     def stop(self) -> None:
         """Kills what still runs, and leaves no node and no file behind."""
         self._stopped.set()
-        self._thread.join(10)
+        if self._thread.is_alive():
+            self._thread.join(10)
         for pod in self._pods.values():
             _kill(pod, signal.SIGKILL)
             if pod.process is not None:
@@ -97,11 +116,13 @@ class Kubelet:
             _kill(found, signal.SIGKILL)
 
     def vanish(self, pod: str) -> None:
-        """The processes are gone and the pod with them, without a word: as when a node dies and is removed."""
+        """The processes are gone without a word, and the pod with them: what the cluster does when a node is removed."""
         with self._lock:
             found = next(p for p in self._pods.values() if p.name == pod)
             _kill(found, signal.SIGKILL)
-            found.ended = True
+            lost = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByPodGC", "lastTransitionTime": now()}
+            found.say("Failed", conditions=[{**lost, "message": "PodGC: node no longer exists"}])
+            found.told = self._patch(f"{_path(found)}/status", {"status": found.status})
         self._delete(found.namespace, pod)
 
     def output(self, pod: str) -> str:
@@ -126,11 +147,11 @@ class Kubelet:
         ready = {"type": "Ready", "status": "True", "reason": "KubeletReady", "message": "", "lastHeartbeatTime": now()}
         room = {"cpu": "64", "memory": "256Gi", "pods": "110", "ephemeral-storage": "100Gi"}
         status = {"conditions": [{**ready, "lastTransitionTime": now()}], "capacity": room, "allocatable": room}
-        node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": self.name, "labels": {"test": "ft"}}}
+        node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": self.name, "labels": self.labels}}
         self._http.post("/api/v1/nodes", json=node)
         if self._patch(f"/api/v1/nodes/{self.name}/status", {"status": status}):
-            if self._beat < 0:  # a new node is not ready until somebody says otherwise
-                self._patch(f"/api/v1/nodes/{self.name}", {"spec": {"taints": None}})
+            # A new node is not ready until somebody says otherwise, and not every control plane has somebody who does.
+            self._patch(f"/api/v1/nodes/{self.name}", {"spec": {"taints": None}})
             self._beat = time.monotonic()
 
     def _turn(self) -> None:
@@ -139,71 +160,65 @@ class Kubelet:
         answer.raise_for_status()
         there = {item["metadata"]["uid"]: item for item in answer.json()["items"]}
         for uid, item in there.items():
-            if uid in self._pods:
-                continue
-            if "deletionTimestamp" in item["metadata"]:  # before it was ever started
-                self._delete(item["metadata"]["namespace"], item["metadata"]["name"])
-            else:
-                self._pods[uid] = self._start(item)
+            if uid not in self._pods:
+                folder = self._folder / uid
+                folder.mkdir()
+                self._pods[uid] = _Pod(item["metadata"]["name"], item["metadata"]["namespace"], None, folder)
+                if "deletionTimestamp" not in item["metadata"]:
+                    self._start(self._pods[uid], item)
         for uid, pod in self._pods.items():
             self._tend(pod, there.get(uid))
 
     def _tend(self, pod: _Pod, item: Object | None) -> None:
         if item is None:
             _kill(pod, signal.SIGKILL)  # forced away
-            pod.ended = True
             return
-        if "deletionTimestamp" in item["metadata"] and pod.kill_at is None:
-            _kill(pod, signal.SIGTERM)
-            pod.kill_at = time.monotonic() + item["metadata"].get("deletionGracePeriodSeconds", 30)
-        if pod.kill_at is not None and time.monotonic() > pod.kill_at:
-            _kill(pod, signal.SIGKILL)
-        if pod.process is None:
-            self._leave(pod, item)
-            return
-        code = pod.process.poll()
+        leaving = "deletionTimestamp" in item["metadata"]
+        if leaving:
+            self._end(pod, item["metadata"].get("deletionGracePeriodSeconds", 30))
+        code = pod.process.poll() if pod.process is not None else None
         if code is not None and not pod.ended:
-            self._tell_end(pod, code)
-        if code is not None:
-            self._leave(pod, item)
-
-    def _leave(self, pod: _Pod, item: Object) -> None:
-        if "deletionTimestamp" in item["metadata"]:
+            self._say_end(pod, code)
+        if leaving and pod.process is None and not pod.ended:
+            pod.say("Failed", reason="Terminated", message="It was deleted before it was started.")
+        if not pod.told:
+            pod.told = self._patch(f"{_path(pod)}/status", {"status": pod.status})
+        if leaving and pod.ended and pod.told and time.monotonic() - pod.confirmed > CONFIRM_SECONDS:
             self._delete(pod.namespace, pod.name)
+            pod.confirmed = time.monotonic()
+
+    def _end(self, pod: _Pod, grace: float) -> None:
+        if pod.kill_at is None:
+            _kill(pod, signal.SIGTERM)
+            pod.kill_at = time.monotonic() + grace
+        if time.monotonic() > pod.kill_at:
+            _kill(pod, signal.SIGKILL)
 
     def _delete(self, namespace: str, name: str) -> None:
         """The node's word that nothing of the pod runs any more."""
         options = {"apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 0}
         self._http.request("DELETE", f"/api/v1/namespaces/{namespace}/pods/{name}", json=options)
 
-    def _tell_end(self, pod: _Pod, code: int) -> None:
+    def _say_end(self, pod: _Pod, code: int) -> None:
         shown = code if code >= 0 else 128 - code
         reason = pod.reason or ("Completed" if code == 0 else "Error")
         state = {"terminated": {"exitCode": shown, "reason": reason, "startedAt": now(), "finishedAt": now()}}
-        phase = "Succeeded" if code == 0 else "Failed"
-        pod.ended = self._patch(f"{_path(pod)}/status", {"status": {"phase": phase, "containerStatuses": [_container(state)]}})
+        pod.say("Succeeded" if code == 0 else "Failed", state)
 
-    def _start(self, item: Object) -> _Pod:
-        metadata, spec = item["metadata"], item["spec"]
-        container = spec["containers"][0]
-        folder = self._folder / metadata["uid"]
-        folder.mkdir()
-        pod = _Pod(metadata["name"], metadata["namespace"], None, folder)
+    def _start(self, pod: _Pod, item: Object) -> None:
+        container = item["spec"]["containers"][0]
         if container["image"] == MISSING_IMAGE:
-            state = {"waiting": {"reason": "ErrImagePull", "message": f"no such image: {MISSING_IMAGE}"}}
-            self._patch(f"{_path(pod)}/status", {"status": {"phase": "Pending", "containerStatuses": [_container(state)]}})
-            return pod
-        command, environment = self._resolved(item, container, folder)
+            pod.say("Pending", {"waiting": {"reason": "ErrImagePull", "message": f"no such image: {MISSING_IMAGE}"}})
+            return
         try:
-            pod.process = _process(command, environment, folder)
-        except OSError as error:
-            state = {"waiting": {"reason": "CreateContainerError", "message": str(error)}}
-            self._patch(f"{_path(pod)}/status", {"status": {"phase": "Pending", "containerStatuses": [_container(state)]}})
-            return pod
-        status = {"phase": "Running", "podIP": "127.0.0.1", "podIPs": [{"ip": "127.0.0.1"}], "startTime": now()}
-        state = {"running": {"startedAt": now()}}
-        self._patch(f"{_path(pod)}/status", {"status": {**status, "containerStatuses": [_container(state)]}})
-        return pod
+            command, environment = self._resolved(item, container, pod.folder)
+            pod.process = _process(command, environment, pod.folder)
+        except (OSError, KeyError) as error:
+            pod.say("Pending", {"waiting": {"reason": "CreateContainerError", "message": str(error)}})
+            return
+        ready = {"type": "Ready", "status": "True", "lastTransitionTime": now()}
+        where = {"hostIP": TOLD_IP, "hostIPs": [{"ip": TOLD_IP}], "podIP": TOLD_IP, "podIPs": [{"ip": TOLD_IP}]}
+        pod.say("Running", {"running": {"startedAt": now()}}, startTime=now(), conditions=[ready], **where)
 
     def _resolved(self, item: Object, container: Object, folder: Path) -> tuple[list[str], dict[str, str]]:
         """Command and environment, as the container runtime would make them."""
@@ -257,7 +272,7 @@ def _container(state: Object) -> Object:
 def _field(item: Object, source: Object) -> str:
     path = source.get("fieldRef", {}).get("fieldPath", "")
     if path == "status.podIP":
-        return "127.0.0.1"
+        return POD_IP
     match = re.fullmatch(r"metadata\.(annotations|labels)\['(.+)'\]", path)
     return item["metadata"][match[1]][match[2]] if match else ""
 
@@ -265,7 +280,7 @@ def _field(item: Object, source: Object) -> str:
 def _found(text: str, item: Object) -> str:
     """The cluster's DNS: pods of a headless Service by their host names."""
     service = item["spec"].get("subdomain")
-    return re.sub(rf"\b{service}-\d+\.{service}\b", "127.0.0.1", text) if service else text
+    return re.sub(rf"\b{service}-\d+\.{service}\b", POD_IP, text) if service else text
 
 
 def _process(command: list[str], environment: dict[str, str], folder: Path) -> subprocess.Popen[bytes]:

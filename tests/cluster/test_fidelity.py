@@ -12,7 +12,7 @@ import pytest
 from tests.attempts import wait_for
 from tests.cluster.harness import HarnessCluster, open_cluster
 
-SECONDS = 60.0
+SECONDS = 120.0
 RULES = [{"action": "FailJob", "onExitCodes": {"containerName": "worker", "operator": "In", "values": [64]}}]
 
 
@@ -40,7 +40,7 @@ class Jobs:
         }
         pod = {
             "restartPolicy": "Never",
-            "nodeSelector": {"test": "ft"},
+            "nodeSelector": self.cluster.node_selector,
             "containers": [worker],
             "serviceAccountName": "ft-worker",
         }
@@ -63,7 +63,9 @@ class Jobs:
         return wait_for(lambda: self.conditions(name).get(condition), SECONDS)
 
     def pods(self, name: str) -> list[dict[str, Any]]:
-        return [p for p in self.cluster.items("pods") if p["metadata"]["labels"].get("batch.kubernetes.io/job-name") == name]
+        return [
+            p for p in self.cluster.items("pods") if p["metadata"].get("labels", {}).get("batch.kubernetes.io/job-name") == name
+        ]
 
 
 @pytest.fixture
@@ -124,6 +126,48 @@ def test_an_evicted_pod_is_marked(jobs: Jobs) -> None:
 
     assert marked() or jobs.wait_for(name, "Failed")
     jobs.wait_for(name, "Failed")
+
+
+def test_pods_that_are_refused_are_told_at_their_job(jobs: Jobs, cluster: HarnessCluster) -> None:
+    with cluster.quota_used_up():
+        name = jobs.create("true", completions=1, parallelism=1)
+
+        def told() -> dict[str, Any] | None:
+            return next((e for e in cluster.items("events") if e["involvedObject"]["name"] == name), None)
+
+        event = wait_for(told, SECONDS)
+        assert (event["type"], event["reason"], event["involvedObject"]["kind"]) == ("Warning", "FailedCreate", "Job")
+        assert event["message"].startswith("Error creating: pods ")
+        assert jobs.pods(name) == []
+
+
+def test_a_pod_stays_until_its_node_and_its_job_have_let_it_go(jobs: Jobs, cluster: HarnessCluster) -> None:
+    """Deleted, and deleted by force: while its node says nothing it counts as alive, for the Job and for us."""
+    name = jobs.create("exec sleep 60")
+    pod = wait_for(lambda: cluster.pod(name, 0), SECONDS)
+    path = f"/api/v1/namespaces/{cluster.namespace}/pods/{pod}"
+    cluster.kubelet.frozen = True
+    try:
+        cluster.http.delete(path).raise_for_status()
+        cluster.http.delete(path, params={"gracePeriodSeconds": "0"}).raise_for_status()
+        there = cluster.http.get(path).raise_for_status().json()
+        assert (there["metadata"]["finalizers"], there["status"]["phase"]) == (["batch.kubernetes.io/job-tracking"], "Running")
+        assert "Failed" not in jobs.conditions(name)
+    finally:
+        cluster.kubelet.frozen = False
+    jobs.wait_for(name, "Failed")
+    wait_for(lambda: cluster.http.get(path).status_code == 404, SECONDS)
+
+
+def test_a_status_is_written_in_its_own_place(jobs: Jobs, cluster: HarnessCluster) -> None:
+    name = jobs.create("exec sleep 60", completions=1, parallelism=1)
+    pod = wait_for(lambda: cluster.pod(name, 0), SECONDS)
+    path = f"/api/v1/namespaces/{cluster.namespace}/pods/{pod}"
+    kind = {"Content-Type": "application/merge-patch+json"}
+    cluster.http.patch(path, json={"status": {"phase": "Failed"}}, headers=kind)
+    assert cluster.http.get(path).json()["status"]["phase"] == "Running"
+    cluster.http.patch(f"{path}/status", json={"metadata": {"labels": {"changed": "yes"}}}, headers=kind)
+    assert "changed" not in cluster.http.get(path).json()["metadata"]["labels"]
 
 
 def test_what_a_job_owns_goes_with_it(jobs: Jobs) -> None:

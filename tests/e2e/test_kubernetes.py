@@ -82,7 +82,7 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def profile_for(home: Path, env: dict[str, str] | None = None, **changes: Any) -> PodProfile:
+def profile_for(cluster: HarnessCluster, home: Path, env: dict[str, str] | None = None, **changes: Any) -> PodProfile:
     env = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **(env or {})}
     return PodProfile.model_validate(
         {
@@ -94,7 +94,7 @@ def profile_for(home: Path, env: dict[str, str] | None = None, **changes: Any) -
             "env": [{"name": name, "value": value} for name, value in env.items()],
             "volumes": [{"name": "data", "hostPath": {"path": str(home)}}],
             "volume_mounts": [{"name": "data", "mountPath": str(home)}],
-            "node_selector": {"test": "ft"},
+            "node_selector": cluster.node_selector,
             "rendezvous_port": free_port(),
             **changes,
         }
@@ -113,10 +113,11 @@ def run_to_its_end(reconciler: Reconciler, store: SqlStore) -> Job:
 
 
 def test_an_evicted_job_of_two_pods_resumes_and_succeeds(
-    cluster: HarnessCluster, store: SqlStore, models: Path, data: Path, tmp_path: Path
+    cluster: HarnessCluster, store: SqlStore, models: Path, data: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    launcher = cluster.launcher(profile_for(tmp_path), tmp_path)
+    launcher = cluster.launcher(profile_for(cluster, tmp_path), tmp_path)
     reconciler = Reconciler(store, launcher, Places(tmp_path), idle_seconds=0.1)
+    request.addfinalizer(reconciler.close)
     add_two_node_job(store, models, data)
     run = RunDir(tmp_path / "runs" / JOB)
 
@@ -145,7 +146,9 @@ def test_an_evicted_job_of_two_pods_resumes_and_succeeds(
     eventually(lambda: not cluster.kubelet.alive())
 
 
-def test_pods_that_share_nothing_but_object_storage(store: SqlStore, models: Path, data: Path, tmp_path: Path) -> None:
+def test_pods_that_share_nothing_but_object_storage(
+    store: SqlStore, models: Path, data: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """Each pod has a disk of its own, at the path that the service has: both fetch, train together, and bring their shards."""
     if not can_mount():
         pytest.skip("pods need mount namespaces to have disks of their own, which this user may not make (unshare)")
@@ -156,8 +159,9 @@ def test_pods_that_share_nothing_but_object_storage(store: SqlStore, models: Pat
         places.files_dir.mkdir(parents=True)
         stored = Path(shutil.copyfile(data, places.files_dir / "file-1"))
         places.keep("file-1")
-        launcher = cluster.launcher(profile_for(home, environment, volumes=[], volume_mounts=[]), home, storage=url)
+        launcher = cluster.launcher(profile_for(cluster, home, environment, volumes=[], volume_mounts=[]), home, storage=url)
         reconciler = Reconciler(store, launcher, places, idle_seconds=0.1)
+        request.addfinalizer(reconciler.close)
         add_two_node_job(store, models, stored, steps=8, checkpoint={"save_steps": 4, "save_total_limit": 1})
         job = run_to_its_end(reconciler, store)
         assert (job.attempt, job.trained_tokens is not None) == (1, True)

@@ -31,6 +31,10 @@ def test_from_upload_to_adapter_by_the_openai_client(server: Server, data: Path)
     assert job.fine_tuned_model in [model.id for model in client.models.list()]
 
     events = list(client.fine_tuning.jobs.list_events(job.id, limit=5))
+    told = [event.message for event in reversed(events)]
+    counted = [message for message in told if "of them the assistant's to learn" in message]
+    assert len(counted) == 2, "training and validation file, each once"
+    assert told.index(counted[1]) < told.index("Files validated, moving job to queued state.")
     steps = [e.data["step"] for e in events if e.type == "metrics" and isinstance(e.data, dict)]
     assert sorted(set(steps)) == list(range(1, 9)), "every step once, over all pages"
     assert events[0].message == "The job has succeeded."

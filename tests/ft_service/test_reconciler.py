@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 
 from ft_service import job as rules
+from ft_service.checks import Checked
 from ft_service.errors import UnavailableError
 from ft_service.events import Event, Metrics, write_segment
+from ft_service.examiner import Examiner
 from ft_service.exits import exit_of
 from ft_service.ingest import SEGMENTS_PER_PASS
 from ft_service.job import Desired, Ended, Job, Phase, Reason, Running, State, Unknown, Verb
 from ft_service.launcher.fake import FakeLauncher
 from ft_service.meters import Meters
-from ft_service.places import Places
-from ft_service.reconciler import Reconciler, check_data
+from ft_service.reconciler import Reconciler
 from ft_service.rundir import CheckpointMarker, Control, ErrorInfo, Result, RunDir, Start
-from ft_service.spec import DataFileRef, JobSpec
+from ft_service.spec import JobSpec
 from ft_service.store.base import Change
 from ft_service.store.sql import SqlStore
 from tests.attempts import wait_for
@@ -120,7 +121,7 @@ def test_the_attempt_gets_what_it_needs_to_know(
 
 def test_a_data_file_at_fault_fails_the_job_without_an_attempt(tmp_path: Path, store: SqlStore, launcher: FakeLauncher) -> None:
     error = ErrorInfo(code="invalid_training_file", message="train.jsonl: line 3: is blank.", param="training_file")
-    reconciler = new_reconciler(tmp_path, store, launcher, check=lambda job: error)
+    reconciler = new_reconciler(tmp_path, store, launcher, check=lambda job, examiner: Checked(error))
     add_job(store)
     job = step_until(reconciler, store)
     assert (job.state, job.error) == (State.FAILED, error.model_dump(include={"code", "message", "param"}))
@@ -131,8 +132,9 @@ def test_a_data_file_at_fault_fails_the_job_without_an_attempt(tmp_path: Path, s
 def test_a_slow_check_keeps_no_other_job_waiting(tmp_path: Path, store: SqlStore, launcher: FakeLauncher) -> None:
     go_on = threading.Event()
 
-    def check(job: Job) -> None:
+    def check(job: Job, examiner: Examiner) -> Checked:
         assert job.id == "ftjob-1" or go_on.wait(60)
+        return Checked()
 
     reconciler = new_reconciler(tmp_path, store, launcher, check=check)
     add_job(store, "ftjob-1")
@@ -144,31 +146,6 @@ def test_a_slow_check_keeps_no_other_job_waiting(tmp_path: Path, store: SqlStore
     assert get(store, "ftjob-slow").state is State.VALIDATING
     go_on.set()
     start_running(reconciler, store, launcher, "ftjob-slow")
-
-
-def test_check_data_reads_both_files_and_names_the_one_at_fault(tmp_path: Path, store: SqlStore) -> None:
-    good = b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
-    (tmp_path / "good").write_bytes(good)
-    (tmp_path / "bad").write_bytes(good + b"{}\n")
-
-    def job(training: str, validation: str | None) -> Job:
-        data = [
-            name and DataFileRef(name=f"{name}.jsonl", path=str(tmp_path / name), sha256="") for name in (training, validation)
-        ]
-        return add_job(store, f"ftjob-{training}-{validation}", training_data=data[0], validation_data=data[1])
-
-    assert check_data(job("good", None), Places(tmp_path)) is None
-    assert check_data(job("good", "good"), Places(tmp_path)) is None
-    for found, param in (
-        (check_data(job("bad", "good"), Places(tmp_path)), "training_file"),
-        (check_data(job("good", "bad"), Places(tmp_path)), "validation_file"),
-    ):
-        assert found is not None
-        assert (found.code, found.param) == (f"invalid_{param}", param)
-        assert "bad.jsonl: line 2" in found.message
-    missing = check_data(job("none", None), Places(tmp_path))
-    assert missing is not None
-    assert missing.message == "none.jsonl cannot be read: No such file or directory."
 
 
 def test_jobs_wait_for_slots_in_order_of_priority(store: SqlStore, launcher: FakeLauncher, reconciler: Reconciler) -> None:

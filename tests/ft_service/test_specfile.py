@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_service.errors import DataError, SpecError
+from ft_service.errors import SpecError
 from ft_service.settings import Settings
 from ft_service.specfile import load_spec_file, resolve_spec_file
 from tests.bases import save_base
@@ -93,14 +93,6 @@ def test_a_data_file_that_is_not_there_is_named_with_its_field(place: Path) -> N
         resolve_spec_file(spec, settings(place), job_id="ftjob-1", seed=11)
     assert caught.value.param == "validation_file"
     assert str(place / "specs/gone.jsonl") in caught.value.message
-
-
-def test_a_line_that_cannot_be_trained_on_is_named(place: Path) -> None:
-    (place / "data/train.jsonl").write_text(CHAT + "{}\n")
-    spec = load_spec_file(write(place, "model: tiny\ntraining_file: ../data/train.jsonl\n"))
-    with pytest.raises(DataError, match="line 2") as caught:
-        resolve_spec_file(spec, settings(place), job_id="ftjob-1", seed=11)
-    assert caught.value.param == "training_file"
 
 
 def test_an_unknown_model_lists_what_there_is(place: Path) -> None:

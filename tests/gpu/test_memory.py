@@ -14,10 +14,11 @@ from ft_service.plan.job import plan_job
 from ft_service.plan.machines import MACHINES
 from ft_service.rundir import RunDir
 from ft_service.spec import JobSpec
+from ft_service.tokens.sample import Tokens
 from tests.gpu.test_one_gpu import supervise
 from tests.workers.models import save_chat_base, save_chats, spec_for
 from workers.activations import checkpoint_activations
-from workers.data.batches import Tokens, collate
+from workers.data.batches import collate
 from workers.model.build import build
 from workers.model.load import adapters, load
 from workers.optim import JobState

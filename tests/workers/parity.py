@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ft_service.spec import JobSpec
+from ft_service.tokens.sample import Tokens
 from tests.workers.models import VOCABULARY, adapter_value, reference
-from workers.data.batches import Tokens, collate, micro_batches
+from workers.data.batches import collate, micro_batches
 from workers.model.build import BuiltModel
 from workers.model.load import adapters, plain_name
 from workers.parallel import make_mesh

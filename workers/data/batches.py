@@ -15,23 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ft_service.tokens.sample import Tokens
 from workers.model.dropout import keys_from
 
 IGNORED = -100
 """Label of a position that is no target."""
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """One sample. `ids` int32 [length]; `targets` bool [length]: the model is trained to produce this token."""
-
-    ids: np.ndarray
-    targets: np.ndarray
-
-    @property
-    def target_count(self) -> int:
-        """Targets that something predicts: the first token has no predecessor."""
-        return int(self.targets[1:].sum())
 
 
 @dataclass(frozen=True)

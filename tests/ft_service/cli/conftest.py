@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from ft_service.cli import jobs
+from ft_service.cli import data, jobs
 from ft_service.cli.app import run
+from ft_service.dataset import Counts, DataReport, Request, check_file
+from ft_service.examiner import Examiner
 from tests.ft_service.stub_server import StubServer
 
 
@@ -30,6 +32,23 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("FT_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
+
+
+class LinesOnly(Examiner):
+    """In the place of the process that counts tokens, which takes a second to start."""
+
+    def start(self) -> None:
+        pass
+
+    def examine(self, request: Request) -> DataReport:
+        report = check_file(Path(request.path))
+        return report if report.faults_total else replace(report, counts=Counts(samples=report.examples, tokens=7))
+
+
+@pytest.fixture
+def no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines are checked, and no tokens counted."""
+    monkeypatch.setattr(data, "Examiner", LinesOnly)
 
 
 @pytest.fixture

@@ -4,11 +4,15 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
+import typer.core
 
 from ft_service import __version__
+from ft_service.cli.app import app
 from tests.ft_service.cli.conftest import Ft
 
 COMMANDS = {
@@ -40,6 +44,19 @@ def test_the_commands_are_exactly_these(ft: Ft) -> None:
 def test_version(ft: Ft) -> None:
     assert ft("version").out == f"ft-service {__version__}\n"
     assert json.loads(ft("version", "--json").out) == {"version": __version__}
+
+
+def test_every_command_prints_json_if_asked_to() -> None:
+    def walk(command: typer.core.TyperCommand | typer.core.TyperGroup, name: str) -> Iterator[tuple[str, bool]]:
+        if isinstance(command, typer.core.TyperGroup):
+            for part, below in command.commands.items():
+                yield from walk(below, f"{name} {part}")
+        else:
+            yield name, any("--json" in option.opts for option in command.params)
+
+    found = dict(walk(typer.main.get_command(app), "ft"))
+    assert len(found) > len(COMMANDS)
+    assert [name for name, has_json in found.items() if not has_json] == []
 
 
 @pytest.mark.parametrize(

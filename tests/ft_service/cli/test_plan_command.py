@@ -12,6 +12,8 @@ from tests.bases import LLAMA_8B, save_base
 from tests.ft_service.cli.conftest import Ft
 from tests.ft_service.test_specfile import CHAT
 
+pytestmark = pytest.mark.usefixtures("no_tokens")
+
 
 @pytest.fixture
 def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -34,6 +36,7 @@ def test_a_plan_lists_modules_bytes_and_whether_it_fits(ft: Ft, spec: Path) -> N
     assert ["model.layers.*.self_attn.q_proj", "32", "4096", "x", "4096", "nf4", "264.50", "MiB", "132.25", "MiB"] in lines
     assert "GiB per rank: fits H100 (74.82 GiB usable per rank)." in ended.out
     assert "6 steps over 20 examples: at most about " in ended.out
+    assert ended.out.splitlines()[-1].startswith("train.jsonl: 20 samples of 7 tokens, ")
 
 
 def test_as_json_every_module_is_listed(ft: Ft, spec: Path) -> None:
@@ -46,6 +49,17 @@ def test_as_json_every_module_is_listed(ft: Ft, spec: Path) -> None:
         for name in ("adapters", "gradients", "optimizer", "gather", "accumulation", "workspace", "activations", "logits")
     )
     assert (plan["fits"], plan["time"]["steps"]) == (True, 6)
+    assert (plan["data"].keys(), plan["data"]["training_file"]["samples"]) == ({"training_file"}, 20)
+
+
+def test_where_tokens_cannot_be_counted_lines_are(ft: Ft, spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ft_service.cli.data.find_spec", lambda name: None)
+    ended = ft("plan", spec, "--hardware", "H100")
+    assert "6 steps over 20 examples" in ended.out
+    assert ended.out.splitlines()[-1] == "Tokens are not counted here: transformers is not installed."
+    (spec.parent / "train.jsonl").write_text(CHAT + "{}\n")
+    refused = ft("plan", spec, "--hardware", "H100")
+    assert (refused.code, "train.jsonl: line 2: messages is required" in refused.err) == (64, True)
 
 
 def test_what_does_not_fit_is_told_with_what_would(ft: Ft, spec: Path) -> None:
@@ -78,4 +92,6 @@ def test_planning_imports_neither_torch_nor_a_web_framework(spec: Path, tmp_path
     command = [sys.executable, "-c", code, str(spec)]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout.splitlines()[-1] == "[]"
+    *lines, loaded = ended.stdout.splitlines()
+    assert loaded == "[]"
+    assert lines[-1].startswith("train.jsonl: 20 samples of 280 tokens, "), "counted beside it, in a process of its own"

@@ -20,6 +20,9 @@ from tests.ft_service.test_specfile import CHAT
 Trainer = Callable[[JobSpec, Path, Callable[[Event], None]], Exit]
 
 
+pytestmark = pytest.mark.usefixtures("no_tokens")
+
+
 @pytest.fixture
 def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save_base(tmp_path / "models/tiny")
@@ -56,8 +59,9 @@ def test_a_run_shows_its_progress_and_where_the_adapter_is(ft: Ft, spec: Path, t
     ended = ft("run", spec, "--run-dir", tmp_path / "run")
     assert (ended.code, ended.err) == (0, "")
     shown = [line[10:] for line in ended.out.splitlines()]
-    assert (shown[0], shown[2]) == ("starting", "running")
+    assert (shown[0], shown[3]) == ("starting", "running")
     assert shown[1].startswith("Plan: at most ")
+    assert shown[2].startswith("train.jsonl: 1 samples of 7 tokens, ")
     assert {"Training starts.", "step 1/2 · loss 1.000", "step 2/2 · loss 0.500"} <= set(shown)
     assert ended.out.splitlines()[-1] == f"The adapter is in {tmp_path / 'run/adapter'}"
 

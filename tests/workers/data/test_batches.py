@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from workers.data.batches import IGNORED, Tokens, batch_of_step, collate, micro_batches, steps_per_epoch, total_steps
+from ft_service.tokens.sample import Tokens
+from workers.data.batches import IGNORED, batch_of_step, collate, micro_batches, steps_per_epoch, total_steps
 
 
 @pytest.mark.parametrize(("samples", "batch_size"), [(10, 3), (9, 3), (2, 8), (1, 1)])

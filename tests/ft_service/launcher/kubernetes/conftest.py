@@ -95,7 +95,7 @@ class Attempts:
         run = RunDir(home / "runs" / f"ftjob-{secrets.token_hex(6)}")
         start = Start(job_id=run.root.name, attempt=1, world_size=nodes, generation=1, checkpoint=None, nodes=nodes)
         run.write_if_absent("attempts/1/start.json", start)
-        profile = profile_for(home, script, **changes)
+        profile = profile_for(home, script, **{"node_selector": self._cluster.node_selector, **changes})
         made = Attempt(self._cluster, self._cluster.launcher(profile, home, grace=grace), profile, home, run)
         self._made.append(made)
         return made
@@ -122,7 +122,6 @@ def profile_for(home: Path, script: str, **changes: Any) -> PodProfile:
         "env": [{"name": "POD_SCRIPT", "value": script}],
         "volumes": [{"name": "data", "hostPath": {"path": str(home)}}],
         "volume_mounts": [{"name": "data", "mountPath": str(home)}],
-        "node_selector": {"test": "ft"},
     }
     return PodProfile.model_validate({**values, **changes})
 

@@ -14,7 +14,7 @@ from ft_service.launcher.kubernetes.watch import Changes
 from ft_service.rundir import Control, RunDir
 from tests.attempts import wait_for
 from tests.cluster.apiserver import Object, Refused, Request
-from tests.cluster.harness import HarnessCluster, role_rules
+from tests.cluster.harness import ACCOUNT, HarnessCluster, role_rules
 from tests.cluster.kubelet import MISSING_IMAGE
 from tests.ft_service.launcher.kubernetes.conftest import SECONDS, Attempt, Attempts
 
@@ -191,6 +191,17 @@ def test_a_node_that_does_not_answer_keeps_the_attempt_alive(attempts: Attempts,
     assert reason_of(attempt.wait_ended()) == "stalled"
 
 
+def test_a_quota_is_told_while_it_lasts(attempts: Attempts, cluster: HarnessCluster) -> None:
+    attempt = attempts("event,succeed")
+    with cluster.quota_used_up():
+        attempt.start()
+        seen = attempt.wait_noted()
+        assert not seen.admitted
+        assert "exceeded quota: none" in (seen.note or "")
+    cluster.patch_job(attempt.name, {"metadata": {"labels": {"poke": "1"}}})
+    assert reason_of(attempt.wait_ended()) == "succeeded"
+
+
 # What only our own cluster can be made to do ---------------------------------------------------------------------------------
 
 
@@ -217,26 +228,6 @@ def test_while_the_api_server_is_away_nothing_is_known_and_nothing_starts(attemp
     wait_for(lambda: other.seen() == Absent())
     other.start()
     other.wait_reported()
-
-
-def test_a_quota_is_told_while_it_lasts(attempts: Attempts, ours: HarnessCluster) -> None:
-    assert ours.fake is not None
-
-    def refuse(plural: str, body: Object) -> None:
-        if plural == "pods":
-            raise Refused(403, "Forbidden", 'pods "x" is forbidden: exceeded quota: gpus, requested: 1, used: 8, limited: 8')
-
-    attempt = attempts("event,succeed")
-    ours.fake.state.refuse_create = refuse
-    try:
-        attempt.start()
-        seen = attempt.wait_noted()
-        assert not seen.admitted
-        assert "exceeded quota: gpus" in (seen.note or "")
-    finally:
-        ours.fake.state.refuse_create = lambda plural, body: None
-        ours.patch_job(attempt.name, {"metadata": {"labels": {"poke": "1"}}})
-    assert reason_of(attempt.wait_ended()) == "succeeded"
 
 
 def test_what_the_cluster_refuses_for_good_is_told_and_cannot_come_to_life_later(
@@ -296,7 +287,7 @@ def test_the_role_in_deploy_grants_what_is_used_and_nothing_else(attempts: Attem
 
 def made(cluster: HarnessCluster) -> set[Request]:
     assert cluster.fake is not None
-    return {request for request in set(cluster.fake.requests) if request.user == "launcher"}
+    return {request for request in set(cluster.fake.requests) if request.user.endswith(f":{ACCOUNT}")}
 
 
 def test_run_directories_hold_what_each_node_left(attempts: Attempts) -> None:

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from ft_service.chatlines import parse_line
+from ft_service.chatlines import Sample, parse_line
+from ft_service.dataset import Fault
 from ft_service.errors import DataError, SpecError
 from ft_service.rundir import sha256_of
 from ft_service.spec import DataFileRef
+from ft_service.tokens.sample import Tokens
+from ft_service.tokens.tokenize import load_dataset, load_tokenizer, tokenize
 from tests.workers.models import save_tokenizer
-from workers.data.tokenize import load_dataset, load_tokenizer, tokenize
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +31,15 @@ def say(role: str, content: str, **more: Any) -> dict[str, Any]:
 def learned(tokenizer: PreTrainedTokenizerFast, *messages: dict[str, Any]) -> tuple[str, str]:
     """The whole text, and the part of it that is trained on."""
     sample = parse_line(json.dumps({"messages": messages}))
-    (tokens,) = tokenize(tokenizer, [(1, sample)], "file")
+    (tokens,) = tokenize(tokenizer, [(1, sample)])
+    assert isinstance(tokens, Tokens)
     return tokenizer.decode(tokens.ids), tokenizer.decode(tokens.ids[tokens.targets])
+
+
+def fault_of(tokenizer: PreTrainedTokenizerFast, number: int, sample: Sample) -> Fault:
+    (found,) = tokenize(tokenizer, [(number, sample)])
+    assert isinstance(found, Fault)
+    return found
 
 
 def test_the_answer_and_its_end_are_learned(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -57,16 +66,14 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_line(tokeniz
     rewriting = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer)
     rewriting.chat_template = "{{ messages | length }}{% for m in messages %}|{{ m.content }}{% endfor %}"
     sample = parse_line(json.dumps({"messages": [say("user", "a"), say("assistant", "b")]}))
-    with pytest.raises(DataError, match=r"train.jsonl line 9: the base's chat template writes"):
-        list(tokenize(rewriting, [(9, sample)], "train.jsonl"))
+    assert str(fault_of(rewriting, 9, sample)).startswith("line 9: the base's chat template writes")
 
 
 def test_what_the_template_refuses_is_reported_with_the_line(tokenizer: PreTrainedTokenizerFast) -> None:
     strict = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer)
     strict.chat_template = "{{ raise_exception('no system role') }}"
     sample = parse_line(json.dumps({"messages": [say("system", "a"), say("assistant", "b")]}))
-    with pytest.raises(DataError, match=r"train.jsonl line 4: .*no system role"):
-        list(tokenize(strict, [(4, sample)], "train.jsonl"))
+    assert str(fault_of(strict, 4, sample)) == "line 4: the base's chat template refuses this conversation: no system role"
 
 
 def data_file(path: Path, *lines: list[dict[str, Any]]) -> DataFileRef:
@@ -79,9 +86,9 @@ def test_long_samples_are_cut_and_useless_ones_left_out(tokenizer: PreTrainedTok
     long_answer = [say("user", "a"), say("assistant", "b" * 100)]
     long_question = [say("user", "a" * 100), say("assistant", "b")]
     file = data_file(tmp_path / "train.jsonl", short, long_answer, long_question)
-    data = load_dataset(tokenizer, file, max_length=40)
-    assert (len(data.samples), data.truncated, data.dropped) == (2, 2, 1)
-    assert max(len(sample.ids) for sample in data.samples) == 40
+    samples = load_dataset(tokenizer, file, max_length=40)
+    assert len(samples) == 2
+    assert max(len(sample.ids) for sample in samples) == 40
     with pytest.raises(DataError, match=r"no sample has an assistant token within training\.max_length = 8 tokens"):
         load_dataset(tokenizer, file, max_length=8)
 
@@ -112,10 +119,10 @@ def test_calls_are_learned_and_definitions_and_results_are_not(tokenizer: PreTra
         "tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}],
     }
     sample = parse_line(json.dumps(line))
-    with pytest.raises(DataError, match=r"f line 3: the base's chat template has no place for definitions of tools"):
-        list(tokenize(tokenizer, [(3, sample)], "f"))
+    assert "line 3: the base's chat template has no place for definitions of tools" in str(fault_of(tokenizer, 3, sample))
     knowing = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer)
     knowing.chat_template = WITH_TOOLS
-    (tokens,) = tokenize(knowing, [(3, sample)], "f")
+    (tokens,) = tokenize(knowing, [(3, sample)])
+    assert isinstance(tokens, Tokens)
     assert tokenizer.decode(tokens.ids).startswith("<tool>add</tool><|im_start|>user\nsum?")
     assert tokenizer.decode(tokens.ids[tokens.targets]) == '<call>add {"a": 2}</call><|im_end|>\nIt is four.<|im_end|>\n'

@@ -1,0 +1,46 @@
+"""What a job's data files hold, for commands that need no server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from ft_service.dataset import DataReport, Param, check_file
+from ft_service.errors import DataError, SpecError
+from ft_service.examiner import Examiner, data_files
+from ft_service.rundir import ErrorInfo
+from ft_service.spec import JobSpec
+
+DataReports = Mapping[Param, DataReport]
+
+
+def examine_data(spec: JobSpec, *, need_counts: bool = True) -> DataReports:
+    """Read every line of every file and count tokens. `need_counts`: False: only where transformers is installed.
+
+    Raises DataError for data that cannot be trained on, SpecError for a base whose tokenizer cannot be used, ExaminerLost.
+    """
+    found: dict[Param, DataReport] = {}
+    if need_counts or find_spec("transformers") is not None:
+        with Examiner() as examiner:
+            for param, data in data_files(spec):
+                found[param] = _refuse_faults(examiner.examine_file(param, data, Path(data.path), spec))
+    else:
+        for param, data in data_files(spec):
+            report = check_file(Path(data.path))
+            found[param] = _refuse_faults(report.error(param, data.name) or report)
+    return found
+
+
+def messages(reports: DataReports, spec: JobSpec) -> Iterator[tuple[Literal["info", "warn"], str]]:
+    """Level and sentence: what there is to train on in each file, and what is not trained on."""
+    for param, data in data_files(spec):
+        yield from reports[param].messages(data.name, spec.training.max_length)
+
+
+def _refuse_faults(found: DataReport | ErrorInfo) -> DataReport:
+    if isinstance(found, DataReport):
+        return found
+    kind = SpecError if found.param == "model" else DataError
+    raise kind(found.message, param=found.param, code=found.code)

@@ -1,0 +1,93 @@
+"""What a data file holds for a base: lines at fault, or tokens to train on. A process that the service keeps beside it.
+
+`python -m ft_service.tokens.examine PARENT` reads one request a line and answers each with one line (ft_service/examiner.py).
+It ends with its parent, and when its input ends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from ft_service.lifetime import die_with_parent
+
+if __name__ == "__main__":  # before anything slow
+    die_with_parent(int(sys.argv[1]))
+    # transformers imports torch wherever it finds it, and tokenizers do not need it: seconds, and a quarter of a gigabyte.
+    sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
+
+from functools import lru_cache
+from pathlib import Path
+from typing import BinaryIO
+
+from transformers import PreTrainedTokenizerBase
+
+from ft_service.dataset import ANSWER, REQUEST, Answer, Counts, DataReport, Fault, Findings, Request, read_samples
+from ft_service.errors import SpecError
+from ft_service.rundir import ErrorInfo, sha256_of
+from ft_service.tokens.sample import Tokens
+from ft_service.tokens.tokenize import load_tokenizer, nothing_to_learn, tokenize
+
+
+def main() -> None:
+    with _answers() as answers:
+        for line in sys.stdin.buffer:
+            answers.write(ANSWER.dump_json(answer(REQUEST.validate_json(line))) + b"\n")
+            answers.flush()
+
+
+def answer(request: Request) -> Answer:
+    try:
+        tokenizer = _tokenizer(request.model_path, request.tokenizer)
+    except SpecError as error:
+        return Answer(error=ErrorInfo(code=error.code, message=error.message, param=error.param))
+    return Answer(report=examine(tokenizer, Path(request.path), request.sha256, request.max_length))
+
+
+def examine(tokenizer: PreTrainedTokenizerBase, path: Path, sha256: str, max_length: int) -> DataReport:
+    """Read a file, in memory bounded by a chunk of it. Raises OSError if it cannot be read."""
+    findings, counts = Findings(), Counts()
+    if sha256_of(path) != sha256:
+        findings.fault(Fault(0, "", "the file has changed since it was uploaded"))
+        return findings.report()
+    with path.open("rb") as file:
+        for found in tokenize(tokenizer, read_samples(file)):
+            if isinstance(found, Fault):
+                findings.fault(found)
+            else:
+                findings.examples += 1
+                counts = _counted(counts, found, max_length)
+    if findings.examples and not counts.samples and not findings.faults_total:
+        findings.fault(Fault(0, "", nothing_to_learn(max_length)))
+    return findings.report(counts)
+
+
+def _counted(counts: Counts, found: Tokens, max_length: int) -> Counts:
+    kept = found.cut(max_length)
+    targets, lost = kept.target_count, len(found.ids) - len(kept.ids)
+    return Counts(
+        samples=counts.samples + bool(targets),
+        tokens=counts.tokens + (len(kept.ids) if targets else 0),
+        targets=counts.targets + targets,
+        longest=max(counts.longest, len(found.ids)),
+        cut=counts.cut + bool(lost),
+        lost_tokens=counts.lost_tokens + lost,
+        dropped=counts.dropped + (not targets),
+    )
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(model_path: str, digest: str) -> PreTrainedTokenizerBase:
+    """`digest`: of its files, so that one which was replaced is read again."""
+    return load_tokenizer(model_path)
+
+
+def _answers() -> BinaryIO:
+    """Our output for answers alone: what libraries print goes to stderr."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return answers
+
+
+if __name__ == "__main__":
+    main()

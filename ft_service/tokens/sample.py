@@ -1,0 +1,24 @@
+"""One conversation as a model sees it. No torch: the service's own processes count tokens too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One sample. `ids` int32 [length]; `targets` bool [length]: the model is trained to produce this token."""
+
+    ids: np.ndarray
+    targets: np.ndarray
+
+    @property
+    def target_count(self) -> int:
+        """Targets that something predicts: the first token has no predecessor."""
+        return int(self.targets[1:].sum())
+
+    def cut(self, max_length: int) -> Tokens:
+        """Its first tokens."""
+        return self if len(self.ids) <= max_length else Tokens(self.ids[:max_length], self.targets[:max_length])

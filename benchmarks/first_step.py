@@ -26,7 +26,8 @@ if __name__ == "__main__":  # the repository's root, for benchmarks started by p
 
 from benchmarks.machine import machine, save
 from ft_service import torchrun
-from ft_service.client import Client, RemoteJob
+from ft_service.answers import RemoteJob
+from ft_service.client import Client
 from ft_service.connection import find_connection
 from ft_service.events import read_segments
 from ft_service.lifetime import RANKS_LOCK, is_locked

@@ -6,18 +6,18 @@ Every method is one request (lists page by themselves) and raises the errors of 
 from __future__ import annotations
 
 import contextlib
-import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 import httpx2
-from pydantic import BaseModel, ConfigDict, ValidationError
 
+from ft_service.answers import Answer, LogLine, RemoteCheckpoint, RemoteEvent, RemoteFile, RemoteJob, RemoteModel
+from ft_service.archive import unpack
 from ft_service.connection import START_HINT, Connection
 from ft_service.errors import (
     AuthError,
@@ -29,8 +29,6 @@ from ft_service.errors import (
     SpecError,
     UnavailableError,
 )
-from ft_service.events import Metrics
-from ft_service.job import TERMINAL, State
 
 BY_STATUS: dict[int, type[FtError]] = {
     400: SpecError,
@@ -52,92 +50,7 @@ PATIENCE = 60
 """Polls without an answer that `follow` bears before it gives up."""
 
 
-class _Wire(BaseModel):
-    """What the server answered; fields that this version does not know are kept, so that `--json` shows them."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-    id: str
-
-
-class RemoteFile(_Wire):
-    filename: str
-    bytes: int
-
-
-class RemoteJob(_Wire):
-    """OpenAI's FineTuningJob. Times are seconds since the epoch."""
-
-    model: str
-    status: str
-    created_at: int
-    finished_at: int | None = None
-    fine_tuned_model: str | None = None
-    trained_tokens: int | None = None
-    training_file: str
-    validation_file: str | None = None
-    result_files: list[str] = []
-    error: dict[str, Any] | None = None
-    phase: str | None = None
-    """While running: launching, training or stopping."""
-    progress: dict[str, Any] | None = None
-    """The newest numbers: step, total_steps, train_loss, …"""
-
-    @property
-    def over(self) -> bool:
-        """Nothing will change any more."""
-        return self.status in {str(state) for state in TERMINAL}
-
-    @property
-    def paused(self) -> bool:
-        return self.status == State.PAUSED
-
-    @property
-    def error_text(self) -> str | None:
-        """Why it failed, in one sentence; None: it has not."""
-        return (self.error or {}).get("message")
-
-
-class RemoteEvent(_Wire):
-    created_at: int
-    level: str
-    message: str
-    type: str | None = None
-    data: dict[str, Any] | None = None
-
-    def metrics(self) -> Metrics | None:
-        """The numbers of a metrics event; None for any other."""
-        if self.type != "metrics" or self.data is None:
-            return None
-        try:
-            return Metrics.model_validate(self.data)
-        except ValidationError:
-            return None
-
-
-class RemoteCheckpoint(_Wire):
-    fine_tuning_job_id: str
-    fine_tuned_model_checkpoint: str
-    step_number: int
-    created_at: int
-    metrics: dict[str, Any] = {}
-
-
-class RemoteModel(_Wire):
-    created: int
-    owned_by: str
-
-
-class LogLine(BaseModel):
-    """A line that one of a job's processes printed."""
-
-    attempt: int
-    source: str
-    """`rank 0 stdout`, `torchrun.log`, …"""
-    line: str
-
-
-Item = TypeVar("Item", bound=_Wire)
+Item = TypeVar("Item", bound=Answer)
 
 
 class Client:
@@ -344,34 +257,6 @@ def error_of(answer: httpx2.Response) -> FtError:
         return _not_ours(answer)
     kind = DataError if code == DataError.code else BY_STATUS.get(answer.status_code, FtError)
     return kind(message, param=param, code=code)
-
-
-def unpack(archive: Path, target: Path) -> None:
-    """Unpack a tar of plain files into a new folder. Raises FtError on a member that is a link, a device, or leads outside.
-
-    Members are read, not extracted: Python 3.11.0 to 3.11.3, which distributions still ship, have no `tarfile.data_filter`.
-    """
-    target.mkdir(parents=True)
-    try:
-        with tarfile.open(archive) as tar:
-            for member in tar:
-                path = PurePosixPath(member.name)
-                if path.is_absolute() or ".." in path.parts or not (member.isreg() or member.isdir()):
-                    raise FtError(
-                        f"The archive holds {member.name!r}, which is not a plain file below it: nothing was unpacked."
-                    )
-                source = tar.extractfile(member)
-                if source is not None:
-                    _write(source, target / path)
-    except tarfile.TarError as error:
-        raise FtError(f"The download is not a whole archive ({error}): try again.") from None
-
-
-def _write(source: IO[bytes], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with source, path.open("wb") as file:
-        while chunk := source.read(1024 * 1024):
-            file.write(chunk)
 
 
 @contextlib.contextmanager

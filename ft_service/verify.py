@@ -18,7 +18,7 @@ from typing import Any
 import re2
 from pydantic import ValidationError
 
-from ft_service.client import unpack
+from ft_service.archive import unpack
 from ft_service.errors import SpecError
 from ft_service.provenance import MANIFEST, ORIGINS, FileDigest, Manifest, Origins, digest_of
 from ft_service.rundir import Result, RunDir, checkpoint_faults, complete_checkpoints, sha256_of

@@ -22,9 +22,9 @@ from pydantic import BaseModel
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torch.distributed.tensor import DTensor
 
 from ft_service.errors import SpecError
 from ft_service.rundir import CheckpointFile, CheckpointMarker, RunDir, checkpoint_name, sha256_of
@@ -64,14 +64,13 @@ class Snapshot:
 
 
 class Stager:
-    """Copies a job's tensors into buffers of its own, which every snapshot uses again: one snapshot lives at a time."""
+    """Copies a job's tensors into buffers of its own, which every snapshot uses again: one snapshot lives at a time.
+
+    torch's DefaultStager would do, but in torch 2.11 it serves for one snapshot, and buffers would be pinned anew for each.
+    """
 
     def __init__(self) -> None:
-        cuda = torch.cuda.is_available()
-        options = StagingOptions(
-            use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
-        )
-        self._stager = DefaultStager(options)
+        self._buffers: dict[str, Tensor] = {}
 
     def snapshot(self, job: JobState, spec: JobSpec) -> Snapshot:
         position = Position(
@@ -82,8 +81,25 @@ class Stager:
             trained_tokens=job.trained_tokens,
             validations=job.validations,
         )
-        tensors = cast("dict[str, Tensor]", self._stager.stage(job.tensors()))
+        tensors = {name: self._copied(name, tensor) for name, tensor in job.tensors().items()}
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         return Snapshot(tensors, position, job.validations.loss_at(job.step))
+
+    def _copied(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor in the host's memory, of a DTensor this rank's shard; on CUDA only begun."""
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if name not in self._buffers:
+            self._buffers[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+        copy = self._buffers[name].copy_(local, non_blocking=True)
+        return _with_shard(tensor, copy) if isinstance(tensor, DTensor) else copy
+
+
+def _with_shard(tensor: DTensor, shard: Tensor) -> DTensor:
+    """A DTensor with another shard on this rank, on whatever device: `DTensor.from_local` would move it to the mesh's."""
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: getattr(tensor, name) for name in names} | {"_local_tensor": shard}
+    return DTensor.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
 
 
 def write(snapshot: Snapshot, run: RunDir, attempt: int, group: dist.ProcessGroup, before_complete: Callable[[], None]) -> str:

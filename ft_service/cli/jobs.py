@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ft_service.answers import RemoteJob
 from ft_service.cli.display import Display, display_for
 from ft_service.cli.output import (
     JobId,
@@ -21,7 +22,7 @@ from ft_service.cli.output import (
     print_json_line,
     print_table,
 )
-from ft_service.client import Client, RemoteJob
+from ft_service.client import Client
 from ft_service.errors import SpecError
 from ft_service.job import State
 from ft_service.specfile import SpecFile, load_spec_file

@@ -130,7 +130,9 @@ def adapter_value(name: str, shape: torch.Size | tuple[int, ...], seed: int = 3)
 
 def reference(model: Path, spec: JobSpec, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The unsharded truth: transformers' own loading, weights replaced by their dequantised values, stock PEFT layers."""
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    # Older versions of transformers take sdpa for models with soft capping, and leave the capping out.
+    capped = AutoConfig.from_pretrained(model).to_dict().get("attn_logit_softcapping")
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="eager" if capped else None)
     for name, weight_format in precision_map(base, decoder_layers(base), spec.precision).items():
         weight = _weight(base, name)
         stored = weight.data.to(torch.bfloat16).flatten(0, -2)

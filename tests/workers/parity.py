@@ -161,5 +161,18 @@ def assert_parity(ours: list[Step], truth: list[Step], *, loss: float = 1e-6, gr
             assert relative_error(grad, expected.grads[name]) < gradients, f"step {number}: {name}"
 
 
+def assert_parity_in_bf16(ours: list[Step], truth: list[Step]) -> None:
+    """Within 1 %: each gradient of the first step, and all of them together of later ones, when the last bits of some adapters
+    have rounded to other bf16 numbers. The loss within 0.01 %."""
+    assert_parity(ours[:1], truth[:1], loss=1e-4, gradients=1e-2)
+    for step, expected in zip(ours[1:], truth[1:], strict=True):
+        assert step.loss == pytest.approx(expected.loss, rel=1e-4)
+        assert step.grads.keys() == expected.grads.keys()
+        found, wanted = (
+            torch.cat([grads[name].flatten() for name in expected.grads]) for grads in (step.grads, expected.grads)
+        )
+        assert relative_error(found, wanted) < 1e-2
+
+
 def relative_error(value: torch.Tensor, truth: torch.Tensor) -> float:
     return float((value - truth).norm() / truth.norm())

@@ -217,7 +217,7 @@ def overfitting(folder: Path, spec: JobSpec) -> RunDir:
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     training = {"eval_steps": 2, "early_stopping_patience": 2, "early_stopping_threshold": 50.0, "max_steps": 20}
-    training |= {"load_best_model_at_end": True, "learning_rate": 0.1}
+    training |= {"load_best_model_at_end": True, "learning_rate": 1.0}
     changes = {
         "training": spec.training.model_copy(update=training),
         "validation_data": DataFileRef(name=path.name, path=str(path), sha256=sha256_of(path)),
@@ -232,20 +232,21 @@ def test_early_stopping_goes_by_what_the_checkpoint_remembers(spec: JobSpec, tmp
     assert "no progress 2 times: training ends at step 6" in events_of(run, 1)[-2].message
     found = losses(run, "valid_loss")
     best = min(found, key=lambda step: found[step])
-    assert best == 2, "the numbers of this test"
-    assert complete_checkpoints(run) == ["step-2-a1", "step-5-a1", "step-6-a1"], "the best and the newest two"
+    assert best < 5, "the best is not one of the newest two"
+    kept = f"step-{best}-a1"
+    assert complete_checkpoints(run) == [kept, "step-5-a1", "step-6-a1"], "the best and the newest two"
     result, manifest = run.read("result.json", Result), run.read("manifest.json", Manifest)
     assert result is not None
     assert manifest is not None
     assert (result.steps, result.valid_loss) == (6, found[best])
-    assert (manifest.step, manifest.checkpoint) == (2, "step-2-a1")
+    assert (manifest.step, manifest.checkpoint) == (best, kept)
     assert verify(run.root).faults == []
-    stored = tensors_of(run, "step-2-a1")
+    stored = tensors_of(run, kept)
     published = {f"adapter/{name.replace('.weight', '.default.weight')}": tensor for name, tensor in adapter(run).items()}
     assert all(torch.equal(tensor, stored[name]) for name, tensor in published.items())
 
     resumed = new_run(tmp_path / "resumed", run_spec(run))
-    for name in ("attempts", "checkpoints/step-2-a1", "checkpoints/step-5-a1"):
+    for name in ("attempts", f"checkpoints/{kept}", "checkpoints/step-5-a1"):
         shutil.copytree(run.path(name), resumed.path(name))
     assert run_attempt(resumed, 2, 2, "step-5-a1").kind == "succeeded"
     assert losses(resumed, "valid_loss") == found, "ends at the same step"

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from ft_service import processes, standby, torchrun
 from ft_service.exits import Evidence, Forced, conclude, decide_exit, exit_of, find_failed_rank
-from ft_service.lifetime import die_with_parent, require_linux, try_lock, wait_unlocked
+from ft_service.lifetime import die_with_parent, is_locked, require_linux, try_lock, wait_unlocked
 from ft_service.mirror import Mirror
 from ft_service.node import Node, node_key
 from ft_service.rundir import Control, Exit, Outcome, Result, RunDir, Start, Stop
@@ -37,6 +37,9 @@ CONTROL_POLL_SECONDS = 0.2
 EARLIER_RANKS_SECONDS = 60.0
 """How long ranks of an earlier attempt may take to die before this one gives up."""
 LEFTOVER_LOG_SECONDS = 60.0
+LINGER_SECONDS = 10.0
+"""How long torchrun may stay when its ranks have said how the attempt ended and are gone. Without a network to the other nodes
+it would wait minutes for them."""
 DEFAULT_GRACE_SECONDS = 60.0
 LOG_FORMAT = "%(asctime)s %(name)s %(message)s"
 
@@ -117,6 +120,7 @@ class Supervisor:
         self.stop_signal: int | None = None
         self.forced: Forced | None = None
         self._deadline: float | None = None
+        self._over_since: float | None = None
 
     def ask_to_stop(self, number: int, frame: object) -> None:
         """Signal handler: the main loop sees it at its next turn."""
@@ -184,7 +188,7 @@ class Supervisor:
             return exit_of("worker_error", f"torchrun could not be started: {error}.")
         if self.mirror is not None:
             self.mirror.follow()
-        self._watch(process)
+        self._watch(process, start)
         self._wait_for_ranks(self.node.ranks_lock(self.run_dir, start))
         return self._judge(start, process.returncode)
 
@@ -224,12 +228,13 @@ class Supervisor:
         log.info("attempt %d: %d ranks below process %d, which was preloaded", self.attempt, start.world_size, agent.pid)
         return agent
 
-    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+    def _watch(self, process: subprocess.Popen[bytes], start: Start) -> None:
         """Until torchrun is gone: pass on what the user and the host want."""
         handle = os.pidfd_open(process.pid)
         try:
             while not select.select([handle], [], [], CONTROL_POLL_SECONDS)[0]:
                 self._enforce(process)
+                self._release(process, start)
                 if self.mirror is not None:
                     self.mirror.tend()
         finally:
@@ -250,6 +255,17 @@ class Supervisor:
             self._deadline = time.monotonic() + self.grace_seconds
         elif time.monotonic() >= self._deadline:
             self._kill(process, "stop_timeout")
+
+    def _release(self, process: subprocess.Popen[bytes], start: Start) -> None:
+        """End a torchrun that has nothing left to do: what counts is what its ranks have said."""
+        spoken = any(self.run_dir.get(key) is not None for key in (self._key("outcome.json"), "result.json"))
+        if not spoken or is_locked(self.node.ranks_lock(self.run_dir, start)):
+            self._over_since = None
+        elif self._over_since is None:
+            self._over_since = time.monotonic()
+        elif time.monotonic() >= self._over_since + LINGER_SECONDS:
+            log.info("attempt %d: its ranks are gone, and torchrun still waits: ending it", self.attempt)
+            os.killpg(process.pid, signal.SIGKILL)
 
     def _kill(self, process: subprocess.Popen[bytes], why: Forced) -> None:
         """End torchrun and its session; the ranks, which have sessions of their own, follow by their parent-death signal."""

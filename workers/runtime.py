@@ -15,14 +15,12 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from ft_service.errors import FtError
 from ft_service.rundir import ErrorInfo, Outcome, RunDir, Start
 from ft_service.spec import JobSpec
 from workers.parallel import make_mesh
-
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""A rank that waits longer than this for the others gives up with an error."""
 
 INIT_METHOD = "FT_INIT_METHOD"
 """Environment variable by which the supervisor tells the ranks where to meet; without it torchrun's own address is used."""
@@ -85,12 +83,13 @@ def enter(run: RunDir, attempt: int) -> Runtime:
     device = _pick_device(int(os.environ["LOCAL_RANK"]))
     _quiet_libraries()
     _reproducible(device)
+    spec = _spec(run)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         init_method=os.environ.get(INIT_METHOD),
         rank=rank,
         world_size=world,
-        timeout=COLLECTIVE_TIMEOUT,
+        timeout=_timeout(spec),
         device_id=device if device.type == "cuda" else None,
     )
     return surroundings(run, attempt, device)
@@ -98,18 +97,30 @@ def enter(run: RunDir, attempt: int) -> Runtime:
 
 def surroundings(run: RunDir, attempt: int, device: torch.device) -> Runtime:
     """What the default process group and the run directory make of this rank. Called by all ranks together."""
-    spec, start = run.read("spec.json", JobSpec), run.read(f"attempts/{attempt}/start.json", Start)
-    assert spec is not None, f"{run.root} holds no spec.json"
+    spec, start = _spec(run), run.read(f"attempts/{attempt}/start.json", Start)
     assert start is not None, f"attempt {attempt} has no start.json"
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = make_mesh(device.type, world, spec.distributed.replicate)
-    stop_group = _gloo_group() if world > 1 else None
-    return Runtime(run, spec, start, rank, world, device, mesh, stop_group, _gloo_group())
+    timeout = _timeout(spec)
+    for group in mesh.get_all_groups():  # those that a mesh makes have torch's own limit
+        _set_pg_timeout(timeout, group)
+    stop_group = _gloo_group(timeout) if world > 1 else None
+    return Runtime(run, spec, start, rank, world, device, mesh, stop_group, _gloo_group(timeout))
 
 
-def _gloo_group() -> dist.ProcessGroup:
+def _spec(run: RunDir) -> JobSpec:
+    spec = run.read("spec.json", JobSpec)
+    assert spec is not None, f"{run.root} holds no spec.json"
+    return spec
+
+
+def _timeout(spec: JobSpec) -> timedelta:
+    return timedelta(seconds=spec.distributed.collective_timeout_seconds)
+
+
+def _gloo_group(timeout: timedelta) -> dist.ProcessGroup:
     """Of all ranks."""
-    group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+    group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup), "this rank is in the group that it makes"
     return group
 
@@ -121,7 +132,7 @@ def report_failure(run: RunDir, attempt: int, error: BaseException) -> None:
     if lost_peer(error):
         return
     permanent = isinstance(error, FtError)
-    code, message = _code_and_message(error)
+    code, message = _code_and_message(run, error)
     info = ErrorInfo(
         code=code,
         message=message,
@@ -137,14 +148,14 @@ def lost_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(_LOST_PEER.search(str(error)))
 
 
-def _code_and_message(error: BaseException) -> tuple[str, str]:
+def _code_and_message(run: RunDir, error: BaseException) -> tuple[str, str]:
     if isinstance(error, FtError):
         return error.code, error.message
     if isinstance(error, OutsideError):
         return error.code, str(error)
     if isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
-        limit = f"{COLLECTIVE_TIMEOUT.total_seconds():g} seconds"
-        return "collective_timeout", f"A rank is stuck: the others waited {limit} for it. {error}"
+        limit = f"{_spec(run).distributed.collective_timeout_seconds} seconds (distributed.collective_timeout_seconds)"
+        return "collective_timeout", f"A rank is stuck, or cannot be reached: the others waited {limit} for it. {error}"
     return "training_failed", f"{type(error).__name__}: {error}"
 
 

@@ -55,6 +55,14 @@ def _positive(name: str) -> Rule:
     return pick
 
 
+def _timeout(value: Any, source: Source) -> Verdict:
+    seconds = as_number(value)
+    if seconds is None:
+        return NotNeeded("it is not set")
+    taken = min(max(int(seconds), 10), 1800)
+    return Taken({"distributed.collective_timeout_seconds": taken}, "" if taken == seconds else "10 to 1800 seconds")
+
+
 def _epochs(value: Any, source: Source) -> Verdict:
     number, steps = as_number(value), source.number("max_steps")
     if steps is not None and steps > 0:
@@ -265,7 +273,7 @@ TABLE: dict[str, Rule] = {
     ),
     **_every(("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"), _DDP),
     "ddp_backend": needless("NCCL between GPUs, gloo between CPUs"),
-    "ddp_timeout": needless("a rank that waits ten minutes for the others gives up with an error"),
+    "ddp_timeout": _timeout,
     "fsdp": _legacy_fsdp,
     "fsdp_config": unless_off("it is another file: run `ft convert` on that one too"),
     "deepspeed": unless_off("it is another file: run `ft convert` on that one too"),

@@ -150,6 +150,10 @@ class DistributedOptions(Strict):
     matrix products and attention."""
     compile: bool = False
     """torch.compile for each decoder layer. If that fails the job goes on uncompiled, with a warning that says why."""
+    collective_timeout_seconds: Annotated[int, Field(ge=10, le=1800)] = 600
+    """Seconds that a rank waits for the others before it gives up: the attempt ends then, and the next one goes on from the
+    last checkpoint. Must exceed what the slowest rank takes longer than the fastest, to read the base or to compile. Ignored
+    with one rank."""
 
     @property
     def reshard_size(self) -> int | None:

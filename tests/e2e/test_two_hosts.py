@@ -14,20 +14,20 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ft_service.rundir import Result, RunDir, complete_checkpoints
+from ft_service.rundir import Outcome, Result, RunDir, Start, complete_checkpoints
 from tests.e2e.service import SECONDS, eventually
 from tests.e2e.test_kubernetes import free_port
 
 NAMESPACE_PREFIX = "ft-test"
 
 
-def write_spec(folder: Path, models: Path, data: Path, steps: int) -> Path:
+def write_spec(folder: Path, models: Path, data: Path, steps: int, **distributed: int) -> Path:
     body = {
         "model": str(models / "tiny"),
         "training_file": str(data),
         "lora": {"r": 4},
         "training": {"max_steps": steps, "batch_size": 8, "learning_rate": 1e-3},
-        "distributed": {"nnodes": 2, "nproc_per_node": 1},
+        "distributed": {"nnodes": 2, "nproc_per_node": 1, **distributed},
         "checkpoint": {"save_steps": 5},
     }
     path = folder / "spec.yaml"
@@ -106,17 +106,19 @@ def namespaces() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
+def on_namespaces(namespaces: list[str], spec: Path, run: RunDir, folder: Path):
+    """`ft run` in each."""
+    before = [["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME=cable{rank}"] for rank, name in enumerate(namespaces)]
+    addresses = [["--address", f"10.77.0.{rank + 1}"] for rank in range(2)]
+    return two_hosts(spec, run.root, f"10.77.0.1:{free_port()}", addresses, before, {"FT_HOME": str(folder / "home")})
+
+
 @pytest.mark.slow
 def test_a_cut_of_the_network_is_outlived(namespaces: list[str], models: Path, data: Path, tmp_path: Path) -> None:
     """TCP sends again what was lost: training stands still while one host is away, and goes on."""
     spec = write_spec(tmp_path, models, data, steps=120)
     run = RunDir(tmp_path / "run")
-    prefixes = [["ip", "netns", "exec", name] for name in namespaces]
-    addresses = [["--address", f"10.77.0.{rank + 1}"] for rank in range(2)]
-    endpoint = f"10.77.0.1:{free_port()}"
-    interface = [["env", f"GLOO_SOCKET_IFNAME=cable{rank}"] for rank in range(2)]
-    before = [[*prefix, *words] for prefix, words in zip(prefixes, interface, strict=True)]
-    with two_hosts(spec, run.root, endpoint, addresses, before, {"FT_HOME": str(tmp_path / "home")}) as hosts:
+    with on_namespaces(namespaces, spec, run, tmp_path) as hosts:
         eventually(lambda: bool(complete_checkpoints(run)))
         ip("-n", namespaces[1], "link", "set", "cable1", "down")
         cut_at = len(run.list("attempts/1/events"))
@@ -128,3 +130,33 @@ def test_a_cut_of_the_network_is_outlived(namespaces: list[str], models: Path, d
     result = run.read("result.json", Result)
     assert result is not None
     assert (result.attempt, result.steps) == (1, 120)
+
+
+@pytest.mark.slow
+def test_a_cut_that_outlasts_the_limit_ends_both_hosts_and_the_same_commands_go_on(
+    namespaces: list[str], models: Path, data: Path, tmp_path: Path
+) -> None:
+    """Nothing of either host is left while the network is still down, each says why, and no step is lost but those since the
+    last checkpoint."""
+    spec = write_spec(tmp_path, models, data, steps=60, collective_timeout_seconds=10)
+    run = RunDir(tmp_path / "run")
+    with on_namespaces(namespaces, spec, run, tmp_path) as hosts:
+        eventually(lambda: bool(complete_checkpoints(run)))
+        ip("-n", namespaces[1], "link", "set", "cable1", "down")
+        ended = [json.loads(host.communicate(timeout=SECONDS)[0]) for host in hosts]
+        codes = [host.returncode for host in hosts]
+    assert [end["reason"] for end in ended] == ["worker_error"] * 2
+    assert all("cannot be reached: the others waited 10 seconds" in end["message"] for end in ended)
+    assert codes == [1, 1]
+    assert [subprocess.check_output(["ip", "netns", "pids", name], text=True) for name in namespaces] == ["", ""]
+    outcome = run.read("attempts/1/outcome.json", Outcome)
+    assert outcome is not None
+    assert outcome.error is not None
+    assert outcome.error.code == "collective_timeout"
+    ip("-n", namespaces[1], "link", "set", "cable1", "up")
+    with on_namespaces(namespaces, spec, run, tmp_path) as hosts:
+        ended = [json.loads(host.communicate(timeout=SECONDS)[0]) for host in hosts]
+    assert [end["reason"] for end in ended] == ["succeeded"] * 2
+    start = run.read("attempts/2/start.json", Start)
+    assert start is not None
+    assert start.checkpoint is not None

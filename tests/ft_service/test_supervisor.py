@@ -206,6 +206,17 @@ def test_the_exit_is_not_told_before_the_last_rank_is_gone(
     assert exit_of(run).reason == "worker_killed"
 
 
+@pytest.mark.parametrize(("script", "reason"), [("refuse,linger", "permanent_error"), ("event,succeed,linger", "succeeded")])
+def test_a_torchrun_that_outstays_its_ranks_is_ended(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, reason: str
+) -> None:
+    monkeypatch.setattr(supervisor, "LINGER_SECONDS", 0.1)
+    run = new_run(folder)
+    supervisor.Supervisor(run, 1, 60.0, scripted(script)).run()
+    assert exit_of(run).reason == reason
+    assert not Path(f"/proc/{int(run.get('pids/1-torchrun') or b'')}").exists()
+
+
 def test_a_job_that_is_done_already_is_not_trained_again(folder: Path) -> None:
     run = new_run(folder, attempt=2)
     run.write("result.json", Result(attempt=1, steps=10, trained_tokens=100, train_loss=1.0, valid_loss=None))

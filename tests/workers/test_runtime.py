@@ -9,11 +9,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ft_service.rundir import Outcome, RunDir
+from ft_service.rundir import Outcome, RunDir, Start
 from tests.ranks import run_on_ranks
-from workers.runtime import report_failure
+from tests.reconciling import spec_of
+from workers.runtime import report_failure, surroundings
 
 OUTCOME = "attempts/1/outcome.json"
+
+
+def new_run(folder: Path, **distributed: object) -> RunDir:
+    run = RunDir(folder)
+    run.write("spec.json", spec_of("ftjob-1", distributed={"nproc_per_node": 2, **distributed}))
+    run.write("attempts/1/start.json", Start(job_id="ftjob-1", attempt=1, world_size=2, generation=1, checkpoint=None))
+    return run
 
 
 def all_reduce_without_rank_1(rank: int, world: int, root: str) -> None:
@@ -31,10 +39,26 @@ def all_reduce_without_rank_1(rank: int, world: int, root: str) -> None:
 
 
 def test_a_stuck_collective_ends_with_an_error_that_says_so(tmp_path: Path) -> None:
+    run = new_run(tmp_path, collective_timeout_seconds=77)
     run_on_ranks(all_reduce_without_rank_1, 2, str(tmp_path))
-    outcome = RunDir(tmp_path).read(OUTCOME, Outcome)
+    outcome = run.read(OUTCOME, Outcome)
     assert outcome is not None
     assert outcome.error is not None
     assert (outcome.permanent, outcome.error.code) == (False, "collective_timeout")
     assert "A rank is stuck" in outcome.error.message
+    assert "waited 77 seconds (distributed.collective_timeout_seconds)" in outcome.error.message
     assert "all_reduce" in (outcome.error.traceback or "")
+
+
+def limits(rank: int, world: int, root: str) -> list[float]:
+    """Of every group that a worker makes, in seconds."""
+    made = surroundings(RunDir(root), 1, torch.device("cpu"))
+    groups = [*made.mesh.get_all_groups(), made.stop_group, made.save_group]
+    assert all(isinstance(group, dist.ProcessGroup) for group in groups)
+    backends = [group._get_backend(torch.device("cpu")) for group in groups if isinstance(group, dist.ProcessGroup)]
+    return [backend.options._timeout.total_seconds() for backend in backends]
+
+
+def test_every_group_has_the_limit_of_the_job(tmp_path: Path) -> None:
+    new_run(tmp_path, replicate=2, collective_timeout_seconds=77)
+    assert run_on_ranks(limits, 2, str(tmp_path)) == [[77.0] * 4] * 2

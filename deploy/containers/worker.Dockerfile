@@ -7,16 +7,17 @@ ARG PYTHON_IMAGE=python:3.12-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS build
 ARG TORCH_INDEX=
+# pip compiles what it installs: without that each start of a rank would, for seven seconds, and could not keep it.
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 RUN python -m venv /opt/ft
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 # Alone and first: the largest layer changes least.
-RUN /opt/ft/bin/pip install --no-compile ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' constraints.txt)"
+RUN /opt/ft/bin/pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' constraints.txt)"
 COPY ft_service ft_service
 COPY api api
 COPY workers workers
-RUN /opt/ft/bin/pip install --no-compile -c constraints.txt '.[workers,api,s3]'
+RUN /opt/ft/bin/pip install -c constraints.txt '.[workers,api,s3]'
 
 FROM ${PYTHON_IMAGE}
 # distributed.compile builds its launchers with a C compiler.

@@ -45,7 +45,7 @@ def checkpoint_adapter(run_dir: Path, checkpoint: str | int) -> Path:
     Raises NotFoundError if there is no such complete checkpoint, or if it is damaged.
     """
     run = RunDir(run_dir)
-    name = _name_of_step(run, checkpoint) if isinstance(checkpoint, int) else checkpoint
+    name = name_of_step(run, checkpoint) if isinstance(checkpoint, int) else checkpoint
     if not CHECKPOINT_NAME.fullmatch(name):
         raise NotFoundError(f"There is no checkpoint {name!r}.", param="checkpoint", code="no_checkpoint")
     folder = run.path(f"adapters/{name}")
@@ -56,8 +56,11 @@ def checkpoint_adapter(run_dir: Path, checkpoint: str | int) -> Path:
     return folder
 
 
-def _name_of_step(run: RunDir, step: int) -> str:
-    """The newest attempt's checkpoint of a step, among those on disk and those whose adapter was made before."""
+def name_of_step(run: RunDir, step: int) -> str:
+    """The newest attempt's checkpoint of a step, among those on disk and those whose adapter was made before.
+
+    Raises NotFoundError that lists the steps there are.
+    """
     names = [name for name in obtainable_checkpoints(run) if name.startswith(f"step-{step}-a")]
     if not names:
         steps = ", ".join(name.split("-")[1] for name in complete_checkpoints(run)) or "none"

@@ -1,6 +1,7 @@
 """SPEC files: the body of a create request as YAML, with paths where REST has file ids.
 
-Paths are relative to the SPEC file. `model` is a name from the catalogue or, when it starts with `.`, `/` or `~`, a folder.
+Paths are relative to the SPEC file. `model` is a name from the catalogue, a tuned model's name or, when it starts with `.`, `/`
+or `~`, a folder.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from typing import Any
 
 import yaml
 
+from ft_service import tuned
 from ft_service.catalogue import Catalogue
 from ft_service.errors import SpecError
 from ft_service.hardware import gpu_count
+from ft_service.local_tuned import find_local
 from ft_service.rundir import sha256_of
 from ft_service.settings import Settings
-from ft_service.spec import BaseModelRef, DataFileRef, JobRequest, JobSpec, parse_request, resolve
+from ft_service.spec import AdapterRef, BaseModelRef, DataFileRef, JobRequest, JobSpec, inherit, parse_request, resolve
 
 
 @dataclass(frozen=True)
@@ -69,27 +72,35 @@ def load_spec_file(path: Path) -> SpecFile:
 def resolve_spec_file(spec: SpecFile, settings: Settings, *, job_id: str, seed: int) -> JobSpec:
     """What a worker on this host trains on: model and data files found. `seed`: for a SPEC without one.
 
-    Raises SpecError for a model or file that is not there.
+    Raises SpecError for a model or file that is not there; a tuned model must have been trained in this FT_HOME.
     """
+    request, model, parent = _model(spec, settings)
     training = _data_file(spec.training_file)
     validation = spec.validation_file
     return resolve(
-        spec.request,
+        request,
         job_id=job_id,
         organization=settings.organization,
-        model=_base_model(spec, settings),
+        model=model,
         training_data=training,
         validation_data=_data_file(validation) if validation else None,
         seed=seed,
         gpus=gpu_count(),
+        parent=parent,
     )
 
 
-def _base_model(spec: SpecFile, settings: Settings) -> BaseModelRef:
-    folder = spec.model_folder
-    if folder is None:
-        return Catalogue.from_settings(settings).find(spec.request.model).ref()
-    return Catalogue([folder.parent]).find(folder.name).ref()
+def _model(spec: SpecFile, settings: Settings) -> tuple[JobRequest, BaseModelRef, AdapterRef | None]:
+    """The request with what it takes over from a tuned model, the base, and the adapter to go on from."""
+    request, folder = spec.request, spec.model_folder
+    if folder is not None:
+        return request, Catalogue([folder.parent]).find(folder.name).ref(), None
+    if not request.model.startswith(tuned.PREFIX):
+        return request, Catalogue.from_settings(settings).find(request.model).ref(), None
+    before, parent = find_local(request.model, settings)
+    there = Path(before.model.path).is_dir()
+    base = before.model if there else Catalogue.from_settings(settings).find(before.model.name).ref()
+    return inherit(request, before, parent.name), base, parent
 
 
 def _data_file(path: Path) -> DataFileRef:

@@ -11,7 +11,7 @@ from ft_service.rundir import RunDir, obtainable_checkpoints, step_of
 from ft_service.store.base import Checkpoint, Principal, Store
 
 PREFIX = "ft:"
-_CHECKPOINT = ":ckpt-step-"
+CHECKPOINT = ":ckpt-step-"
 _PAGE = 100
 
 
@@ -39,8 +39,13 @@ class Tuned:
         return "adapter" if self.checkpoint is None else f"adapters/{self.checkpoint.name}"
 
 
+def job_of(name: str) -> str:
+    """Id of the job whose outcome or checkpoint a name means."""
+    return "ftjob-" + name.partition(CHECKPOINT)[0].rsplit(":", 1)[-1]
+
+
 def checkpoint_model(tuned_name: str, step: int) -> str:
-    return f"{tuned_name}{_CHECKPOINT}{step}"
+    return f"{tuned_name}{CHECKPOINT}{step}"
 
 
 def find(name: str, caller: Principal, store: Store) -> Tuned:
@@ -55,9 +60,9 @@ def find(name: str, caller: Principal, store: Store) -> Tuned:
 
 def find_own(name: str, project_id: str, store: Store) -> Tuned:
     """A tuned model or checkpoint of a project. Raises NotFoundError."""
-    tuned_name, mark, step = name.partition(_CHECKPOINT)
+    tuned_name, mark, step = name.partition(CHECKPOINT)
     try:
-        job = store.get_job(project_id, "ftjob-" + tuned_name.rsplit(":", 1)[-1])
+        job = store.get_job(project_id, job_of(name))
     except NotFoundError:
         raise _no_such(name) from None
     if job.spec["tuned_name"] != tuned_name or store.is_deleted(name):

@@ -18,6 +18,7 @@ from ft_service.errors import SpecError
 from ft_service.events import Event
 from ft_service.ids import new_id
 from ft_service.local_run import run_local, wait_begun
+from ft_service.local_tuned import prepare_local
 from ft_service.node import Node
 from ft_service.plan.admit import admit
 from ft_service.rundir import Exit, RunDir
@@ -65,10 +66,14 @@ def run(
     if node is not None and node.index:
         wait_begun(folder)  # its id and its seed are drawn on host 0
     resolved = resolve_for(loaded, settings, folder, job_id)
-    told = [*admit(resolved), *messages(examine_data(resolved), resolved)]
+    told = admit(resolved)
+    if resolved.parent is not None and not RunDir(folder).list("attempts"):  # one that has begun has its own checkpoints
+        prepare_local(resolved.parent)
     with display_for(Console(highlight=False, stderr=as_json)) as display:
         display.status("starting")
         for level, message in told:
+            display.message(level, message, time.time())
+        for level, message in messages(examine_data(resolved), resolved):
             display.message(level, message, time.time())
         ended = run_local(
             resolved,

@@ -184,8 +184,6 @@ class Reconciler:
         report = read_report(run, claim.job)
         if isinstance(seen, Running) and seen.note:
             report = replace(report, events=[*report.events, note_event(seen.note)])
-        if isinstance(seen, Running) and seen.note:
-            report = replace(report, events=[*report.events, note_event(seen.note)])
         if isinstance(seen, Ended) and report.more:
             self._apply(claim, report, report.job)
             return

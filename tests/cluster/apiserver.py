@@ -25,6 +25,7 @@ TRACKING = "batch.kubernetes.io/job-tracking"
 NEW_NODE = {"key": "node.kubernetes.io/not-ready", "effect": "NoSchedule"}
 ACCOUNT = "system:serviceaccount"
 KINDS = {"jobs": ("batch/v1", "Job"), "pods": ("v1", "Pod"), "services": ("v1", "Service"), "events": ("v1", "Event")}
+KINDS |= {"workloads": ("kueue.x-k8s.io/v1beta2", "Workload")}
 KINDS |= {"resourcequotas": ("v1", "ResourceQuota")}
 KINDS |= {"networkpolicies": ("networking.k8s.io/v1", "NetworkPolicy")}
 KINDS |= {name: ("rbac.authorization.k8s.io/v1", kind) for name, kind in (("roles", "Role"), ("rolebindings", "RoleBinding"))}
@@ -32,7 +33,7 @@ KINDS |= {"nodes": ("v1", "Node"), "serviceaccounts": ("v1", "ServiceAccount"), 
 _WITH_STATUS = frozenset({"jobs", "pods", "nodes"})
 """Kinds whose status is written at `…/status`, and nowhere else."""
 _PATH = re.compile(
-    r"^/(?:api/v1|apis/(?P<group>[a-z0-9.]+)/v1)"
+    r"^/(?:api/v1|apis/(?P<group>[a-z0-9.-]+)/(?P<version>v1|v1beta2))"
     r"(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[a-z]+)(?:/(?P<name>[^/]+))?(?:/(?P<sub>[a-z]+))?$"
 )
 
@@ -66,6 +67,8 @@ class State:
     """Version, ADDED | MODIFIED | DELETED, plural, object."""
     changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))
     version: int = 0
+    queues: dict[str, int] = field(default_factory=dict)
+    """Kueue's LocalQueues → pods that each has room for. Without any, Kueue is not installed."""
     refuse_create: Callable[[str, Object], None] = lambda plural, body: None
     """Raises Refused: a quota, or an admission policy."""
 
@@ -281,7 +284,9 @@ class _Handler(BaseHTTPRequestHandler):
             if match is None:
                 raise Refused(404, "NotFound", url.path)
             self._authorize(method, match, query)
-            if query.get("watch") == "true":
+            if match["plural"] == "workloads" and not self.server.api.state.queues:
+                self._send_text(404, "404 page not found\n")
+            elif query.get("watch") == "true":
                 self._watch(match, query)
             else:
                 with self.server.api.state.changed:
@@ -365,9 +370,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def _send(self, code: int, body: Object) -> None:
-        data = json.dumps(body).encode()
+        self._send_text(code, json.dumps(body), "application/json")
+
+    def _send_text(self, code: int, text: str, kind: str = "text/plain; charset=utf-8") -> None:
+        data = text.encode()
         self.send_response(code)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)

@@ -10,6 +10,7 @@ import uuid
 from contextlib import suppress
 
 from tests.cluster.apiserver import TRACKING, Key, Object, Refused, State, merge, now
+from tests.cluster.kueue import Kueue
 
 INDEX = "batch.kubernetes.io/job-completion-index"
 JOB_NAME = "batch.kubernetes.io/job-name"
@@ -24,6 +25,7 @@ class Controllers:
         self.state = state
         self.stopped = threading.Event()
         self._schedules = schedules
+        self._kueue = Kueue(state)
         self._counted: dict[str, list[Object]] = {}
         """Uid of a Job → its pods that have ended, as they were then."""
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -44,6 +46,7 @@ class Controllers:
                 if version == self.state.version:
                     self.state.changed.wait(0.2)
                 version = self.state.version
+                self._kueue.turn()
                 for job in self.state.list("jobs"):
                     self._job(job)
                 for pod in self.state.list("pods"):

@@ -24,7 +24,8 @@ from tests.cluster.apiserver import ApiServer, Object, State
 from tests.cluster.controllers import Controllers
 from tests.cluster.kubelet import Kubelet
 
-ROLE_FILE = Path(__file__).parents[2] / "deploy/kubernetes/base/rbac.yaml"
+KUBERNETES = Path(__file__).parents[2] / "deploy/kubernetes"
+ROLE_FILES = (KUBERNETES / "base/rbac.yaml", KUBERNETES / "overlays/kueue/rbac.yaml")
 ACCOUNT = "ft-reconciler"
 PRIVILEGED = {"pod-security.kubernetes.io/enforce": "privileged"}
 """Pods share folders of the host with the tests, which a stricter default would refuse."""
@@ -159,10 +160,10 @@ def place(
 
 
 def apply_rights(http: httpx2.Client, namespace: str) -> None:
-    """`rbac.yaml` of deploy/, in this namespace."""
+    """All of `deploy/`, in this namespace."""
     rbac = "/apis/rbac.authorization.k8s.io/v1"
     folders = {"ServiceAccount": "/api/v1", "Role": rbac, "RoleBinding": rbac}
-    for document in yaml.safe_load_all(ROLE_FILE.read_text()):
+    for document in _rights():
         for subject in document.get("subjects", []):
             subject["namespace"] = namespace
         kind = document["kind"]
@@ -189,5 +190,8 @@ def config_of(url: str, token: str = "admin") -> KubeConfig:
 
 def role_rules() -> list[Object]:
     """What `deploy/` grants the launcher."""
-    documents = yaml.safe_load_all(ROLE_FILE.read_text())
-    return [rule for document in documents if document["kind"] == "Role" for rule in document["rules"]]
+    return [rule for document in _rights() if document["kind"] == "Role" for rule in document["rules"]]
+
+
+def _rights() -> list[Object]:
+    return [document for path in ROLE_FILES for document in yaml.safe_load_all(path.read_text())]

@@ -100,8 +100,9 @@ def test_secrets_are_named_and_never_held(rendered: dict[str, list[Object]], ove
 def test_only_the_reconciler_has_rights_and_only_in_its_namespace(rendered: dict[str, list[Object]], overlay: str) -> None:
     kinds = {item["kind"] for item in rendered[overlay]}
     assert not kinds & {"ClusterRole", "ClusterRoleBinding", "PodDisruptionBudget"}
-    (binding,) = [item for item in rendered[overlay] if item["kind"] == "RoleBinding"]
-    assert [subject["name"] for subject in binding["subjects"]] == ["ft-reconciler"]
+    bindings = {item["metadata"]["name"]: item["subjects"] for item in rendered[overlay] if item["kind"] == "RoleBinding"}
+    assert set(bindings) == {"ft-launcher", *(("ft-launcher-kueue",) if overlay == "kueue" else ())}
+    assert {subject["name"] for subjects in bindings.values() for subject in subjects} == {"ft-reconciler"}
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

@@ -10,6 +10,7 @@ import httpx2
 from lightkube.config.kubeconfig import KubeConfig
 from lightkube.core.client import Client
 from lightkube.core.exceptions import ApiError, ConfigError
+from lightkube.generic_resource import create_namespaced_resource
 from lightkube.resources.batch_v1 import Job
 from lightkube.resources.core_v1 import Event, Pod, Service
 from lightkube.resources.networking_v1 import NetworkPolicy
@@ -19,6 +20,9 @@ from ft_service.errors import SpecError
 from ft_service.launcher.kubernetes.manifests import JOB_NAME, SELECTOR, Manifest
 
 KINDS: dict[str, Any] = {"Job": Job, "Pod": Pod, "Service": Service, "NetworkPolicy": NetworkPolicy}
+Workload = create_namespaced_resource("kueue.x-k8s.io", "v1beta2", "Workload", "workloads")
+"""Kueue's view of a Job."""
+JOB_UID = "kueue.x-k8s.io/job-uid"
 REQUEST_SECONDS = 10.0
 WATCH_SECONDS = 60
 """How long one watch lasts before it is opened anew."""
@@ -94,6 +98,17 @@ class Cluster:
             found = [_plain(event) for event in self._client.list(Event, fields=fields)]
         found.sort(key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""))
         return [event.get("message", "") for event in found]
+
+    def workload(self, job_uid: str) -> Manifest | None:
+        """What Kueue has made of a Job. None: nothing yet, or there is no Kueue, or the Role of its overlay is not applied."""
+        with _spoken():
+            try:
+                found = [_plain(item) for item in self._client.list(Workload, labels={JOB_UID: job_uid})]
+            except (ApiError, httpx2.HTTPStatusError) as error:
+                if _code(error) in (403, 404):
+                    return None
+                raise
+        return found[0] if found else None
 
     def delete_job(self, name: str) -> None:
         """A Job and what it owns. Without effect if there is none."""

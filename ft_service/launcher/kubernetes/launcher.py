@@ -48,6 +48,8 @@ class _Look:
     job: dict[str, Any] | None
     pods: list[dict[str, Any]]
     warnings: list[str]
+    workload: dict[str, Any] | None
+    """Of Kueue, while it keeps the Job suspended."""
     at: float
 
 
@@ -106,6 +108,8 @@ class KubernetesLauncher:
             return Unknown(f"the cluster cannot be asked: {error}")
         if look.job is None and not any(map(status.is_alive, look.pods)):
             return self._gone(run, attempt)
+        if look.job is not None and self._is_taken_back(run, attempt, look):
+            return self._taken_back(run, attempt, look)
         if look.job is None or not status.is_finished(look.job) or any(map(status.is_alive, look.pods)):
             return self._running(run, attempt, look)
         return self._ended(run, attempt, look)
@@ -158,21 +162,41 @@ class KubernetesLauncher:
         self._looks.pop(name, None)
         job = self._cluster.job(name)
         pods = self._cluster.pods(name)
-        refused = job is not None and len(pods) < job["spec"].get("parallelism", 1) and not job["spec"].get("suspend")
-        look = _Look(job, pods, self._cluster.warnings(name) if refused else [], self._clock())
+        refused = job is not None and len(pods) < job["spec"].get("parallelism", 1) and not status.is_suspended(job)
+        queued = job is not None and status.is_suspended(job) and status.queue_of(job) is not None
+        workload = self._cluster.workload(job["metadata"]["uid"]) if job is not None and queued else None
+        look = _Look(job, pods, self._cluster.warnings(name) if refused else [], workload, self._clock())
         if job is not None and not status.is_finished(job) and not status.is_leaving(job):
             self._looks[name] = look  # what may end an attempt is looked at anew each time
         return look
 
     def _running(self, run: RunDir, attempt: int, look: _Look) -> Running:
         seen = self._silence.running(run, attempt)
-        waiting = status.waiting(look.job, look.pods, look.warnings) if look.job is not None and not seen.reported else None
+        waiting = None
+        if look.job is not None and not seen.reported:
+            waiting = status.waiting(look.job, look.pods, look.warnings, look.workload)
         if waiting is None:
-            return replace(seen, note=status.disruption(look.pods))
+            taken = status.taken_back(look.job, look.workload) if look.job is not None else None
+            return replace(seen, note=taken or status.disruption(look.pods))
         if waiting.admitted:
             return replace(seen, note=waiting.reason)
         self._silence.forget(run, attempt)  # its time begins when the cluster has a place for it
         return replace(seen, silent_seconds=0.0, note=waiting.reason, admitted=False)
+
+    def _is_taken_back(self, run: RunDir, attempt: int, look: _Look) -> bool:
+        """Whether the queue has suspended the Job again, and what ran of it is over."""
+        start = run.read(attempt_key(attempt, "start.json"), Start)
+        if start is None or look.job is None or not status.is_suspended(look.job) or any(map(status.is_alive, look.pods)):
+            return False
+        return bool(node_exits(run, start)) or run.get(attempt_key(attempt, "outcome.json")) is not None
+
+    def _taken_back(self, run: RunDir, attempt: int, look: _Look) -> Observation:
+        """The attempt has ended: the queue must not admit its Job a second time, the next attempt has one of its own."""
+        try:
+            self._delete(run, attempt)
+        except (ClusterAwayError, RefusedError) as error:
+            return Unknown(f"the cluster does not take back the Job of an attempt that has ended: {error}")
+        return self._ended(run, attempt, look)
 
     def _gone(self, run: RunDir, attempt: int) -> Observation:
         """No Job and no pods: never created, deleted by us, gone by its time to live, or deleted by somebody."""

@@ -48,12 +48,21 @@ def has_started(pods: Sequence[Object]) -> bool:
     return any(_container(pod).get("state", {}).keys() & {"running", "terminated"} for pod in pods)
 
 
-def waiting(job: Object, pods: Sequence[Object], warnings: Sequence[str]) -> Waiting | None:
-    """Why an attempt does not run yet; None: it does, or is about to. `warnings`: messages of the Job's own warning events."""
-    if job.get("spec", {}).get("suspend"):
-        queue = job["metadata"].get("labels", {}).get(QUEUE_NAME)
-        where = f" in the queue {queue}" if queue else ": its Job is suspended"
-        return Waiting(f"The attempt waits for admission{where}.", admitted=False)
+def is_suspended(job: Object) -> bool:
+    """Somebody keeps it from having pods, or takes them from it."""
+    return bool(job.get("spec", {}).get("suspend"))
+
+
+def queue_of(job: Object) -> str | None:
+    """Kueue's LocalQueue."""
+    return job["metadata"].get("labels", {}).get(QUEUE_NAME)
+
+
+def waiting(job: Object, pods: Sequence[Object], warnings: Sequence[str], workload: Object | None = None) -> Waiting | None:
+    """Why an attempt does not run yet; None: it does, or is about to. `warnings`: messages of the Job's own warning events.
+    `workload`: Kueue's, of a Job that it keeps suspended."""
+    if is_suspended(job):
+        return Waiting(_admission(queue_of(job), workload), admitted=False)
     for pod in pods:
         condition = _true_condition(pod, "PodScheduled", status="False")
         if condition is not None:
@@ -66,6 +75,39 @@ def waiting(job: Object, pods: Sequence[Object], warnings: Sequence[str]) -> Wai
     if len(pods) < job.get("spec", {}).get("parallelism", 1) and warnings:
         return Waiting(f"The cluster refuses pods: {warnings[-1][:_MAX_TEXT]}", admitted=False)
     return None
+
+
+def _admission(queue: str | None, workload: Object | None) -> str:
+    """What keeps a suspended Job, in Kueue's words where it has any."""
+    if queue is None:
+        return "The attempt waits for admission: its Job is suspended."
+    found = f"The attempt waits for admission in the queue {queue}"
+    if workload is None:
+        return f"{found}."
+    if workload.get("spec", {}).get("active") is False:
+        return f"The queue {queue} does not admit the attempt: its Workload was deactivated."
+    if _true_condition(workload, "Admitted") is not None:
+        return f"The queue {queue} has admitted the attempt."
+    if _true_condition(workload, "QuotaReserved") is not None:
+        return f"{found}: it has quota, and waits for {_checks(workload)}."
+    refused = _true_condition(workload, "QuotaReserved", status="False") or _true_condition(workload, "Evicted")
+    return f"{found}: {_text(refused)}" if refused is not None else f"{found}."
+
+
+def _checks(workload: Object) -> str:
+    """Admission checks that are not done, such as nodes that are being made."""
+    checks = workload.get("status", {}).get("admissionChecks") or []
+    left = [f"{c['name']} ({c.get('message') or c['state']})" for c in checks if c.get("state") != "Ready"]
+    return ", ".join(left)[:_MAX_TEXT] or "its admission checks"
+
+
+def taken_back(job: Object, workload: Object | None) -> str | None:
+    """Why Kueue suspends a Job whose pods run; None: it does not."""
+    if not is_suspended(job) or workload is None:
+        return None
+    evicted = _true_condition(workload, "Evicted")
+    why = f" ({evicted.get('reason', 'Evicted')}): {_text(evicted)}" if evicted is not None else "."
+    return f"The queue {queue_of(job)} takes the attempt's place back{why}"
 
 
 def disruption(pods: Sequence[Object]) -> str | None:

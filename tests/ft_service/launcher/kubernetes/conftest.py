@@ -70,6 +70,15 @@ class Attempt:
 
         return wait_for(noted, SECONDS)
 
+    def wait_told(self, note: str) -> None:
+        """Until this is what its place says about it."""
+
+        def told() -> bool:
+            seen = self.seen()
+            return isinstance(seen, Running) and seen.note == note
+
+        wait_for(told, SECONDS)
+
     def wait_ended(self) -> Ended:
         def ended() -> Ended | None:
             seen = self.seen()

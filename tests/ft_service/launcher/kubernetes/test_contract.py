@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.attempts import wait_for
 from tests.cluster.apiserver import Object, Refused, Request
 from tests.cluster.harness import ACCOUNT, HarnessCluster, role_rules
 from tests.cluster.kubelet import MISSING_IMAGE
+from tests.cluster.kueue import Kueue
 from tests.ft_service.launcher.kubernetes.conftest import SECONDS, Attempt, Attempts
 
 
@@ -212,6 +214,50 @@ def ours(cluster: HarnessCluster) -> HarnessCluster:
     return cluster
 
 
+@pytest.fixture
+def queues(ours: HarnessCluster) -> Iterator[dict[str, int]]:
+    """Of Kueue, which is there for this test: LocalQueue → pods that it has room for."""
+    assert ours.fake is not None
+    yield ours.fake.state.queues
+    ours.fake.state.queues.clear()
+
+
+def test_a_queue_says_why_an_attempt_waits(attempts: Attempts, queues: dict[str, int]) -> None:
+    queues["team-a"] = 1
+    attempt, lost = attempts("event,succeed", queue="team-a"), attempts("event,succeed", queue="team-b")
+    attempt.start()
+    lost.start()
+    text = "couldn't assign flavors to pod set main: insufficient unused quota, 1 more needed"
+    waits = "The attempt waits for admission in the queue"
+    attempt.wait_told(f"{waits} team-a: {text}")
+    lost.wait_told(f"{waits} team-b: LocalQueue team-b doesn't exist")
+    queues["team-a"] = 2
+    attempt.cluster.patch_job(attempt.name, {"metadata": {"labels": {"poke": "1"}}})
+    assert reason_of(attempt.wait_ended()) == "succeeded"
+
+
+def test_a_queue_that_takes_its_place_back_ends_the_attempt_at_a_checkpoint(
+    attempts: Attempts, ours: HarnessCluster, queues: dict[str, int]
+) -> None:
+    """Its Job goes too: admitted a second time it would start pods of an attempt that is over."""
+    assert ours.fake is not None
+    queues["team-a"] = 2
+    attempt = attempts("event,checkpoint=3,wait", queue="team-a")
+    attempt.start()
+    attempt.wait_reported()
+    ours.kubelet.frozen = True  # so that there is time to see it
+    try:
+        Kueue(ours.fake.state).preempt(ours.get("jobs", attempt.name))
+        queues["team-a"] = 0
+        attempt.wait_told("The queue team-a takes the attempt's place back (Preempted): Preempted to accommodate a workload")
+    finally:
+        ours.kubelet.frozen = False
+    ended = attempt.wait_ended()
+    assert (reason_of(ended), ended.checkpoint_step) == ("stopped", 3)
+    attempt.wait_gone()
+    assert reason_of(attempt.wait_ended()) == "stopped"
+
+
 def test_while_the_api_server_is_away_nothing_is_known_and_nothing_starts(attempts: Attempts, ours: HarnessCluster) -> None:
     assert ours.fake is not None
     attempt, other = attempts("event,hang"), attempts("event,hang")
@@ -272,6 +318,7 @@ def test_the_role_in_deploy_grants_what_is_used_and_nothing_else(attempts: Attem
     attempt.wait_noted()
     client = ours.client()
     client.warnings(attempt.name)
+    assert client.workload("none") is None, "without Kueue, too"
     attempt.launcher.kill(attempt.run, 1, Reason.STALLED)
     Changes(client)
     wait_for(lambda: {"jobs", "pods"} <= {r.resource for r in made(ours) if r.verb == "watch"}, SECONDS)

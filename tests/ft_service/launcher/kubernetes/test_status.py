@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ft_service.exits import exit_of
-from ft_service.launcher.kubernetes.status import judge, waiting
+from ft_service.launcher.kubernetes.status import Waiting, judge, waiting
 from ft_service.rundir import ErrorInfo, Exit, Outcome, Result
 
 LOST_PEER = exit_of("worker_error", "Rank 0 failed: Connection closed by peer")
@@ -81,3 +81,37 @@ def test_a_pod_that_only_comes_up_is_not_waited_for_aloud() -> None:
     refused = waiting(job, [], ["exceeded quota"])
     assert refused is not None
     assert (refused.admitted, refused.reason) == (False, "The cluster refuses pods: exceeded quota")
+
+
+def workload(*conditions: tuple[str, str, str], active: bool = True, **status: Any) -> dict[str, Any]:
+    """Conditions: type, status, message."""
+    listed = [{"type": kind, "status": value, "reason": "Why", "message": message} for kind, value, message in conditions]
+    return {"metadata": {"name": "w"}, "spec": {"active": active}, "status": {"conditions": listed, **status}}
+
+
+CHECKS = [{"name": "nodes", "state": "Pending", "message": "2 of 4 are made"}, {"name": "budget", "state": "Ready"}]
+WAITS = "The attempt waits for admission in the queue q"
+
+
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [
+        (None, f"{WAITS}."),
+        (workload(), f"{WAITS}."),
+        (workload(("QuotaReserved", "False", "too many GPUs")), f"{WAITS}: too many GPUs"),
+        (workload(("Evicted", "True", "preempted")), f"{WAITS}: preempted"),
+        (
+            workload(("QuotaReserved", "True", ""), ("Admitted", "False", ""), admissionChecks=CHECKS),
+            f"{WAITS}: it has quota, and waits for nodes (2 of 4 are made).",
+        ),
+        (workload(("QuotaReserved", "True", "")), f"{WAITS}: it has quota, and waits for its admission checks."),
+        (workload(("QuotaReserved", "True", ""), ("Admitted", "True", "")), "The queue q has admitted the attempt."),
+        (
+            workload(("Evicted", "True", "deactivated"), active=False),
+            "The queue q does not admit the attempt: its Workload was deactivated.",
+        ),
+    ],
+)
+def test_what_a_queue_says(seen: dict[str, Any] | None, words: str) -> None:
+    job = {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "q"}}, "spec": {"suspend": True}}
+    assert waiting(job, [], [], seen) == Waiting(words, admitted=False)

@@ -82,7 +82,7 @@ class Stager:
             validations=job.validations,
         )
         tensors = {name: self._copied(name, tensor) for name, tensor in job.tensors().items()}
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return Snapshot(tensors, position, job.validations.loss_at(job.step))
 

@@ -81,7 +81,7 @@ class Reconciler:
         self._idle_seconds = idle_seconds
         self._lease_seconds = lease_seconds
         self._owner = f"{platform.node()}:{os.getpid()}"
-        self._wake = threading.Event()
+        self._wake = store.stirred
         self._queue_first = False
         self._tell_at = 0.0
         self._drop_at = 0.0

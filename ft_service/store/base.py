@@ -6,6 +6,7 @@ Times are seconds since the epoch, always the database's own.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -129,6 +130,9 @@ class Change:
 class Store(Protocol):
     """Methods raise NotFoundError for a row that is not there (or is another project's), and UnavailableError if the
     database is away."""
+
+    stirred: threading.Event
+    """Set when this process has written something that whoever moves jobs should look at now; they clear it."""
 
     def now(self) -> float: ...
     def check(self) -> None:

@@ -52,6 +52,8 @@ class Database:
     def __init__(self, url: str) -> None:
         """Connects on first use. Raises SpecError if the URL is not one of the two databases'."""
         self._engine = _create_engine(_parse(url))
+        self.stirred = threading.Event()
+        """Set when this process has written something that whoever moves jobs should look at now; they clear it."""
         # SQLite's own wait for another writer is a sleep that grows, and of many who sleep so one may wait for seconds.
         self._turn: AbstractContextManager[Any] = (
             threading.Lock() if self._engine.dialect.name == "sqlite" else contextlib.nullcontext()

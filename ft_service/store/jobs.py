@@ -61,7 +61,9 @@ class JobStore(Database):
         """
         first = NewEvent(level="info", message=f"Created fine-tuning job: {job.id}")
         as_stored = replace(job, request=storable(job.request), spec=storable(job.spec))
-        return self._creations((as_stored, (first, *told)))
+        created = self._creations((as_stored, (first, *told)))
+        self.stirred.set()
+        return created
 
     def _create_all(self, given: Sequence[tuple[Job, Sequence[NewEvent]]]) -> list[Job]:
         with self.writing() as connection:
@@ -110,6 +112,11 @@ class JobStore(Database):
 
     def request(self, project_id: str, job_id: str, verb: Verb, slots: int | None = None) -> Job:
         """Apply `job.request` by compare-and-set, with an event that says so. Raises SpecError as `job.request` does."""
+        job = self._request(project_id, job_id, verb, slots)
+        self.stirred.set()
+        return job
+
+    def _request(self, project_id: str, job_id: str, verb: Verb, slots: int | None) -> Job:
         for _ in range(MAX_TRIES):
             with self.writing() as connection:
                 old = _get(connection, project_id, job_id)

@@ -231,6 +231,23 @@ def test_a_cancelled_job_ends_its_check(
     reconciler.close()
 
 
+def test_a_check_that_a_service_did_not_finish_is_made_by_the_next(
+    monkeypatch: pytest.MonkeyPatch, scripted: Scripted, store: SqlStore, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("ft_service.checks.Examiner", lambda known: Examiner(known, command=scripted.command(SILENT)))
+    first = new_reconciler(tmp_path, store, FakeLauncher(2), check=ask)
+    add_job(store)
+    first.step()
+    pid = scripted.first()
+    first.close()
+    assert is_gone(pid)
+    monkeypatch.setattr("ft_service.checks.Examiner", lambda known: Examiner(known, command=scripted.command(ANSWERING)))
+    second = new_reconciler(tmp_path, store, FakeLauncher(2), check=ask)
+    assert get(store).state is State.VALIDATING
+    step_until(second, store, State.QUEUED, State.RUNNING)
+    second.close()
+
+
 def test_a_job_whose_check_took_longer_is_looked_at_as_soon_as_it_is_done(store: SqlStore, tmp_path: Path) -> None:
     go_on, told = threading.Event(), NewEvent(level="warn", message="train.jsonl: 3 samples are cut.")
 

@@ -129,6 +129,25 @@ def test_a_data_file_at_fault_fails_the_job_without_an_attempt(tmp_path: Path, s
     assert messages(store)[-1] == error.message
 
 
+def test_a_new_job_and_a_verb_end_the_loops_rest(
+    tmp_path: Path, store: SqlStore, launcher: FakeLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ft_service.reconciler.POLL_SECONDS", 3600.0)
+    monkeypatch.setattr("ft_service.reconciler.MAX_REST_SECONDS", 3600.0)
+    reconciler, stop = new_reconciler(tmp_path, store, launcher, idle_seconds=3600.0), threading.Event()
+    loop = threading.Thread(target=reconciler.run, args=(stop,))
+    loop.start()
+    try:
+        add_job(store)
+        wait_for(lambda: get(store).state is State.RUNNING)
+        store.request(PROJECT, "ftjob-1", Verb.CANCEL)
+        wait_for(lambda: get(store).signalled == get(store).generation)
+    finally:
+        stop.set()
+        reconciler.wake()
+        loop.join()
+
+
 def test_a_slow_check_keeps_no_other_job_waiting(tmp_path: Path, store: SqlStore, launcher: FakeLauncher) -> None:
     go_on = threading.Event()
 

@@ -5,8 +5,10 @@ What needs torch runs beside this process; it answers with one line of JSON.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,7 +17,15 @@ from typing import Any
 
 from ft_service.errors import FtError, NotFoundError, SpecError
 from ft_service.lifetime import exclusive
-from ft_service.rundir import CHECKPOINT_NAME, RunDir, complete_checkpoints, obtainable_checkpoints
+from ft_service.rundir import (
+    CHECKPOINT_ADAPTER,
+    CHECKPOINT_NAME,
+    CheckpointMarker,
+    RunDir,
+    complete_checkpoints,
+    obtainable_checkpoints,
+    sha256_of,
+)
 
 WRONG = 64
 
@@ -51,9 +61,46 @@ def checkpoint_adapter(run_dir: Path, checkpoint: str | int) -> Path:
     folder = run.path(f"adapters/{name}")
     if not folder.is_dir():  # it appears whole or not at all, and outlives the checkpoint
         with exclusive(run.path(f"adapters/{name}.lock")):  # of several who ask at once, one makes it
-            if not folder.is_dir():
-                run_worker("workers.consolidate", [str(run.root), name, str(folder)])
+            if not folder.is_dir() and not _take_exported(run, name, folder):
+                _consolidate(run, name, folder)
     return folder
+
+
+def _take_exported(run: RunDir, name: str, folder: Path) -> bool:
+    """Copy the adapter that the checkpoint itself holds; False: it holds none. Raises NotFoundError if it is damaged."""
+    marker = run.read(f"checkpoints/{name}/COMPLETE", CheckpointMarker)
+    files = [file for file in marker.files if file.name.startswith(f"{CHECKPOINT_ADAPTER}/")] if marker else []
+    if not files:
+        return False
+    beside = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    for file in files:
+        copy = beside / file.name.removeprefix(f"{CHECKPOINT_ADAPTER}/")
+        try:
+            shutil.copyfile(run.path(f"checkpoints/{name}/{file.name}"), copy)
+        except FileNotFoundError:
+            raise _damaged(name, f"{file.name} is missing") from None
+        if sha256_of(copy) != file.sha256:
+            raise _damaged(name, f"{file.name} has other contents than when it was written")
+    os.replace(beside, folder)
+    return True
+
+
+def _damaged(name: str, fault: str) -> NotFoundError:
+    return NotFoundError(f"Checkpoint {name} is damaged: {fault}.", param="checkpoint", code="checkpoint_damaged")
+
+
+def _consolidate(run: RunDir, name: str, folder: Path) -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise NotFoundError(
+            f"Checkpoint {name} holds shards and no adapter, and the service has no torch to make one of them. Checkpoints "
+            "hold their adapters where FT_CHECKPOINT_ADAPTERS is set for the workers. Where the workers are installed and the run "
+            f"directory can be read, one is made with: python -m workers.consolidate RUN_DIR {name} OUT",
+            param="checkpoint",
+            code="no_adapter",
+        )
+    run_worker("workers.consolidate", [str(run.root), name, str(folder)])
 
 
 def name_of_step(run: RunDir, step: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import socket
 import sys
@@ -15,6 +16,7 @@ from ft_service.job import Job, State
 from ft_service.launcher.kubernetes.manifests import object_name
 from ft_service.launcher.kubernetes.profile import PodProfile
 from ft_service.objects import ObjectStore
+from ft_service.offline import checkpoint_adapter
 from ft_service.places import Places
 from ft_service.reconciler import Reconciler
 from ft_service.rundir import Result, RunDir, Start, complete_checkpoints, newest_checkpoint, sha256_of
@@ -147,7 +149,12 @@ def test_an_evicted_job_of_two_pods_resumes_and_succeeds(
 
 
 def test_pods_that_share_nothing_but_object_storage(
-    store: SqlStore, models: Path, data: Path, tmp_path: Path, request: pytest.FixtureRequest
+    store: SqlStore,
+    models: Path,
+    data: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each pod has a disk of its own, at the path that the service has: both fetch, train together, and bring their shards."""
     if not can_mount():
@@ -174,4 +181,7 @@ def test_pods_that_share_nothing_but_object_storage(
         assert complete_checkpoints(run) == ["step-8-a1"], "the older one was removed there too"
         assert run.path("adapter/adapter_model.safetensors").is_file()
         assert [point.name for point in store.list_checkpoints(PROJECT, JOB).data] == ["step-8-a1", "step-4-a1"]
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # the service has no torch there
+        adapter = checkpoint_adapter(places.whole_run(JOB, "step-8-a1"), "step-8-a1")
+        assert sha256_of(adapter / "adapter_model.safetensors") == sha256_of(run.path("adapter/adapter_model.safetensors"))
         assert run.list("attempts/1/logs/node-1"), "the logs of both nodes are there"

@@ -5,7 +5,6 @@ What needs torch runs beside this process; it answers with one line of JSON.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -14,6 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from ft_service.errors import FtError, NotFoundError, SpecError
 from ft_service.lifetime import exclusive
@@ -28,6 +29,10 @@ from ft_service.rundir import (
 )
 
 WRONG = 64
+
+
+class WorkersMissingError(FtError):
+    """What workers need, torch above all, is not installed beside this process."""
 
 
 def run_worker(module: str, arguments: Sequence[str], *, python: str = sys.executable) -> dict[str, Any]:
@@ -45,8 +50,9 @@ def run_worker(module: str, arguments: Sequence[str], *, python: str = sys.execu
         kind = NotFoundError if error["code"] in ("no_checkpoint", "checkpoint_damaged") else SpecError
         raise kind(error["error"], param=error["param"], code=error["code"])
     last = (ended.stderr.strip().splitlines() or [f"it ended with code {ended.returncode}"])[-1]
-    hint = " Install the workers: pip install 'ft-service[workers]'." if "ModuleNotFoundError" in last else ""
-    raise FtError(f"{module} has failed: {last}{hint}")
+    if "No module named" in last:
+        raise WorkersMissingError(f"{module} has failed: {last} Install the workers: pip install 'ft-service[workers]'.")
+    raise FtError(f"{module} has failed: {last}")
 
 
 def checkpoint_adapter(run_dir: Path, checkpoint: str | int) -> Path:
@@ -68,7 +74,10 @@ def checkpoint_adapter(run_dir: Path, checkpoint: str | int) -> Path:
 
 def _take_exported(run: RunDir, name: str, folder: Path) -> bool:
     """Copy the adapter that the checkpoint itself holds; False: it holds none. Raises NotFoundError if it is damaged."""
-    marker = run.read(f"checkpoints/{name}/COMPLETE", CheckpointMarker)
+    try:
+        marker = run.read(f"checkpoints/{name}/COMPLETE", CheckpointMarker)
+    except ValidationError:
+        raise _damaged(name, "COMPLETE cannot be read") from None
     files = [file for file in marker.files if file.name.startswith(f"{CHECKPOINT_ADAPTER}/")] if marker else []
     if not files:
         return False
@@ -92,15 +101,16 @@ def _damaged(name: str, fault: str) -> NotFoundError:
 
 
 def _consolidate(run: RunDir, name: str, folder: Path) -> None:
-    if importlib.util.find_spec("torch") is None:
+    try:
+        run_worker("workers.consolidate", [str(run.root), name, str(folder)])
+    except WorkersMissingError:
         raise NotFoundError(
             f"Checkpoint {name} holds shards and no adapter, and the service has no torch to make one of them. Checkpoints "
-            "hold their adapters where FT_CHECKPOINT_ADAPTERS is set for the workers. Where the workers are installed and the run "
-            f"directory can be read, one is made with: python -m workers.consolidate RUN_DIR {name} OUT",
+            "hold their adapters where FT_CHECKPOINT_ADAPTERS is set for the workers. Where the workers are installed and "
+            f"the run directory can be read, one is made with: python -m workers.consolidate RUN_DIR {name} OUT",
             param="checkpoint",
             code="no_adapter",
-        )
-    run_worker("workers.consolidate", [str(run.root), name, str(folder)])
+        ) from None
 
 
 def name_of_step(run: RunDir, step: int) -> str:

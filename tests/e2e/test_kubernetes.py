@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import socket
 import sys
@@ -12,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from ft_service import offline
 from ft_service.job import Job, State
 from ft_service.launcher.kubernetes.manifests import object_name
 from ft_service.launcher.kubernetes.profile import PodProfile
 from ft_service.objects import ObjectStore
-from ft_service.offline import checkpoint_adapter
 from ft_service.places import Places
 from ft_service.reconciler import Reconciler
 from ft_service.rundir import Result, RunDir, Start, complete_checkpoints, newest_checkpoint, sha256_of
@@ -181,7 +180,7 @@ def test_pods_that_share_nothing_but_object_storage(
         assert complete_checkpoints(run) == ["step-8-a1"], "the older one was removed there too"
         assert run.path("adapter/adapter_model.safetensors").is_file()
         assert [point.name for point in store.list_checkpoints(PROJECT, JOB).data] == ["step-8-a1", "step-4-a1"]
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # the service has no torch there
-        adapter = checkpoint_adapter(places.whole_run(JOB, "step-8-a1"), "step-8-a1")
+        monkeypatch.setattr(offline, "run_worker", None)  # the service has no torch there
+        adapter = offline.checkpoint_adapter(places.whole_run(JOB, "step-8-a1"), "step-8-a1")
         assert sha256_of(adapter / "adapter_model.safetensors") == sha256_of(run.path("adapter/adapter_model.safetensors"))
         assert run.list("attempts/1/logs/node-1"), "the logs of both nodes are there"

@@ -77,7 +77,7 @@ def _prepare(parent: AdapterRef, places: Places) -> ErrorInfo | None:
     if places.fetched(folder).is_dir():
         return None
     try:
-        offline.checkpoint_adapter(places.whole_run(parent.job_id, folder.name), folder.name)
+        places.share(offline.checkpoint_adapter(places.whole_run(parent.job_id, folder.name), folder.name))
     except FtError as error:
         return ErrorInfo(code="model_not_found", message=f"{parent.name}: {error.message}", param="model")
     return None

@@ -7,17 +7,32 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from ft_service.errors import FtError, NotFoundError, SpecError
 from ft_service.lifetime import exclusive
-from ft_service.rundir import CHECKPOINT_NAME, RunDir, complete_checkpoints, obtainable_checkpoints
+from ft_service.rundir import (
+    CHECKPOINT_ADAPTER,
+    CHECKPOINT_NAME,
+    CheckpointMarker,
+    RunDir,
+    complete_checkpoints,
+    obtainable_checkpoints,
+    sha256_of,
+)
 
 WRONG = 64
+
+
+class WorkersMissingError(FtError):
+    """What workers need, torch above all, is not installed beside this process."""
 
 
 def run_worker(module: str, arguments: Sequence[str], *, python: str = sys.executable) -> dict[str, Any]:
@@ -35,8 +50,9 @@ def run_worker(module: str, arguments: Sequence[str], *, python: str = sys.execu
         kind = NotFoundError if error["code"] in ("no_checkpoint", "checkpoint_damaged") else SpecError
         raise kind(error["error"], param=error["param"], code=error["code"])
     last = (ended.stderr.strip().splitlines() or [f"it ended with code {ended.returncode}"])[-1]
-    hint = " Install the workers: pip install 'ft-service[workers]'." if "ModuleNotFoundError" in last else ""
-    raise FtError(f"{module} has failed: {last}{hint}")
+    if "No module named" in last:
+        raise WorkersMissingError(f"{module} has failed: {last} Install the workers: pip install 'ft-service[workers]'.")
+    raise FtError(f"{module} has failed: {last}")
 
 
 def checkpoint_adapter(run_dir: Path, checkpoint: str | int) -> Path:
@@ -51,9 +67,50 @@ def checkpoint_adapter(run_dir: Path, checkpoint: str | int) -> Path:
     folder = run.path(f"adapters/{name}")
     if not folder.is_dir():  # it appears whole or not at all, and outlives the checkpoint
         with exclusive(run.path(f"adapters/{name}.lock")):  # of several who ask at once, one makes it
-            if not folder.is_dir():
-                run_worker("workers.consolidate", [str(run.root), name, str(folder)])
+            if not folder.is_dir() and not _take_exported(run, name, folder):
+                _consolidate(run, name, folder)
     return folder
+
+
+def _take_exported(run: RunDir, name: str, folder: Path) -> bool:
+    """Copy the adapter that the checkpoint itself holds; False: it holds none. Raises NotFoundError if it is damaged."""
+    try:
+        marker = run.read(f"checkpoints/{name}/COMPLETE", CheckpointMarker)
+    except ValidationError:
+        raise _damaged(name, "COMPLETE cannot be read") from None
+    files = [file for file in marker.files if file.name.startswith(f"{CHECKPOINT_ADAPTER}/")] if marker else []
+    if not files:
+        return False
+    beside = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    for file in files:
+        copy = beside / file.name.removeprefix(f"{CHECKPOINT_ADAPTER}/")
+        try:
+            shutil.copyfile(run.path(f"checkpoints/{name}/{file.name}"), copy)
+        except FileNotFoundError:
+            raise _damaged(name, f"{file.name} is missing") from None
+        if sha256_of(copy) != file.sha256:
+            raise _damaged(name, f"{file.name} has other contents than when it was written")
+    os.replace(beside, folder)
+    return True
+
+
+def _damaged(name: str, fault: str) -> NotFoundError:
+    return NotFoundError(f"Checkpoint {name} is damaged: {fault}.", param="checkpoint", code="checkpoint_damaged")
+
+
+def _consolidate(run: RunDir, name: str, folder: Path) -> None:
+    try:
+        run_worker("workers.consolidate", [str(run.root), name, str(folder)])
+    except WorkersMissingError:
+        raise NotFoundError(
+            f"Checkpoint {name} holds shards and no adapter, and the service has no torch to make one of them. Checkpoints "
+            "hold their adapters where FT_CHECKPOINT_ADAPTERS is set for the workers. Where the workers are installed and "
+            f"the run directory can be read, one is made with: python -m workers.consolidate RUN_DIR {name} OUT",
+            param="checkpoint",
+            code="no_adapter",
+        ) from None
 
 
 def name_of_step(run: RunDir, step: int) -> str:

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 from ft_service.objects import ObjectStore
-from ft_service.rundir import RunDir
+from ft_service.rundir import CHECKPOINT_ADAPTER, RunDir
 from ft_service.settings import Settings
 
 
@@ -78,11 +78,22 @@ class Places:
     def whole_run(self, job_id: str, checkpoint: str) -> Path:
         """Folder of a run directory with everything in it that making a checkpoint's adapter needs."""
         run = self.run(job_id)
-        if self._objects is not None:
-            run.path(f"checkpoints/{checkpoint}")
-            for key in ("spec.json", "origins.json", "attempts"):
-                run.path(key)
+        if self._objects is None:
+            return run.root
+        folder = f"checkpoints/{checkpoint}"
+        if run.list(f"{folder}/{CHECKPOINT_ADAPTER}"):  # it holds its adapter itself
+            keys = [f"{folder}/COMPLETE", f"{folder}/{CHECKPOINT_ADAPTER}"]
+        else:
+            keys = [folder, "spec.json", "origins.json", "attempts"]
+        for key in keys:
+            run.path(key)
         return run.root
+
+    def share(self, folder: Path) -> None:
+        """A folder of a run directory was made here: have it where workers find it."""
+        if self._objects is not None:
+            for path in sorted(found for found in folder.rglob("*") if found.is_file()):
+                self._objects.upload(path, f"runs/{path.relative_to(self._runs_dir).as_posix()}")
 
     def file(self, file_id: str) -> Path:
         """Where the bytes of a stored file can be read; there may be no such file."""

@@ -12,7 +12,8 @@
     attempts/<n>/logs/                    output of supervisor, torchrun and ranks
     attempts/<n>/outcome.json             Outcome, by the first rank that knows how the attempt ends
     attempts/<n>/exit.json                Exit, by the supervisor, last
-    checkpoints/step-<s>-a<n>/            DCP shards, then COMPLETE (CheckpointMarker) last; DAMAGED by a later attempt
+    checkpoints/step-<s>-a<n>/            DCP shards (and adapter/), then COMPLETE (CheckpointMarker) last; DAMAGED by a later
+                                          attempt
     adapter/  metrics.csv  manifest.json  the outcome
     adapters/step-<s>-a<n>/               adapters of checkpoints, made when they are asked for
     result.json                           Result, last of all; names the attempt
@@ -230,6 +231,8 @@ class Result(_Document):
 
 
 CHECKPOINT_NAME = re.compile(r"step-(\d+)-a(\d+)")
+CHECKPOINT_ADAPTER = "adapter"
+"""Folder in a checkpoint with its adapter as PEFT loads it, if the workers were told to write it (FT_CHECKPOINT_ADAPTERS)."""
 
 
 def checkpoint_name(step: int, attempt: int) -> str:

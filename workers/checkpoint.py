@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor
 
 from ft_service.errors import SpecError
-from ft_service.rundir import CheckpointFile, CheckpointMarker, RunDir, checkpoint_name, sha256_of
+from ft_service.rundir import CHECKPOINT_ADAPTER, CheckpointFile, CheckpointMarker, RunDir, checkpoint_name, sha256_of
 from ft_service.spec import JobSpec
 from workers.disk import explained, os_error
 from workers.optim import JobState
@@ -56,6 +56,8 @@ class Snapshot:
     position: Position
     valid_loss: float | None
     """Of this very step, if it was validated."""
+    adapter: dict[str, Tensor] | None = None
+    """On rank 0, if the checkpoint is to hold its adapter too: the whole matrices, by PEFT's names on disk."""
 
     @property
     def bytes(self) -> int:
@@ -102,16 +104,26 @@ def _with_shard(tensor: DTensor, shard: Tensor) -> DTensor:
     return DTensor.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
 
 
-def write(snapshot: Snapshot, run: RunDir, attempt: int, group: dist.ProcessGroup, before_complete: Callable[[], None]) -> str:
+def write(
+    snapshot: Snapshot,
+    run: RunDir,
+    attempt: int,
+    group: dist.ProcessGroup,
+    before_complete: Callable[[], None],
+    export: Callable[[Path], None] | None = None,
+) -> str:
     """Write a checkpoint, complete when this returns, and its name. Called by all ranks together; `group`: gloo, of them all.
 
-    `before_complete`: called on rank 0 when everything but COMPLETE is there. Raises CheckpointError, on all ranks, if a file
+    `before_complete`: called on rank 0 when everything but COMPLETE is there. `export`: called on rank 0 with the folder of the
+    checkpoint's adapter, in which it is to be written; None: it holds none. Raises CheckpointError, on all ranks, if a file
     could not be written; what was written of the checkpoint is then removed.
     """
     name = checkpoint_name(snapshot.position.step, attempt)
     folder = run.path(f"checkpoints/{name}")
     try:
         _save_shards(snapshot, folder, group)
+        if export is not None:
+            _agreed(lambda: export(folder / CHECKPOINT_ADAPTER) if dist.get_rank() == 0 else None, group)
         files = _agreed(lambda: _digests(folder), group)
         _agreed(lambda: _complete(snapshot, run, attempt, [file for own in files for file in own], before_complete), group)
     except _WriteError as error:
@@ -187,8 +199,10 @@ def _agreed(act: Callable[[], Found], group: dist.ProcessGroup) -> list[Found]:
 def _digests(folder: Path) -> list[CheckpointFile]:
     """Name, size and SHA-256 of the files that this rank wrote."""
     rank = dist.get_rank()
-    mine = [p for p in sorted(folder.iterdir()) if p.name.startswith(f"__{rank}_") or (rank == 0 and p.suffix != ".distcp")]
-    return [CheckpointFile(name=p.name, bytes=p.stat().st_size, sha256=sha256_of(p)) for p in mine]
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    mine = [p for p in files if p.name.startswith(f"__{rank}_") or (rank == 0 and p.suffix != ".distcp")]
+    names = [path.relative_to(folder).as_posix() for path in mine]
+    return [CheckpointFile(name=n, bytes=p.stat().st_size, sha256=sha256_of(p)) for n, p in zip(names, mine, strict=True)]
 
 
 def _complete(

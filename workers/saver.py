@@ -6,23 +6,38 @@ outcome the ranks agree on, and all of it is off training's path. Its collective
 
 from __future__ import annotations
 
+import copy
+import errno
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from peft import PeftConfig
 
 from ft_service.events import Metrics
-from ft_service.rundir import newest_step
+from ft_service.provenance import write_manifest
+from ft_service.rundir import checkpoint_name, newest_step
 from workers import checkpoint
 from workers.checkpoint import Snapshot, Stager
+from workers.export import gathered_adapter, versions, write_adapter
 from workers.optim import JobState
 from workers.report import Reporter
 from workers.retention import remove_others
-from workers.runtime import CheckpointError, Runtime
+from workers.runtime import CheckpointError, ExportError, Runtime
+
+WITH_ADAPTERS = "FT_CHECKPOINT_ADAPTERS"
+"""Environment variable: not empty: every checkpoint holds its adapter in PEFT's layout too, for a service without torch."""
 
 
 class Saver:
     """Writes the checkpoints of one attempt. Its methods are called by all ranks together."""
 
-    def __init__(self, runtime: Runtime, reporter: Reporter) -> None:
+    def __init__(self, runtime: Runtime, reporter: Reporter, config: PeftConfig | None = None) -> None:
+        """`config`: PEFT's, of the adapter that every checkpoint is to hold too; None: it can be made of the shards later."""
+        self._config = config
         self._runtime = runtime
         self._reporter = reporter
         self._stager = Stager()
@@ -37,7 +52,7 @@ class Saver:
         """
         started = time.perf_counter()
         self._wait()
-        snapshot = self._stager.snapshot(job, self._runtime.spec)
+        snapshot = self._snapshot(job)
         if not self._runtime.spec.checkpoint.async_save:
             self._write_or_warn(snapshot, metrics, started, None)
             return
@@ -50,9 +65,19 @@ class Saver:
         started = time.perf_counter()
         self._wait()
         try:
-            return self._write(self._stager.snapshot(job, self._runtime.spec), metrics, started, None)
+            return self._write(self._snapshot(job), metrics, started, None)
         except CheckpointError as error:
             raise CheckpointError(f"{error} {self._what_stands()}.") from error.__cause__
+
+    def _snapshot(self, job: JobState) -> Snapshot:
+        snapshot = self._stager.snapshot(job, self._runtime.spec)
+        if self._config is None:
+            return snapshot
+        if self._runtime.rank == 0:
+            return replace(snapshot, adapter=dict(gathered_adapter(job)))
+        for _ in gathered_adapter(job):
+            pass
+        return snapshot
 
     def _wait(self) -> None:
         """For the checkpoint on its way. Raises what its writing raised on this rank alone."""
@@ -82,10 +107,33 @@ class Saver:
         """`started`: when training stopped for it; `stall`: for how long. None: it still waits."""
         runtime = self._runtime
         # What was reported is safe before the steps it is about cannot come again.
-        name = checkpoint.write(snapshot, runtime.run, runtime.start.attempt, runtime.save_group, self._reporter.flush)
+        config = self._config
+        export: Callable[[Path], None] | None = partial(self._export, snapshot, metrics, config) if config else None
+        name = checkpoint.write(snapshot, runtime.run, runtime.start.attempt, runtime.save_group, self._reporter.flush, export)
         seconds = time.perf_counter() - started
         times = {"checkpoint_stall_seconds": seconds if stall is None else stall, "checkpoint_seconds": seconds}
         self._reporter.checkpoint(name, metrics.model_copy(update=times))
         if runtime.rank == 0:
             remove_others(runtime.run, runtime.spec)
         return name
+
+    def _export(self, snapshot: Snapshot, metrics: Metrics, config: PeftConfig, out: Path) -> None:
+        """The adapter of a checkpoint that is being written. Raises OSError if it cannot be, which ends the checkpoint."""
+        tensors, spec = snapshot.adapter, self._runtime.spec
+        assert tensors is not None, "rank 0 has gathered them"
+        attempt, step = self._runtime.start.attempt, snapshot.position.step
+        try:
+            out.mkdir()
+            shapes = {name: tensor.shape for name, tensor in tensors.items()}
+            write_adapter(out, shapes, tensors.items(), copy.deepcopy(config), spec)
+        except ExportError as error:
+            raise OSError(errno.EIO, str(error), str(out)) from error
+        write_manifest(
+            self._runtime.run,
+            out,
+            attempt=attempt,
+            step=step,
+            checkpoint=checkpoint_name(step, attempt),
+            metrics=metrics,
+            versions=versions(),
+        )

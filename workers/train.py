@@ -39,7 +39,7 @@ from workers.optim import JobState
 from workers.parallel import shard
 from workers.report import Reporter
 from workers.runtime import COMPUTE_DTYPE, Runtime, enter, leave, report_failure
-from workers.saver import Saver
+from workers.saver import WITH_ADAPTERS, Saver
 from workers.stop import StopRequest
 
 
@@ -81,7 +81,8 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
     _resume(runtime, reporter, job, schedule)
 
     built.peft_model.train()
-    saver, watch = Saver(runtime, reporter), AdapterWatch(job.parameters)
+    config = built.peft_model.peft_config["default"] if os.environ.get(WITH_ADAPTERS) else None
+    saver, watch = Saver(runtime, reporter, config), AdapterWatch(job.parameters)
     stopped_at = Trainer(runtime, built.peft_model, job, train_set, valid_set, schedule, reporter, stop, saver, watch).fit()
     if stopped_at is not None:
         reporter.message(f"Stopped at step {job.step}; checkpoint {stopped_at} is complete.")

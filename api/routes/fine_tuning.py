@@ -129,8 +129,8 @@ def adapter(job_id: str, caller: Caller, services: Svc) -> StreamingResponse:
 
 @router.get("/{job_id}/checkpoints/{checkpoint_id}/adapter", response_class=StreamingResponse)
 def checkpoint_adapter(job_id: str, checkpoint_id: str, caller: Caller, services: Svc) -> StreamingResponse:
-    """Not in OpenAI's API. A checkpoint's adapter, as that of a job; at the first call it is made from the shards, which takes
-    some seconds."""
+    """Not in OpenAI's API. A checkpoint's adapter, as that of a job. Unless the workers wrote it with the checkpoint, it is
+    made from the shards at the first call, which takes some seconds; a 404 says so where that cannot be done."""
     job = services.store.get_job(caller.project_id, job_id)
     found = tuned.find_checkpoint(checkpoint_id, caller.project_id, services.store)
     if found.job.id != job.id:

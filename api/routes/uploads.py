@@ -227,8 +227,11 @@ def _copy(upload: Upload, parts: Sequence[UploadPart], md5: str | None, target: 
 
 
 def _being_ended(upload: Upload) -> SpecError:
-    """Its folder has vanished: it was completed or cancelled in the same moment."""
-    return SpecError(f"Upload {upload.id} is being ended.", param="upload_id", code="invalid_state")
+    """Its folder has vanished: it was completed or cancelled in the same moment, or this disk has not the parts any more."""
+    message = (
+        f"Upload {upload.id} is being ended, or its parts are not on this server's disk: look at it again, or begin a new one."
+    )
+    return SpecError(message, param="upload_id", code="invalid_state")
 
 
 def _folder(upload: Upload, services: Services) -> Path:

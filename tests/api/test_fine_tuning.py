@@ -14,7 +14,7 @@ from ft_service import offline
 from ft_service.events import Metrics
 from ft_service.ids import new_id
 from ft_service.job import Job, Phase, Reason, State
-from ft_service.rundir import RunDir
+from ft_service.rundir import CheckpointMarker, RunDir
 from ft_service.store.base import Change, Checkpoint, NewEvent
 from ft_service.store.sql import SqlStore
 from tests.api.conftest import TRAINING, Service, wait_until
@@ -45,7 +45,8 @@ def put(service: Service, job_id: str, *events: NewEvent, checkpoints: tuple[int
     change = Change(job=replace(claim.job, **changes), events=events, checkpoints=points)
     assert service.store.apply(claim, change)
     for point in points:
-        run_dir(service, job_id).put(f"checkpoints/{point.name}/COMPLETE", b"{}")
+        marker = CheckpointMarker(step=point.step, attempt=1, world_size=2, files=[])
+        run_dir(service, job_id).write(f"checkpoints/{point.name}/COMPLETE", marker)
     return service.store.get_job(claim.job.project_id, job_id)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -211,3 +212,12 @@ def test_another_projects_upload_does_not_exist(service: Service, client: openai
         with pytest.raises(openai.NotFoundError):
             ask()
     assert parts_left(service) == []
+
+
+def test_parts_that_this_disk_has_not_say_so(service: Service, client: openai.OpenAI) -> None:
+    """As after a restart of a pod whose disk is its own."""
+    upload_id = start(client)
+    parts = send(client, upload_id, BODY)
+    shutil.rmtree(service.settings.uploads_dir)
+    with pytest.raises(openai.BadRequestError, match="not on this server's disk: look at it again, or begin a new one"):
+        client.uploads.complete(upload_id, part_ids=parts)

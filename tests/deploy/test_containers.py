@@ -41,5 +41,7 @@ def test_compose_keeps_its_secrets_in_files_and_listens_on_the_host_only() -> No
     assert service["ports"] == ["127.0.0.1:8000:8000"]
     assert service["image"].endswith(f":{__version__}")
     assert service["read_only"]
+    assert "/readyz" in service["healthcheck"]["test"][-1]
+    assert all("exec" in mount for mount in service["tmpfs"]), "compiled launchers are loaded from /tmp"
     assert all("file" in secret for secret in compose["secrets"].values())
     assert (ROOT / "deploy" / service["build"]["context"] / service["build"]["dockerfile"]).is_file()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ft_service import offline
 from ft_service.job import Job, State
 from ft_service.launcher.kubernetes.manifests import object_name
 from ft_service.launcher.kubernetes.profile import PodProfile
@@ -147,7 +148,12 @@ def test_an_evicted_job_of_two_pods_resumes_and_succeeds(
 
 
 def test_pods_that_share_nothing_but_object_storage(
-    store: SqlStore, models: Path, data: Path, tmp_path: Path, request: pytest.FixtureRequest
+    store: SqlStore,
+    models: Path,
+    data: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each pod has a disk of its own, at the path that the service has: both fetch, train together, and bring their shards."""
     if not can_mount():
@@ -174,4 +180,7 @@ def test_pods_that_share_nothing_but_object_storage(
         assert complete_checkpoints(run) == ["step-8-a1"], "the older one was removed there too"
         assert run.path("adapter/adapter_model.safetensors").is_file()
         assert [point.name for point in store.list_checkpoints(PROJECT, JOB).data] == ["step-8-a1", "step-4-a1"]
+        monkeypatch.setattr(offline, "run_worker", None)  # the service has no torch there
+        adapter = offline.checkpoint_adapter(places.whole_run(JOB, "step-8-a1"), "step-8-a1")
+        assert sha256_of(adapter / "adapter_model.safetensors") == sha256_of(run.path("adapter/adapter_model.safetensors"))
         assert run.list("attempts/1/logs/node-1"), "the logs of both nodes are there"

@@ -1,17 +1,19 @@
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
 
 from ft_service import offline
-from ft_service.errors import FtError, NotFoundError
-from ft_service.offline import checkpoint_adapter, run_worker
+from ft_service.errors import NotFoundError
+from ft_service.offline import WorkersMissingError, checkpoint_adapter, run_worker
+from ft_service.rundir import CheckpointFile, CheckpointMarker, RunDir
 from tests.run_directories import finished_run
 
 
 def test_a_worker_that_cannot_start_says_what_to_install() -> None:
-    with pytest.raises(FtError, match=r"workers\.absent has failed: .*No module named workers\.absent"):
+    with pytest.raises(WorkersMissingError, match=r"workers\.absent has failed: .*No module named workers\.absent"):
         run_worker("workers.absent", [])
 
 
@@ -44,3 +46,42 @@ def test_a_checkpoint_that_does_not_exist(tmp_path: Path, checkpoint: str | int)
     with pytest.raises(NotFoundError) as caught:
         checkpoint_adapter(finished_run(tmp_path).root, checkpoint)
     assert caught.value.code == "no_checkpoint"
+
+
+def torchless(module: str, arguments: list[str]) -> None:
+    raise WorkersMissingError("No module named 'torch'")
+
+
+def exported(tmp_path: Path) -> RunDir:
+    """A run whose checkpoint holds its adapter."""
+    run = finished_run(tmp_path)
+    run.put("checkpoints/step-3-a1/adapter/adapter_config.json", b"{}")
+    marker = run.read("checkpoints/step-3-a1/COMPLETE", CheckpointMarker)
+    assert marker is not None
+    file = CheckpointFile(name="adapter/adapter_config.json", bytes=2, sha256=hashlib.sha256(b"{}").hexdigest())
+    run.write("checkpoints/step-3-a1/COMPLETE", marker.model_copy(update={"files": [*marker.files, file]}))
+    return run
+
+
+def test_an_adapter_that_the_checkpoint_holds_is_taken_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = exported(tmp_path)
+    monkeypatch.setattr(offline, "run_worker", torchless)
+    folder = checkpoint_adapter(run.root, 3)
+    assert folder == run.path("adapters/step-3-a1")
+    assert [path.name for path in folder.iterdir()] == ["adapter_config.json"]
+
+
+def test_an_adapter_that_is_damaged_is_not_given_out(tmp_path: Path) -> None:
+    run = exported(tmp_path)
+    run.put("checkpoints/step-3-a1/adapter/adapter_config.json", b"[]")
+    with pytest.raises(NotFoundError, match=r"adapter_config\.json has other contents") as caught:
+        checkpoint_adapter(run.root, 3)
+    assert caught.value.code == "checkpoint_damaged"
+    assert not run.path("adapters/step-3-a1").exists()
+
+
+def test_without_torch_and_without_an_adapter_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offline, "run_worker", torchless)
+    with pytest.raises(NotFoundError, match="FT_CHECKPOINT_ADAPTERS") as caught:
+        checkpoint_adapter(finished_run(tmp_path).root, 3)
+    assert caught.value.code == "no_adapter"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 
 from ft_service.errors import NotFoundError
 from ft_service.provenance import Manifest
-from ft_service.rundir import Outcome, Result, RunDir, Start, complete_checkpoints
+from ft_service.rundir import Outcome, Result, RunDir, Start, checkpoint_faults, complete_checkpoints
 from ft_service.spec import JobSpec
 from ft_service.verify import verify
 from tests.ranks import run_on_ranks
@@ -25,13 +26,20 @@ from workers.export import gathered_adapter
 from workers.model.build import build
 from workers.model.load import adapters, load
 from workers.optim import JobState
+from workers.saver import WITH_ADAPTERS
 
 CPU = torch.device("cpu")
 
 
+def attempt_with_adapters(rank: int, world: int, root: str, attempt: int) -> Outcome:
+    os.environ[WITH_ADAPTERS] = "1"
+    return attempt_on_rank(rank, world, root, attempt)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """A job of two ranks with a checkpoint on the way; its 259 rows of vocabulary and rank 3 are shared out unevenly."""
+    """A job of two ranks with a checkpoint on the way, whose checkpoints hold their adapters; its 259 rows of vocabulary and
+    rank 3 are shared out unevenly."""
     folder = tmp_path_factory.mktemp("job")
     spec = spec_for(
         save_chat_base(folder / "base"),
@@ -46,7 +54,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     run = RunDir(folder / "run")
     run.write("spec.json", spec)
     run.write("attempts/1/start.json", Start(job_id=spec.job_id, attempt=1, world_size=2, generation=1, checkpoint=None))
-    outcomes = run_on_ranks(attempt_on_rank, 2, str(run.root), 1)
+    outcomes = run_on_ranks(attempt_with_adapters, 2, str(run.root), 1)
     assert outcomes[0] == Outcome(kind="succeeded")
     return run
 
@@ -74,6 +82,23 @@ def test_the_last_checkpoint_s_adapter_is_the_job_s(finished: RunDir, tmp_path: 
     assert all(torch.equal(tensor, published[name]) for name, tensor in ours.items())
     configs = [(folder / "adapter_config.json").read_bytes() for folder in (tmp_path / "out", finished.path("adapter"))]
     assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize("name", ["step-2-a1", "step-4-a1"])
+def test_the_adapter_that_a_checkpoint_holds_is_the_one_that_is_made_of_its_shards(
+    finished: RunDir, tmp_path: Path, name: str
+) -> None:
+    made, held = consolidate.consolidate(finished, name, tmp_path / "out"), finished.path(f"checkpoints/{name}/adapter")
+    assert checkpoint_faults(finished, name) == []
+    assert verify(held).faults == []
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (held / file).read_bytes() == (tmp_path / "out" / file).read_bytes()
+    manifest = RunDir(held).read("manifest.json", Manifest)
+    assert manifest is not None
+    assert (manifest.step, manifest.checkpoint, manifest.files) == (made.step, name, made.files)
+    (held / "adapter_config.json").write_bytes(b"")
+    assert checkpoint_faults(finished, name), "it is one of the checkpoint's files"
+    (held / "adapter_config.json").write_bytes((tmp_path / "out/adapter_config.json").read_bytes())
 
 
 VLLM_LORA = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<which>[AB])\.weight")

@@ -219,7 +219,8 @@ def _arguments(name: str, attempt: Attempt, profile: PodProfile, site: Site) -> 
 
 def _environment(profile: PodProfile, site: Site) -> list[Manifest]:
     index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
-    fixed = {"FT_HOME": str(site.home), "HOME": SCRATCH, "TMPDIR": SCRATCH}
+    # The service has no torch here with which it could make adapters of checkpoints' shards.
+    fixed = {"FT_HOME": str(site.home), "HOME": SCRATCH, "TMPDIR": SCRATCH, "FT_CHECKPOINT_ADAPTERS": "1"}
     return [
         {"name": "JOB_COMPLETION_INDEX", "valueFrom": index},
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},

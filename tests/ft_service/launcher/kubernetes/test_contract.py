@@ -14,7 +14,7 @@ from ft_service.launcher.base import LaunchError
 from ft_service.launcher.kubernetes.watch import Changes
 from ft_service.rundir import Control, RunDir
 from tests.attempts import wait_for
-from tests.cluster.apiserver import Object, Refused, Request
+from tests.cluster.apiserver import Request
 from tests.cluster.harness import ACCOUNT, HarnessCluster, role_rules
 from tests.cluster.kubelet import MISSING_IMAGE
 from tests.cluster.kueue import Kueue
@@ -204,6 +204,29 @@ def test_a_quota_is_told_while_it_lasts(attempts: Attempts, cluster: HarnessClus
     assert reason_of(attempt.wait_ended()) == "succeeded"
 
 
+def test_what_the_cluster_refuses_for_good_is_told_and_cannot_come_to_life_later(
+    attempts: Attempts, cluster: HarnessCluster
+) -> None:
+    twice = [{"name": "data", "mountPath": "/data"}] * 2
+    attempt = attempts("succeed", volume_mounts=twice)
+    with pytest.raises(LaunchError, match=r"mountPath: Invalid value: \"/data\": must be unique"):
+        attempt.start()
+    attempt.start()
+    assert cluster.get("jobs", attempt.name) is None
+    assert attempt.seen() != Absent()
+
+
+def test_changes_are_told_by_watching(attempts: Attempts, cluster: HarnessCluster) -> None:
+    """Of what is there already, and of what comes."""
+    attempt, later = attempts("event,hang"), attempts("event,hang")
+    attempt.start()
+    changes = Changes(cluster.client())
+    wait_for(lambda: changes.take(attempt.name), SECONDS)
+    assert not changes.take(later.name)
+    later.start()
+    wait_for(lambda: changes.take(later.name), SECONDS)
+
+
 # What only our own cluster can be made to do ---------------------------------------------------------------------------------
 
 
@@ -276,31 +299,10 @@ def test_while_the_api_server_is_away_nothing_is_known_and_nothing_starts(attemp
     other.wait_reported()
 
 
-def test_what_the_cluster_refuses_for_good_is_told_and_cannot_come_to_life_later(
-    attempts: Attempts, ours: HarnessCluster
-) -> None:
+def test_after_a_break_changes_are_told_again(attempts: Attempts, ours: HarnessCluster) -> None:
     assert ours.fake is not None
-
-    def refuse(plural: str, body: Object) -> None:
-        raise Refused(422, "Invalid", "spec.template.spec.containers[0].image: must not have spaces")
-
-    attempt = attempts("succeed")
-    ours.fake.state.refuse_create = refuse
-    try:
-        with pytest.raises(LaunchError, match="must not have spaces"):
-            attempt.start()
-    finally:
-        ours.fake.state.refuse_create = lambda plural, body: None
-    attempt.start()
-    assert ours.get("jobs", attempt.name) is None
-
-
-def test_changes_are_told_by_watching_also_after_a_break(attempts: Attempts, ours: HarnessCluster) -> None:
-    assert ours.fake is not None
-    attempt, later = attempts("event,hang"), attempts("event,hang")
-    attempt.start()
+    later = attempts("event,hang")
     changes = Changes(ours.client())
-    wait_for(lambda: changes.take(attempt.name), SECONDS)  # those that exist already, too
     ours.fake.stop()
     ours.fake.state.history.clear()  # too long a break: versions are forgotten
     ours.fake.state.version += 100

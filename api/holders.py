@@ -11,7 +11,8 @@ from starlette.concurrency import run_in_threadpool
 from ft_service.store.base import Principal, Store
 
 REMEMBERED_SECONDS = 1.0
-"""How long a key that was revoked, or has expired, may still open: without this every request would ask the database twice."""
+"""How long a key that was revoked, or has expired, may still open. Without this every request would begin with a look into the
+database."""
 _MOST = 10_000
 """Keys that are remembered at once."""
 

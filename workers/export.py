@@ -63,7 +63,8 @@ def publish(run: RunDir, attempt: int, spec: JobSpec, built: BuiltModel, job: Jo
 
 
 def gathered_adapter(job: JobState) -> Iterator[tuple[str, Tensor]]:
-    """PEFT's name and whole value (fp32, CPU) of every adapter matrix, gathered one at a time, on all ranks together."""
+    """PEFT's name and whole value (fp32, CPU) of every adapter matrix, gathered one at a time, on all ranks together. What lies
+    whole on the CPU is not copied."""
     for name, parameter in job.parameters.items():
         whole = parameter.detach()
         if isinstance(whole, DTensor):

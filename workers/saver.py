@@ -73,11 +73,10 @@ class Saver:
         snapshot = self._stager.snapshot(job, self._runtime.spec)
         if self._config is None:
             return snapshot
-        if self._runtime.rank == 0:
-            return replace(snapshot, adapter=dict(gathered_adapter(job)))
-        for _ in gathered_adapter(job):
-            pass
-        return snapshot
+        first = self._runtime.rank == 0
+        # Copies: on one rank of processors a gathered matrix is the one that training goes on with.
+        whole = {name: tensor.clone() for name, tensor in gathered_adapter(job) if first}
+        return replace(snapshot, adapter=whole) if first else snapshot
 
     def _wait(self) -> None:
         """For the checkpoint on its way. Raises what its writing raised on this rank alone."""

@@ -339,7 +339,8 @@ class Store(Protocol):
         limit: int = 10,
         names: Collection[str] | None = None,
     ) -> Page[Checkpoint]:
-        """Newest (highest step) first; of a step that several attempts reached only the newest attempt's."""
+        """Newest (highest step) first; of a step that several attempts reached only the newest attempt's. `names`: only these;
+        None: all."""
         ...
 
     def get_checkpoint(self, project_id: str, checkpoint_id: str) -> Checkpoint: ...

@@ -153,8 +153,6 @@ class JobStore(Database):
         limit: int = 10,
         names: Collection[str] | None = None,
     ) -> Page[Checkpoint]:
-        """Newest (highest step) first; of a step that several attempts reached only the newest attempt's. `names`: only these,
-        None: all."""
         step = checkpoints.c.step
         newer = checkpoints.alias()
         redone = exists().where(

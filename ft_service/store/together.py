@@ -57,5 +57,6 @@ class Together(Generic[Given, Made]):
             else:
                 for entry in entries:
                     self._carry_out([entry])
-        for entry in entries:
-            entry.done = True
+        finally:  # whatever happens, nobody waits for a leader that is gone
+            for entry in entries:
+                entry.done = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -12,12 +13,22 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from ft_service.events import Event, read_segments
 from ft_service.provenance import Manifest
-from ft_service.rundir import Outcome, Result, RunDir, checkpoint_faults, complete_checkpoints, newest_checkpoint, sha256_of
+from ft_service.rundir import (
+    Outcome,
+    Result,
+    RunDir,
+    Start,
+    checkpoint_faults,
+    complete_checkpoints,
+    newest_checkpoint,
+    sha256_of,
+)
 from ft_service.spec import DataFileRef, JobSpec
 from ft_service.verify import verify
 from tests.ranks import run_on_ranks
@@ -27,6 +38,7 @@ from workers import checkpoint
 from workers.loop import Trainer
 from workers.report import metrics_of_all_attempts
 from workers.runtime import CheckpointError
+from workers.saver import WITH_ADAPTERS
 
 STEPS = 6
 
@@ -120,6 +132,23 @@ def test_training_goes_on_and_the_checkpoint_is_of_its_own_step(waited_for: RunD
         assert run.get(f"checkpoints/{name}/position.json") == waited_for.get(f"checkpoints/{name}/position.json")
     order = [(e.kind, e.metrics.step) for e in events_of(run, 1) if e.metrics is not None]
     assert order.index(("checkpoint", 2)) > order.index(("metrics", 3))
+
+
+def slowly_written_with_adapters(rank: int, world: int, root: str, attempt: int) -> tuple[Outcome, int]:
+    os.environ[WITH_ADAPTERS] = "1"
+    return slowly_written(rank, world, root, attempt)
+
+
+def test_the_adapter_in_a_checkpoint_is_of_its_own_step_on_one_rank_too(spec: JobSpec, tmp_path: Path) -> None:
+    """Where nothing is sharded and nothing moved, what is gathered could be the very tensor that training goes on with."""
+    run = new_run(tmp_path / "run", spec)
+    run.write("attempts/1/start.json", Start(job_id=spec.job_id, attempt=1, world_size=1, generation=1, checkpoint=None))
+    assert run_on_ranks(slowly_written_with_adapters, 1, str(run.root), 1)[0][0].kind == "succeeded"
+    for name in ("step-2-a1", "step-4-a1"):
+        made, stored = load_file(run.path(f"checkpoints/{name}/adapter/adapter_model.safetensors")), tensors_of(run, name)
+        assert made
+        for key, tensor in made.items():
+            assert torch.equal(tensor, stored[f"adapter/{key.replace('.weight', '.default.weight')}"]), f"{name}: {key}"
 
 
 def test_the_stall_is_reported_beside_the_whole_time(waited_for: RunDir) -> None:

@@ -8,7 +8,7 @@ from api import archive
 from ft_service import offline
 from ft_service.errors import NotFoundError
 from ft_service.places import Places
-from ft_service.tuned import Tuned
+from ft_service.tuned import Tuned, refuse_pruned
 
 
 def archived(model: Tuned, places: Places) -> StreamingResponse:
@@ -16,6 +16,7 @@ def archived(model: Tuned, places: Places) -> StreamingResponse:
 
     Raises NotFoundError if it is gone from the disk.
     """
+    refuse_pruned(model, places)
     run = places.run(model.job.id)
     if model.checkpoint is None:
         folder = run.path(model.adapter_key)

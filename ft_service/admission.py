@@ -15,7 +15,6 @@ from ft_service.ids import new_id
 from ft_service.job import Job, State
 from ft_service.places import Places
 from ft_service.plan.admit import admit
-from ft_service.rundir import complete_checkpoints
 from ft_service.settings import Settings
 from ft_service.spec import (
     AdapterRef,
@@ -141,14 +140,15 @@ def slots_to_resume_with(job: Job, nproc_per_node: int, settings: Settings) -> i
 
 def _find_parent(name: str, principal: Principal, store: Store, settings: Settings) -> tuple[JobSpec, AdapterRef]:
     """The job that trained a tuned model, and where its adapter lies or will lie once it was made from its checkpoint."""
+    places = Places.of(settings)
     try:
         found = tuned.find(name, principal, store)
+        tuned.refuse_pruned(found, places)
     except NotFoundError as error:
         raise SpecError(error.message, param="model", code="model_not_found") from None
-    run = Places.of(settings).run(found.job.id)
-    there = run.path(found.adapter_key).is_dir()
-    if not there and (found.checkpoint is None or found.checkpoint.name not in complete_checkpoints(run)):
-        message = f"model = {name[:120]!r}: its adapter is gone from the service's disk. Name another checkpoint of that job."
+    run = places.run(found.job.id)
+    if found.checkpoint is None and not run.path(found.adapter_key).is_dir():
+        message = f"model = {name[:120]!r}: its adapter is gone from the service's disk. Name a checkpoint of that job."
         raise SpecError(message, param="model", code="model_not_found")
     ref = AdapterRef(name=found.name, job_id=found.job.id, path=str(run.root / found.adapter_key))
     return JobSpec.model_validate(found.job.spec), ref

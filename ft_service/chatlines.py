@@ -53,6 +53,15 @@ _REFUSED_MESSAGE_KEYS: Mapping[str, str] = {
 }
 
 
+def _keys(role: str) -> tuple[set[str], Mapping[str, str]]:
+    """Known keys of a message, and the refused ones with the reason."""
+    known = {"role", "content", "weight"} | _MESSAGE_KEYS.get(role, set())
+    return known, {key: why for key, why in _REFUSED_MESSAGE_KEYS.items() if key not in known}
+
+
+_KEYS_BY_ROLE = {role: _keys(role) for role in ROLES}
+
+
 @dataclass(frozen=True)
 class Sample:
     """One conversation."""
@@ -103,9 +112,7 @@ def _parse_message(message: Any, place: str) -> tuple[dict[str, Any], int]:
     if not isinstance(message, dict):
         raise LineError(place, f"must be an object with role and content, not {kind(message)}")
     role = _parse_role(message, place)
-    known = {"role", "content", "weight"} | _MESSAGE_KEYS.get(role, set())
-    refused = {key: why for key, why in _REFUSED_MESSAGE_KEYS.items() if key not in known}
-    refuse_keys(message, known, refused, f"{place}.")
+    refuse_keys(message, *_KEYS_BY_ROLE[role], f"{place}.")
     calls = parse_calls(message, place) if "tool_calls" in message or "function_call" in message else None
     content = "" if calls and message.get("content") is None else _parse_content(message, place)
     parsed = {"role": ROLES[role], "content": content, **({"tool_calls": calls} if calls else {})}

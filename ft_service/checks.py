@@ -15,13 +15,12 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from ft_service import offline
-from ft_service.dataset import DataReport, Param
 from ft_service.errors import FtError
-from ft_service.examiner import Examiner, ExaminerLost, Known, data_files, unreadable
+from ft_service.examiner import Examiner, ExaminerLost, Known, Tell, data_files, unreadable
 from ft_service.job import Job
 from ft_service.places import Places
 from ft_service.rundir import ErrorInfo
-from ft_service.spec import AdapterRef, DataFileRef, JobSpec
+from ft_service.spec import AdapterRef, JobSpec
 from ft_service.store.base import NewEvent
 
 SMALL_CHECK_SECONDS = 0.2
@@ -43,11 +42,11 @@ class Checked:
     """What there is to train on, and what is not trained on, for the job's user."""
 
 
-Check = Callable[[Job, Examiner], Checked]
-"""Raises ExaminerLost if it got no answer."""
+Check = Callable[[Job, Examiner, Tell], Checked]
+"""Tells how far it is if it takes long. Raises ExaminerLost if it got no answer."""
 
 
-def check_data(job: Job, examiner: Examiner, places: Places) -> Checked:
+def check_data(job: Job, examiner: Examiner, tell: Tell, places: Places) -> Checked:
     """Read a job's data files, and get the adapter ready that it goes on from. The first error, or what there is to learn."""
     spec = JobSpec.model_validate(job.spec)
     error = _prepare(spec.parent, places) if spec.parent else None
@@ -55,20 +54,16 @@ def check_data(job: Job, examiner: Examiner, places: Places) -> Checked:
         return Checked(error)
     events: list[NewEvent] = []
     for param, data in data_files(spec):
-        found = _examined(param, data, spec, examiner, places)
+        try:
+            path = places.fetched(Path(data.path))
+        except OSError as error:
+            return Checked(unreadable(param, data, error))
+        found = examiner.examine_file(param, data, path, spec, tell)
         if isinstance(found, ErrorInfo):
             return Checked(found)
         told = found.messages(data.name, spec.training.max_length)
         events += [NewEvent(level=level, message=message) for level, message in told]
     return Checked(events=tuple(events))
-
-
-def _examined(param: Param, data: DataFileRef, spec: JobSpec, examiner: Examiner, places: Places) -> DataReport | ErrorInfo:
-    try:
-        path = places.fetched(Path(data.path))
-    except OSError as error:
-        return unreadable(param, data, error)
-    return examiner.examine_file(param, data, path, spec)
 
 
 def _prepare(parent: AdapterRef, places: Places) -> ErrorInfo | None:
@@ -113,6 +108,14 @@ class Checks:
             self.forget(job)
         return asked.future.result()
 
+    def news(self, job: Job) -> list[NewEvent]:
+        """How far its check is, if that was said since the last call."""
+        asked = self._begun.get(job.id)
+        if asked is None or asked.said is None:
+            return []
+        said, asked.said = asked.said, None
+        return [NewEvent(level="info", message=said)]
+
     def forget(self, job: Job) -> None:
         self._begun.pop(job.id, None)
 
@@ -156,6 +159,11 @@ class _Asked:
         self.future: Future[Checked] = Future()
         self.dropped = False
         self.told = False
+        self.said: str | None = None
+        """How far it is; None: that was taken."""
+
+    def say(self, sentence: str) -> None:
+        self.said = sentence
 
 
 class _Lane:
@@ -229,7 +237,7 @@ class _Lane:
         """What the check found; where its process ends again and again, that. Raises ExaminerLost if it was to be ended."""
         for tries in range(1, MAX_TRIES + 1):
             try:
-                return self._check(asked.job, self._examiner)
+                return self._check(asked.job, self._examiner, asked.say)
             except ExaminerLost as error:
                 if asked.dropped or self._closed:
                     raise

@@ -19,6 +19,9 @@ from ft_service.rundir import ErrorInfo
 SHOWN_FAULTS = 20
 """Faults that are kept, and spelled out in the error message; the rest is counted."""
 
+PROGRESS_SECONDS = 30.0
+"""How often it is said how far a file has been read."""
+
 Param = Literal["training_file", "validation_file"]
 
 
@@ -111,15 +114,30 @@ class Request:
     tokenizer: str
     """Digest of the base's tokenizer and chat template."""
     max_length: int
+    progress_seconds: float = PROGRESS_SECONDS
+    """From the beginning to the first Progress, and from one to the next."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a file has been read."""
+
+    lines: int
+    share: float
+    """Of its bytes."""
+
+    def message(self, param: Param) -> str:
+        return f"Validating {param.replace('_', ' ')}: {self.lines:,} lines ({int(100 * self.share)} %)."
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What was found: one of the two."""
+    """One of the three. `progress` goes before what was found, once or more often where a file takes long."""
 
     report: DataReport | None = None
     error: ErrorInfo | None = None
     """The base's tokenizer cannot be used."""
+    progress: Progress | None = None
 
 
 REQUEST = TypeAdapter(Request)

@@ -14,12 +14,12 @@ import sys
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from ft_service.dataset import ANSWER, REQUEST, Answer, DataReport, Param, Request
+from ft_service.dataset import ANSWER, REQUEST, Answer, DataReport, Param, Progress, Request
 from ft_service.errors import SpecError, UnavailableError
 from ft_service.rundir import ErrorInfo
 from ft_service.spec import DataFileRef, JobSpec
@@ -32,6 +32,10 @@ TOKENIZER_FILES = (
 )
 """What of a base folder decides how text becomes tokens."""
 _LAST_WORDS = 2000
+
+
+Tell = Callable[[str], object]
+"""Is given a sentence for the job's user."""
 
 
 class ExaminerLost(UnavailableError):
@@ -111,8 +115,11 @@ class Examiner:
                     start_new_session=True,  # a terminal's Ctrl-C is for us
                 )
 
-    def examine_file(self, param: Param, data: DataFileRef, path: Path, spec: JobSpec) -> DataReport | ErrorInfo:
-        """What a job's file, at `path` on this host, holds for its base; or why none can train on it. Raises ExaminerLost."""
+    def examine_file(self, param: Param, data: DataFileRef, path: Path, spec: JobSpec, tell: Tell) -> DataReport | ErrorInfo:
+        """What a job's file, at `path` on this host, holds for its base; or why none can train on it. Raises ExaminerLost.
+
+        `tell`: how far it has been read, if that takes long.
+        """
         try:
             path.stat()
         except OSError as error:
@@ -120,17 +127,22 @@ class Examiner:
         tokenizer = tokenizer_digest(spec.model.path)
         request = Request(str(path), data.sha256, spec.model.path, tokenizer, spec.training.max_length)
         try:
-            report = self.examine(request)
+            report = self.examine(request, lambda progress: tell(progress.message(param)))
         except SpecError as error:
             return ErrorInfo(code=error.code, message=error.message, param=error.param)
         return report.error(param, data.name) or report
 
-    def examine(self, request: Request) -> DataReport:
-        """Blocks for as long as the file takes. Raises SpecError if the base's tokenizer cannot be used, ExaminerLost."""
+    def examine(self, request: Request, note: Callable[[Progress], object] = lambda _: None) -> DataReport:
+        """Blocks for as long as the file takes. `note`: how far it has been read, if that takes long.
+
+        Raises SpecError if the base's tokenizer cannot be used, ExaminerLost.
+        """
         if (known := self._known.get(request)) is not None:
             return known
         self.start()
-        answer = self._ask(request)
+        self._ask(request)
+        while (answer := self._answer()).progress is not None:
+            note(answer.progress)
         if answer.error is not None:
             raise SpecError(answer.error.message, param=answer.error.param, code=answer.error.code)
         assert answer.report is not None, "one of the two"
@@ -150,16 +162,19 @@ class Examiner:
         self.stop(for_good=True)
         self._forget()
 
-    def _ask(self, request: Request) -> Answer:
+    def _ask(self, request: Request) -> None:
+        """That nobody reads it is for `_answer` to find out."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(REQUEST.dump_json(request) + b"\n")
+            self._process.stdin.flush()
+
+    def _answer(self) -> Answer:
         process = self._process
         assert process is not None
-        assert process.stdin is not None
         assert process.stdout is not None
-        line = b""
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(REQUEST.dump_json(request) + b"\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
+        line = process.stdout.readline()
         if not line.endswith(b"\n"):
             code = process.wait()
             raise ExaminerLost(f"killed by signal {-code}" if code < 0 else self._said() or f"exit code {code}")

@@ -214,7 +214,7 @@ class Reconciler:
     def _validate(self, claim: Claim, report: Report) -> None:
         checked = self._checks.result(report.job)
         if checked is None:
-            self._apply(claim, report, report.job)
+            self._apply(claim, report, report.job, self._checks.news(report.job))
             return
         job = rules.validated(report.job, checked.error, claim.now)
         if job.state is State.FAILED:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ft_service.errors import NotFoundError
 from ft_service.job import Job, State
+from ft_service.places import Places
 from ft_service.rundir import RunDir, obtainable_checkpoints, step_of
 from ft_service.store.base import Checkpoint, Principal, Store
 
@@ -17,7 +18,10 @@ _PAGE = 100
 
 @dataclass(frozen=True)
 class Tuned:
-    """A model that can be used: it exists, was not deleted, and is the project's own or granted to it."""
+    """A model that may be used: it was trained, was not deleted, and is the project's own or granted to it.
+
+    Whether a checkpoint is still there is for `refuse_pruned` to say; outcomes stay until they are deleted (retention.py).
+    """
 
     name: str
     job: Job
@@ -87,14 +91,26 @@ def find_checkpoint(checkpoint_id: str, project_id: str, store: Store) -> Tuned:
     return Tuned(name, job, point.created_at, point)
 
 
+def refuse_pruned(found: Tuned, places: Places) -> None:
+    """Raises NotFoundError for a checkpoint that is there neither as shards nor as an adapter."""
+    point = found.checkpoint
+    if point is not None and point.name not in obtainable_checkpoints(places.run(found.job.id)):
+        raise NotFoundError(
+            f"model = {found.name[:120]!r}: this checkpoint was pruned (by checkpoint.save_total_limit or the service's age "
+            "limits), or set aside because it was damaged. Name another checkpoint of that job.",
+            param="model",
+            code="model_not_found",
+        )
+
+
 def usable_checkpoints(job: Job, run: RunDir, store: Store) -> list[str]:
     """Names of a job's checkpoints that are still there, as shards or as an adapter, and whose model was not deleted."""
     deleted, name = store.deleted_models(job.project_id), job.spec["tuned_name"]
     return sorted(found for found in obtainable_checkpoints(run) if checkpoint_model(name, step_of(found)) not in deleted)
 
 
-def list_usable(caller: Principal, store: Store) -> Iterator[Tuned]:
-    """The outcomes of the project's succeeded jobs, newest first, then what other projects let it use."""
+def list_usable(caller: Principal, store: Store, places: Places) -> Iterator[Tuned]:
+    """The outcomes of the project's succeeded jobs, newest first, then what other projects let it use and is there."""
     deleted = store.deleted_models(caller.project_id)
     own: set[str] = set()
     for job in _succeeded_jobs(caller, store):
@@ -105,9 +121,11 @@ def list_usable(caller: Principal, store: Store) -> Iterator[Tuned]:
         if permission.model in own:
             continue
         try:
-            yield find_own(permission.model, permission.project_id, store)
-        except NotFoundError:  # deleted by its owner
+            found = find_own(permission.model, permission.project_id, store)
+            refuse_pruned(found, places)
+        except NotFoundError:  # deleted by its owner, or pruned
             continue
+        yield found
 
 
 def _outcome(job: Job) -> Tuned:

@@ -32,6 +32,8 @@ async def create(body: JsonBody, caller: Caller, services: Svc) -> StreamingResp
     found = await run_in_threadpool(tuned.find, name, caller, services.store) if name.startswith(tuned.PREFIX) else None
     if services.settings.inference_url:
         return await forward.chat_completion(services.settings, body)
+    if found is not None:  # whoever serves models may have loaded one that was pruned since
+        await run_in_threadpool(tuned.refuse_pruned, found, services.places)
     raise _not_served(found)
 
 

@@ -19,14 +19,18 @@ def list_models(caller: Caller, services: Svc) -> ModelsView:
     first."""
     bases = [_base(model.name, model) for model in services.catalogue.list_models()]
     aliases = [_base(alias, model) for alias, model in services.catalogue.list_aliases()]
-    return ModelsView(data=[*bases, *aliases, *(_tuned(model) for model in tuned.list_usable(caller, services.store))])
+    return ModelsView(
+        data=[*bases, *aliases, *(_tuned(model) for model in tuned.list_usable(caller, services.store, services.places))]
+    )
 
 
 @router.get("/{model:path}")
 def retrieve(model: str, caller: Caller, services: Svc) -> ModelView:
     """A base, an alias, a tuned model, or a checkpoint of one; ids hold `/` and `:`, percent-encoded or not."""
     if model.startswith(tuned.PREFIX):
-        return _tuned(tuned.find(model, caller, services.store))
+        found = tuned.find(model, caller, services.store)
+        tuned.refuse_pruned(found, services.places)
+        return _tuned(found)
     try:
         return _base(model, services.catalogue.find(model))
     except SpecError as error:
@@ -42,6 +46,7 @@ def delete(model: str, caller: Caller, services: Svc) -> DeletedModelView:
         message = f"model = {found.id!r}: a base model is the operator's and cannot be deleted; only tuned models can."
         raise ForbiddenError(message, param="model")
     found = tuned.find_own(model, caller.project_id, services.store)
+    tuned.refuse_pruned(found, services.places)
     services.store.delete_model(caller.project_id, found.name)
     return DeletedModelView(id=found.name)
 

@@ -9,15 +9,16 @@ from typing import Literal
 
 from ft_service.dataset import DataReport, Param, check_file
 from ft_service.errors import DataError, SpecError
-from ft_service.examiner import Examiner, data_files
+from ft_service.examiner import Examiner, Tell, data_files
 from ft_service.rundir import ErrorInfo
 from ft_service.spec import JobSpec
 
 DataReports = Mapping[Param, DataReport]
 
 
-def examine_data(spec: JobSpec, *, need_counts: bool = True) -> DataReports:
-    """Read every line of every file and count tokens. `need_counts`: False: only where transformers is installed.
+def examine_data(spec: JobSpec, tell: Tell, *, need_counts: bool = True) -> DataReports:
+    """Read every line of every file and count tokens. `tell`: how far that is, where it takes long. `need_counts`: False: only
+    where transformers is installed.
 
     Raises DataError for data that cannot be trained on, SpecError for a base whose tokenizer cannot be used, ExaminerLost.
     """
@@ -25,7 +26,7 @@ def examine_data(spec: JobSpec, *, need_counts: bool = True) -> DataReports:
     if need_counts or find_spec("transformers") is not None:
         with Examiner() as examiner:
             for param, data in data_files(spec):
-                found[param] = _refuse_faults(examiner.examine_file(param, data, Path(data.path), spec))
+                found[param] = _refuse_faults(examiner.examine_file(param, data, Path(data.path), spec, tell))
     else:
         for param, data in data_files(spec):
             report = check_file(Path(data.path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -55,7 +56,7 @@ def plan(
         machine = replace(machine, memory=parse_size(memory))
     resolved = resolve_spec_file(load_spec_file(spec), load_settings(), job_id=new_id("ftjob-"), seed=0)
     found = plan_job(resolved, machine)
-    data = examine_data(resolved, need_counts=False)
+    data = examine_data(resolved, lambda sentence: print(sentence, file=sys.stderr), need_counts=False)
     duration = training_time(found, resolved, data["training_file"].examples)
     if as_json:
         counts = {param: report.counts and asdict(report.counts) for param, report in data.items()}

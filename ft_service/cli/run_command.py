@@ -73,7 +73,8 @@ def run(
         display.status("starting")
         for level, message in told:
             display.message(level, message, time.time())
-        for level, message in messages(examine_data(resolved), resolved):
+        found = examine_data(resolved, lambda sentence: display.message("info", sentence, time.time()))
+        for level, message in messages(found, resolved):
             display.message(level, message, time.time())
         ended = run_local(
             resolved,

@@ -1,13 +1,14 @@
 """What a data file holds for a base: lines at fault, or tokens to train on. A process that the service keeps beside it.
 
-`python -m ft_service.tokens.examine PARENT` reads one request a line and answers each with one line (ft_service/examiner.py).
-It ends with its parent, and when its input ends.
+`python -m ft_service.tokens.examine PARENT` reads one request a line and answers each with one line, before which others may
+say how far it has come (ft_service/examiner.py). It ends with its parent, and when its input ends.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 
 from ft_service.lifetime import die_with_parent
 
@@ -16,13 +17,14 @@ if __name__ == "__main__":  # before anything slow
     # transformers imports torch wherever it finds it, and tokenizers do not need it: seconds, and a quarter of a gigabyte.
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
 
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
 from transformers import PreTrainedTokenizerBase
 
-from ft_service.dataset import ANSWER, REQUEST, Answer, Counts, DataReport, Fault, Findings, Request, read_samples
+from ft_service.dataset import ANSWER, REQUEST, Answer, Counts, DataReport, Fault, Findings, Progress, Request, read_samples
 from ft_service.errors import SpecError
 from ft_service.rundir import ErrorInfo, sha256_of
 from ft_service.tokens.sample import Tokens
@@ -31,20 +33,41 @@ from ft_service.tokens.tokenize import load_tokenizer, nothing_to_learn, tokeniz
 
 def main() -> None:
     with _answers() as answers:
-        for line in sys.stdin.buffer:
-            answers.write(ANSWER.dump_json(answer(REQUEST.validate_json(line))) + b"\n")
+
+        def say(answer: Answer) -> None:
+            answers.write(ANSWER.dump_json(answer) + b"\n")
             answers.flush()
 
+        for line in sys.stdin.buffer:
+            request = REQUEST.validate_json(line)
+            teller = Teller(request.progress_seconds, lambda progress: say(Answer(progress=progress)))
+            say(answer(request, teller))
 
-def answer(request: Request) -> Answer:
+
+class Teller:
+    """Tells every so many seconds how far a file has been read."""
+
+    def __init__(self, seconds: float, tell: Callable[[Progress], object]) -> None:
+        self._seconds = seconds
+        self._tell = tell
+        self._due = time.monotonic() + seconds
+
+    def at(self, lines: int, file: BinaryIO) -> None:
+        """So many lines were examined. `file` may have been read a little further."""
+        if time.monotonic() >= self._due:
+            self._tell(Progress(lines, file.tell() / os.fstat(file.fileno()).st_size))
+            self._due = time.monotonic() + self._seconds
+
+
+def answer(request: Request, teller: Teller) -> Answer:
     try:
         tokenizer = _tokenizer(request.model_path, request.tokenizer)
     except SpecError as error:
         return Answer(error=ErrorInfo(code=error.code, message=error.message, param=error.param))
-    return Answer(report=examine(tokenizer, Path(request.path), request.sha256, request.max_length))
+    return Answer(report=examine(tokenizer, Path(request.path), request.sha256, request.max_length, teller))
 
 
-def examine(tokenizer: PreTrainedTokenizerBase, path: Path, sha256: str, max_length: int) -> DataReport:
+def examine(tokenizer: PreTrainedTokenizerBase, path: Path, sha256: str, max_length: int, teller: Teller) -> DataReport:
     """Read a file, in memory bounded by a chunk of it. Raises OSError if it cannot be read."""
     findings, counts = Findings(), Counts()
     if sha256_of(path) != sha256:
@@ -57,6 +80,7 @@ def examine(tokenizer: PreTrainedTokenizerBase, path: Path, sha256: str, max_len
             else:
                 findings.examples += 1
                 counts = _counted(counts, found, max_length)
+            teller.at(findings.examples + findings.faults_total, file)
     if findings.examples and not counts.samples and not findings.faults_total:
         findings.fault(Fault(0, "", nothing_to_learn(max_length)))
     return findings.report(counts)

@@ -17,7 +17,7 @@ class Tokens:
     @property
     def target_count(self) -> int:
         """Targets that something predicts: the first token has no predecessor."""
-        return int(self.targets[1:].sum())
+        return int(np.count_nonzero(self.targets[1:]))
 
     def cut(self, max_length: int) -> Tokens:
         """Its first tokens."""

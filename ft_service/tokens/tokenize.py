@@ -10,11 +10,14 @@ Whoever trains and whoever only counts (examine.py) uses this module, so nothing
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Encoding
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ft_service.chatlines import Sample
@@ -29,9 +32,10 @@ Span = tuple[int, int]
 Rendered = tuple[str, list[Span]]
 """A sample's text, and the character spans of the answers to learn."""
 
-CHUNK_SAMPLES = 512
-CHUNK_CHARACTERS = 4 * 1024**2
-"""Text that is rendered before it is tokenised: enough to keep all processors busy, and a bound on memory."""
+CHUNK_SAMPLES = 256
+CHUNK_CHARACTERS = 512 * 1024
+"""Text that is tokenised at once: enough to keep all processors busy, and a bound on memory, of which tokens take some hundred
+times as much."""
 
 
 def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
@@ -77,7 +81,25 @@ def nothing_to_learn(max_length: int) -> str:
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, samples: Iterable[tuple[int, Sample | Fault]]) -> Iterator[Tokens | Fault]:
-    """Tokens of every numbered sample, or why it has none: its own fault, or one that the chat template finds."""
+    """Tokens of every numbered sample, or why it has none: its own fault, or one that the chat template finds.
+
+    While one chunk becomes tokens, in a thread that needs no Python, this one renders the next: leave the tokenizer alone until
+    the end.
+    """
+    with ThreadPoolExecutor(1, "tokenize") as beside:
+        ahead: tuple[list[Rendered | Fault], Future[list[Encoding]]] | None = None
+        for chunk in _chunks(tokenizer, samples):
+            begun = chunk, beside.submit(_encoded, tokenizer, chunk)
+            if ahead is not None:
+                yield from _tokens(*ahead)
+            ahead = begun
+        if ahead is not None:
+            yield from _tokens(*ahead)
+
+
+def _chunks(
+    tokenizer: PreTrainedTokenizerBase, samples: Iterable[tuple[int, Sample | Fault]]
+) -> Iterator[list[Rendered | Fault]]:
     chunk: list[Rendered | Fault] = []
     characters = 0
     for number, sample in samples:
@@ -85,9 +107,9 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, samples: Iterable[tuple[int, Sa
         chunk.append(found)
         characters += 0 if isinstance(found, Fault) else len(found[0])
         if len(chunk) == CHUNK_SAMPLES or characters >= CHUNK_CHARACTERS:
-            yield from _encoded(tokenizer, chunk)
+            yield chunk
             chunk, characters = [], 0
-    yield from _encoded(tokenizer, chunk)
+    yield chunk
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, number: int, sample: Sample) -> Rendered | Fault:
@@ -97,16 +119,21 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, number: int, sample: Sample) -
         return Fault(number, error.field, error.reason)
 
 
-def _encoded(tokenizer: PreTrainedTokenizerBase, chunk: list[Rendered | Fault]) -> Iterator[Tokens | Fault]:
+def _encoded(tokenizer: PreTrainedTokenizerBase, chunk: list[Rendered | Fault]) -> list[Encoding]:
+    """Of those that were rendered."""
     texts = [found[0] for found in chunk if not isinstance(found, Fault)]
     options: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
-    encodings = iter(tokenizer(texts, **options).encodings or [] if texts else [])
+    return (tokenizer(texts, **options).encodings or []) if texts else []
+
+
+def _tokens(chunk: list[Rendered | Fault], encoded: Future[list[Encoding]]) -> Iterator[Tokens | Fault]:
+    encodings = iter(encoded.result())
     for found in chunk:
         if isinstance(found, Fault):
             yield found
             continue
         encoding = next(encodings)
-        starts = np.fromiter((first for first, _ in encoding.offsets), np.int64, len(encoding))
+        starts = np.fromiter(map(itemgetter(0), encoding.offsets), np.int64, len(encoding))
         yield Tokens(np.asarray(encoding.ids, dtype=np.int32), _inside(starts, found[1]))
 
 

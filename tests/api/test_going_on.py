@@ -68,7 +68,7 @@ def test_a_checkpoints_adapter_is_made_while_the_files_are_read(
 
     monkeypatch.setattr(offline, "run_worker", broken)
     examiner = Examiner(command=["/bin/false"])
-    error = check_data(job, examiner, Places(service.settings.home)).error
+    error = check_data(job, examiner, print, Places(service.settings.home)).error
     assert error is not None
     assert (error.param, error.code) == ("model", "model_not_found")
     assert "damaged" in error.message
@@ -79,10 +79,10 @@ def test_a_checkpoints_adapter_is_made_while_the_files_are_read(
 
     monkeypatch.setattr(offline, "run_worker", make)
     with pytest.raises(ExaminerLost):  # the next thing to look at are the files
-        check_data(job, examiner, Places(service.settings.home))
+        check_data(job, examiner, print, Places(service.settings.home))
     monkeypatch.setattr(offline, "run_worker", broken)
     with pytest.raises(ExaminerLost):  # it was kept
-        check_data(job, examiner, Places(service.settings.home))
+        check_data(job, examiner, print, Places(service.settings.home))
     examiner.close()
 
 

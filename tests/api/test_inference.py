@@ -14,7 +14,7 @@ import pytest
 from ft_service.job import State
 from tests.api.conftest import Service
 from tests.api.receiver import Received, Receiver, receiving
-from tests.api.test_fine_tuning import put
+from tests.api.test_fine_tuning import put, run_dir
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
 
@@ -54,6 +54,18 @@ def test_an_answer_comes_back_and_the_callers_key_does_not_leave(
     assert json.loads(arrived.body) == {"model": tuned, "messages": MESSAGES, "temperature": 0.5}
     assert arrived.headers["authorization"] == "Bearer inside-key"
     assert service.key not in str(arrived)
+
+
+def test_who_serves_models_answers_for_a_checkpoint_that_was_pruned_here(
+    service: Service, client: openai.OpenAI, receiver: Receiver, training_file: str
+) -> None:
+    """It may have loaded it before."""
+    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
+    job = put(service, job_id, checkpoints=(5,), state=State.SUCCEEDED, attempt=1)
+    run_dir(service, job_id).path("checkpoints/step-5-a1/COMPLETE").unlink()
+    receiver.answer = lambda _: (200, {"content-type": "application/json"}, iter([json.dumps(completion("Hello")).encode()]))
+    name = f"{job.spec['tuned_name']}:ckpt-step-5"
+    assert client.chat.completions.create(model=name, messages=MESSAGES).choices[0].message.content == "Hello"
 
 
 def test_a_stream_comes_back_while_it_is_made(client: openai.OpenAI, receiver: Receiver, tuned: str) -> None:

@@ -51,6 +51,43 @@ def test_a_deleted_model_is_gone_and_its_job_stays(service: Service, client: ope
         client.models.retrieve(f"{tuned}:ckpt-step-5")
 
 
+def test_a_pruned_checkpoint_is_gone_for_everybody(
+    service: Service, client: openai.OpenAI, other: openai.OpenAI, tuned: str, training_file: str
+) -> None:
+    """Wherever its name may be given, and in no list; the other checkpoint stays, and so does an adapter made before."""
+    pruned, there = f"{tuned}:ckpt-step-5", f"{tuned}:ckpt-step-10"
+    permissions_of(client).create(pruned, project_ids=["other"])
+    permissions_of(client).create(there, project_ids=["other"])
+    assert set(ids(other)) == {pruned, there}
+    job = client.fine_tuning.jobs.list().data[0]
+    points = {point.step_number: point.id for point in client.fine_tuning.jobs.checkpoints.list(job.id)}
+    run = run_dir(service, job.id)
+    run.path("checkpoints/step-5-a1/COMPLETE").unlink()
+
+    assert ids(other) == [there]
+    assert [point.step_number for point in client.fine_tuning.jobs.checkpoints.list(job.id)] == [10]
+    for ask in (
+        lambda: client.models.retrieve(pruned),
+        lambda: other.models.retrieve(pruned),
+        lambda: client.models.delete(pruned),
+        lambda: client.chat.completions.create(model=pruned, messages=[]),
+        lambda: permissions_of(client).create(pruned, project_ids=["other"]),
+        lambda: client.get(f"/fine_tuning/checkpoints/{pruned}/adapter", cast_to=bytes),
+        lambda: client.get(f"/fine_tuning/jobs/{job.id}/checkpoints/{points[5]}/adapter", cast_to=bytes),
+    ):
+        with pytest.raises(openai.NotFoundError, match="this checkpoint was pruned") as caught:
+            ask()
+        assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.BadRequestError, match="this checkpoint was pruned") as refused:
+        client.fine_tuning.jobs.create(model=pruned, training_file=training_file)
+    assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
+    assert client.models.retrieve(there).id == there
+
+    run.put("adapters/step-5-a1/adapter_config.json", b"{}")
+    assert client.models.retrieve(pruned).id == pruned
+    assert client.fine_tuning.jobs.create(model=pruned, training_file=training_file).model == pruned
+
+
 def test_what_is_the_operators_cannot_be_deleted(client: openai.OpenAI) -> None:
     for name in ("tiny", "gpt-4o-mini-2024-07-18", "meta-llama/Llama-3.2-1B"):
         with pytest.raises(openai.PermissionDeniedError, match=name) as caught:

@@ -55,7 +55,7 @@ from ft_service.places import Places
 from ft_service.reconciler import Reconciler
 from ft_service.settings import Settings
 
-def check(job, examiner) -> None:
+def check(job, examiner, tell) -> None:
     settings.home.joinpath("checking").touch()
     threading.Event().wait()
 

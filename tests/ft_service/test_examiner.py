@@ -6,16 +6,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from ft_service import processes
-from ft_service.checks import LARGE_BYTES, Checked, Checks
-from ft_service.dataset import Counts, DataReport, Request
-from ft_service.examiner import Examiner, ExaminerLost, Known, tokenizer_digest
+from ft_service.checks import LARGE_BYTES, Checked, Checks, check_data
+from ft_service.dataset import Counts, DataReport, Progress, Request
+from ft_service.examiner import Examiner, ExaminerLost, Known, Tell, tokenizer_digest
 from ft_service.job import Job, State, Verb
 from ft_service.launcher.fake import FakeLauncher
+from ft_service.places import Places
 from ft_service.spec import DataFileRef
 from ft_service.store.base import NewEvent
 from ft_service.store.sql import SqlStore
@@ -27,6 +29,19 @@ import os, sys
 calls = open(sys.argv[1], "a")
 for line in sys.stdin:
     print(f"{os.getpid()} {line}", file=calls, flush=True, end="")
+    print('{"report": {"examples": 1, "faults": [], "faults_total": 0, "counts": {"tokens": 7}}}', flush=True)
+"""
+READING = """
+import os, sys, time
+calls = open(sys.argv[1], "a")
+go_on = sys.argv[1] + ".go"
+for line in sys.stdin:
+    print(f"{os.getpid()} {line}", file=calls, flush=True, end="")
+    for lines, share in ((1000, 0.25), (3000, 0.75)):
+        print('{"progress": {"lines": %d, "share": %f}}' % (lines, share), flush=True)
+        while not os.path.exists(go_on):
+            time.sleep(0.01)
+        os.unlink(go_on)
     print('{"report": {"examples": 1, "faults": [], "faults_total": 0, "counts": {"tokens": 7}}}', flush=True)
 """
 SILENT = """
@@ -137,8 +152,9 @@ def test_the_real_one_has_no_torch_and_dies_with_a_killed_parent(tmp_path: Path)
     parent = subprocess.Popen([sys.executable, "-c", code, str(base)], stdout=subprocess.PIPE, text=True)
     try:
         assert parent.stdout is not None
-        pid, threads = map(int, parent.stdout.readline().split())
-        assert threads > 0, "it has read a file"
+        pid, samples, told = map(int, parent.stdout.readline().split())
+        assert samples > 0, "it has read a file"
+        assert told == samples, "it was asked to tell at every line"
         maps = Path(f"/proc/{pid}/maps").read_text()
         assert "tokenizers" in maps
         assert "libtorch" not in maps
@@ -149,21 +165,21 @@ def test_the_real_one_has_no_torch_and_dies_with_a_killed_parent(tmp_path: Path)
 
 
 def examine_endlessly(base: str) -> None:
-    """In a process of its own: print the process that reads and how many samples it found, then ask on for a pipe's sake."""
+    """In a process of its own: print the process that reads, how many samples it found and how often it told of that."""
     from ft_service.rundir import sha256_of
 
-    data = Path(base).parents[1] / "data/heldout.jsonl"
+    data, told = Path(base).parents[1] / "data/heldout.jsonl", list[Progress]()
     with Examiner() as examiner:
-        found = examiner.examine(Request(str(data), sha256_of(data), base, "t", 512))
+        found = examiner.examine(Request(str(data), sha256_of(data), base, "t", 512, progress_seconds=0.0), told.append)
         assert found.counts is not None
-        print(examiner.pid, found.counts.samples, flush=True)
+        print(examiner.pid, found.counts.samples, len(told), flush=True)
         threading.Event().wait()
 
 
 # Checks of jobs ----------------------------------------------------------------------------------------------------------
 
 
-def ask(job: Job, examiner: Examiner) -> Checked:
+def ask(job: Job, examiner: Examiner, tell: Tell) -> Checked:
     examiner.examine(request(job.id))
     return Checked()
 
@@ -251,7 +267,7 @@ def test_a_check_that_a_service_did_not_finish_is_made_by_the_next(
 def test_a_job_whose_check_took_longer_is_looked_at_as_soon_as_it_is_done(store: SqlStore, tmp_path: Path) -> None:
     go_on, told = threading.Event(), NewEvent(level="warn", message="train.jsonl: 3 samples are cut.")
 
-    def slow(job: Job, examiner: Examiner) -> Checked:
+    def slow(job: Job, examiner: Examiner, tell: Tell) -> Checked:
         go_on.wait(60)
         return Checked(events=(told,))
 
@@ -263,6 +279,27 @@ def test_a_job_whose_check_took_longer_is_looked_at_as_soon_as_it_is_done(store:
     step_until(reconciler, store, State.QUEUED)
     assert messages(store)[1:] == [told.message, "Files validated, moving job to queued state."]
     reconciler.close()
+
+
+def test_of_a_check_that_takes_long_it_is_told_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, scripted: Scripted, store: SqlStore, tmp_path: Path
+) -> None:
+    """From the process that reads to the job's events, each once."""
+    path, go_on = tmp_path / "a.jsonl", tmp_path / "calls.go"
+    path.touch()
+    monkeypatch.setattr("ft_service.checks.Examiner", lambda known: Examiner(known, command=scripted.command(READING)))
+    reconciler = new_reconciler(tmp_path, store, FakeLauncher(2), check=partial(check_data, places=Places(tmp_path)))
+    add_job(store, training_data=DataFileRef(name="a.jsonl", path=str(path), sha256="a"))
+    told = ["Validating training file: 1,000 lines (25 %).", "Validating training file: 3,000 lines (75 %)."]
+    for known in (1, 2):
+        wait_for(lambda: reconciler.step() and messages(store)[1:] == told[:known])  # noqa: B023 - called in its turn
+        reconciler.step()
+        go_on.touch()
+    step_until(reconciler, store, State.QUEUED)
+    reconciler.close()
+    assert '"progress_seconds":30.0' in (tmp_path / "calls").read_text()
+    found = "a.jsonl: 0 samples of 7 tokens, 0 of them the assistant's to learn; the longest sample has 0 tokens."
+    assert messages(store)[1:] == [*told, found, "Files validated, moving job to queued state."]
 
 
 def test_a_large_file_keeps_no_small_one_waiting(

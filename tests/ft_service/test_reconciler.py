@@ -12,7 +12,7 @@ from ft_service import job as rules
 from ft_service.checks import Checked
 from ft_service.errors import UnavailableError
 from ft_service.events import Event, Metrics, write_segment
-from ft_service.examiner import Examiner
+from ft_service.examiner import Examiner, Tell
 from ft_service.exits import exit_of
 from ft_service.ingest import SEGMENTS_PER_PASS
 from ft_service.job import Desired, Ended, Job, Phase, Reason, Running, State, Unknown, Verb
@@ -121,7 +121,7 @@ def test_the_attempt_gets_what_it_needs_to_know(
 
 def test_a_data_file_at_fault_fails_the_job_without_an_attempt(tmp_path: Path, store: SqlStore, launcher: FakeLauncher) -> None:
     error = ErrorInfo(code="invalid_training_file", message="train.jsonl: line 3: is blank.", param="training_file")
-    reconciler = new_reconciler(tmp_path, store, launcher, check=lambda job, examiner: Checked(error))
+    reconciler = new_reconciler(tmp_path, store, launcher, check=lambda job, examiner, tell: Checked(error))
     add_job(store)
     job = step_until(reconciler, store)
     assert (job.state, job.error) == (State.FAILED, error.model_dump(include={"code", "message", "param"}))
@@ -151,7 +151,7 @@ def test_a_new_job_and_a_verb_end_the_loops_rest(
 def test_a_slow_check_keeps_no_other_job_waiting(tmp_path: Path, store: SqlStore, launcher: FakeLauncher) -> None:
     go_on = threading.Event()
 
-    def check(job: Job, examiner: Examiner) -> Checked:
+    def check(job: Job, examiner: Examiner, tell: Tell) -> Checked:
         assert job.id == "ftjob-1" or go_on.wait(60)
         return Checked()
 

@@ -8,7 +8,7 @@ import pytest
 
 from ft_service.cli import data, jobs
 from ft_service.cli.app import run
-from ft_service.dataset import Counts, DataReport, Request, check_file
+from ft_service.dataset import Counts, DataReport, Progress, Request, check_file
 from ft_service.examiner import Examiner
 from tests.ft_service.stub_server import StubServer
 
@@ -40,7 +40,9 @@ class LinesOnly(Examiner):
     def start(self) -> None:
         pass
 
-    def examine(self, request: Request) -> DataReport:
+    def examine(self, request: Request, note: Callable[[Progress], object] = print) -> DataReport:
+        if Path(request.path).stem == "large":
+            note(Progress(7, 0.5))
         report = check_file(Path(request.path))
         return report if report.faults_total else replace(report, counts=Counts(samples=report.examples, tokens=7))
 

@@ -62,6 +62,14 @@ def test_where_tokens_cannot_be_counted_lines_are(ft: Ft, spec: Path, monkeypatc
     assert (refused.code, "train.jsonl: line 2: messages is required" in refused.err) == (64, True)
 
 
+def test_a_large_file_keeps_nobody_in_the_dark(ft: Ft, spec: Path) -> None:
+    (spec.parent / "train.jsonl").rename(spec.parent / "large.jsonl")
+    spec.write_text(spec.read_text().replace("train.jsonl", "large.jsonl"))
+    ended = ft("plan", spec, "--hardware", "h100", "--json")
+    assert ended.err == "Validating training file: 7 lines (50 %).\n"
+    assert json.loads(ended.out)["fits"]
+
+
 def test_what_does_not_fit_is_told_with_what_would(ft: Ft, spec: Path) -> None:
     ended = ft("plan", spec, "--hardware", "RTX-4090", "--memory", "14GiB")
     assert "may not fit RTX-4090" in ended.out

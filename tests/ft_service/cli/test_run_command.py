@@ -66,6 +66,15 @@ def test_a_run_shows_its_progress_and_where_the_adapter_is(ft: Ft, spec: Path, t
     assert ended.out.splitlines()[-1] == f"The adapter is in {tmp_path / 'run/adapter'}"
 
 
+def test_a_run_shows_how_far_a_large_file_was_read(ft: Ft, spec: Path, train: Any, tmp_path: Path) -> None:
+    train(succeed)
+    (tmp_path / "large.jsonl").write_text(CHAT)
+    spec.write_text(f"{spec.read_text()}validation_file: large.jsonl\n")
+    ended = ft("run", spec, "--run-dir", tmp_path / "run")
+    assert "Validating validation file: 7 lines (50 %)." in ended.out
+    assert "Validating training file" not in ended.out
+
+
 def test_without_a_run_dir_it_is_a_new_one_in_ft_home(ft: Ft, home: Path, spec: Path, train: Any) -> None:
     train(succeed)
     folders = {json.loads(ft("run", spec, "--json").out)["run_dir"] for _ in range(2)}

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from ft_service.dataset import SHOWN_FAULTS, Counts, DataReport, Request
+from ft_service.dataset import SHOWN_FAULTS, Counts, DataReport, Progress, Request
 from ft_service.examiner import Examiner
 from ft_service.rundir import sha256_of
 from ft_service.spec import DataFileRef
-from ft_service.tokens.examine import examine
+from ft_service.tokens.examine import Teller, examine
 from ft_service.tokens.tokenize import CHUNK_SAMPLES, load_dataset
 from tests.workers.models import save_tokenizer
 
@@ -28,7 +28,7 @@ def chat(question: str, answer: str) -> str:
 
 
 def found_in(tokenizer: Any, path: Path, max_length: int = 512) -> DataReport:
-    return examine(tokenizer, path, sha256_of(path), max_length)
+    return examine(tokenizer, path, sha256_of(path), max_length, Teller(3600.0, pytest.fail))
 
 
 def test_counts_are_those_of_what_is_trained_on(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -89,9 +89,26 @@ def test_a_file_that_leaves_nothing_to_learn_is_at_fault(tokenizer: PreTrainedTo
 def test_other_bytes_than_those_submitted_are_at_fault(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text(chat("a", "b"))
-    error = examine(tokenizer, path, "another", 8).error("validation_file", "a.jsonl")
+    error = examine(tokenizer, path, "another", 8, Teller(0.0, pytest.fail)).error("validation_file", "a.jsonl")
     assert error is not None
     assert error.message == "a.jsonl: the file has changed since it was uploaded."
+
+
+def test_how_far_it_is_is_told_only_where_it_takes_long(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """Without a wait it is told at every line; `found_in` fails if anything is told within an hour."""
+    path = tmp_path / "train.jsonl"
+    path.write_text("{}\n" + chat("a", "b") * 3 * CHUNK_SAMPLES)
+    told: list[Progress] = []
+    report = examine(tokenizer, path, sha256_of(path), 512, Teller(0.0, told.append))
+    assert report == found_in(tokenizer, path)
+    assert [progress.lines for progress in told] == list(range(1, 3 * CHUNK_SAMPLES + 2))
+    assert told[0].share < 1.0 == told[-1].share
+    assert sorted(told, key=lambda progress: progress.share) == told
+
+
+def test_what_is_told_of_how_far_it_is() -> None:
+    assert Progress(412_000, 0.389).message("training_file") == "Validating training file: 412,000 lines (38 %)."
+    assert Progress(7, 1.0).message("validation_file") == "Validating validation file: 7 lines (100 %)."
 
 
 @pytest.mark.slow

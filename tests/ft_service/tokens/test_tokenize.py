@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,36 @@ def test_long_samples_are_cut_and_useless_ones_left_out(tokenizer: PreTrainedTok
     assert max(len(sample.ids) for sample in samples) == 40
     with pytest.raises(DataError, match=r"no sample has an assistant token within training\.max_length = 8 tokens"):
         load_dataset(tokenizer, file, max_length=8)
+
+
+def test_chunks_keep_the_order_of_the_file(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples: list[tuple[int, Sample | Fault]] = [
+        (
+            n,
+            Fault(n, "", "bad")
+            if n % 7 == 0
+            else parse_line(json.dumps({"messages": [say("user", "a"), say("assistant", "b" * n)]})),
+        )
+        for n in range(1, 40)
+    ]
+    alone = [found for sample in samples for found in tokenize(tokenizer, [sample])]
+    assert sum(isinstance(found, Tokens) for found in alone) == 34
+    for limit, value in (("CHUNK_SAMPLES", 3), ("CHUNK_SAMPLES", 39), ("CHUNK_CHARACTERS", 90), ("CHUNK_CHARACTERS", 1)):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"ft_service.tokens.tokenize.{limit}", value)
+            assert [contents(found) for found in tokenize(tokenizer, samples)] == [contents(found) for found in alone]
+
+
+def contents(found: Tokens | Fault) -> object:
+    return found if isinstance(found, Fault) else (found.ids.tolist(), found.targets.tolist())
+
+
+def test_whoever_stops_in_the_middle_leaves_no_thread(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    turns = [say("user", "a"), say("assistant", "b")]
+    file = data_file(tmp_path / "train.jsonl", *[turns] * 10, [say("user", "a")], *[turns] * 1000)
+    with pytest.raises(DataError, match=r"line 11: messages holds no assistant"):
+        load_dataset(tokenizer, file, max_length=40)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("tokenize")]
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ AWAY = 1000
 
 
 class Work:
-    """Doubles numbers; holds its first call until let go, so that others gather. Refuses what is negative, fails over `AWAY`."""
+    """Doubles numbers; holds its first call until let go, so that others gather. Refuses the negative, fails over `AWAY`."""
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []

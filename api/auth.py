@@ -11,8 +11,8 @@ from api.deps import Services, Svc
 from ft_service.errors import AuthError, ForbiddenError
 from ft_service.store.base import Principal
 
-_bearer = HTTPBearer(auto_error=False, description="An API key of this service: `ft keys create`.")
-_Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
+bearer = HTTPBearer(auto_error=False, description="An API key of this service: `ft keys create`.")
+_Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
 
 
 async def authenticated(request: Request, credentials: _Credentials, services: Svc) -> Principal:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 from pydantic import ValidationError
 
+from api.batches import Batched
 from api.holders import Holders
+from ft_service.admission import Asked, create
 from ft_service.catalogue import Catalogue
 from ft_service.errors import SpecError
+from ft_service.job import Job
 from ft_service.meters import Meters
 from ft_service.places import Places
 from ft_service.settings import Settings
@@ -41,6 +44,11 @@ class Services:
     def holders(self) -> Holders:
         """Who may ask."""
         return Holders(self.store)
+
+    @cached_property
+    def create_job(self) -> Batched[Asked, Job]:
+        """Check and store a job whose body was read, with all that arrive at the time."""
+        return Batched(partial(create, store=self.store, settings=self.settings, catalogue=self.catalogue))
 
     @cached_property
     def places(self) -> Places:

@@ -7,7 +7,6 @@ import logging
 import time
 from typing import Any
 
-from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.errors import internal_error
@@ -19,6 +18,8 @@ log = logging.getLogger("ft_service.api")
 
 _UNKNOWN = "none"
 """Route of a request that no route was found for: its path is the client's choice and no label."""
+_NOSNIFF = (b"x-content-type-options", b"nosniff")
+_NO_STORE = (b"cache-control", b"no-store")
 _PROBES = ("/livez", "/readyz", "/metrics")
 
 
@@ -42,10 +43,8 @@ class RequestContext:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = request_id
-                headers["x-content-type-options"] = "nosniff"
-                headers.setdefault("cache-control", "no-store")
+                headers = [*message["headers"], (b"x-request-id", request_id.encode()), _NOSNIFF]
+                message["headers"] = headers if any(name == b"cache-control" for name, _ in headers) else [*headers, _NO_STORE]
             await send(message)
 
         with about(request_id=request_id):

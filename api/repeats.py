@@ -45,10 +45,8 @@ def keyed_job(store: Store, principal: Principal, job_id: str, body: Any) -> Job
     return job
 
 
-def repeated_job(headers: Mapping[str, str], store: Store, principal: Principal, body: Any) -> Job | None:
-    """The job that an earlier try of this request created, if the client says that there was one."""
-    if not _is_retry(headers):
-        return None
+def repeated_job(store: Store, principal: Principal, body: Any) -> Job | None:
+    """The job that an earlier try of a request (`is_retry`) created."""
     since = store.now() - WINDOW_SECONDS
     jobs = store.list_jobs(principal.project_id, limit=_LOOKED_AT).data
     return next((job for job in jobs if job.created_at >= since and job.request == body), None)
@@ -56,7 +54,7 @@ def repeated_job(headers: Mapping[str, str], store: Store, principal: Principal,
 
 def repeated_file(headers: Mapping[str, str], store: Store, principal: Principal, new: File) -> File | None:
     """The same for a file: of the same name and contents."""
-    if not _is_retry(headers):
+    if not is_retry(headers):
         return None
     since = store.now() - WINDOW_SECONDS
     files = store.list_files(principal.project_id, limit=_LOOKED_AT, purpose=new.purpose).data
@@ -66,12 +64,13 @@ def repeated_file(headers: Mapping[str, str], store: Store, principal: Principal
 
 def repeated_part(headers: Mapping[str, str], store: Store, new: UploadPart) -> UploadPart | None:
     """The same for a part of an upload: of the same contents."""
-    if not _is_retry(headers):
+    if not is_retry(headers):
         return None
     parts = store.list_parts(new.project_id, new.upload_id)
     return next((part for part in reversed(parts) if (part.bytes, part.sha256) == (new.bytes, new.sha256)), None)
 
 
-def _is_retry(headers: Mapping[str, str]) -> bool:
+def is_retry(headers: Mapping[str, str]) -> bool:
+    """Whether the client says that it has sent this request before."""
     count = headers.get("x-stainless-retry-count", "0")
     return count.isdecimal() and int(count[:9]) > 0

@@ -1,16 +1,23 @@
-"""How routes run: one way into a thread and back, with the answer already written."""
+"""How routes are found and run: keys first, then one way into a thread and back, with the answer already written."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import wraps
 from typing import Any
 
+from fastapi import APIRouter, Depends, Request
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
+
+from api import deps
+from api.auth import authenticated, bearer
+from api.views import ErrorView
+
+ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorView}, "5XX": {"model": ErrorView}}
 
 
 class ThreadRoute(APIRoute):
@@ -24,6 +31,31 @@ class ThreadRoute(APIRoute):
         super().__init__(path, endpoint if inspect.iscoroutinefunction(endpoint) else _in_thread(endpoint), **options)
 
 
+class BareRoute(APIRoute):
+    """A route for a function of (request, body, caller, services, idempotency_key), which FastAPI describes like any other.
+
+    It is called without FastAPI's search for what to call it with, which takes longer than to store a job.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        create = self.endpoint
+
+        async def handle(request: Request) -> Response:
+            services = await deps.services(request)
+            caller = await authenticated(request, await bearer(request), services)
+            body = await deps.json_body(request)
+            return await create(request, body, caller, services, request.headers.get("idempotency-key"))
+
+        return handle
+
+
+def keyed_router(prefix: str, tag: str) -> APIRouter:
+    """A router whose routes all need a key. It is asked for here and not only by the functions that ask who is calling, so that
+    nobody without one gets as far as sending a body."""
+    needed = [Depends(authenticated)]
+    return APIRouter(prefix=prefix, tags=[tag], route_class=ThreadRoute, dependencies=needed, responses=ERRORS)
+
+
 def _in_thread(endpoint: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(endpoint)
     async def run(**arguments: Any) -> Any:
@@ -34,6 +66,9 @@ def _in_thread(endpoint: Callable[..., Any]) -> Callable[..., Any]:
 
 def _answer(endpoint: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     found = endpoint(**arguments)
-    if isinstance(found, BaseModel):
-        return Response(found.model_dump_json(), media_type="application/json")
-    return found
+    return written(found) if isinstance(found, BaseModel) else found
+
+
+def written(view: BaseModel) -> Response:
+    """The answer that holds a view."""
+    return Response(view.model_dump_json(), media_type="application/json")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ft_service import tuned
 from ft_service.capacity import Capacity, capacity_of, refuse_too_many
 from ft_service.catalogue import Catalogue
-from ft_service.errors import NotFoundError, SpecError
+from ft_service.errors import ConflictError, NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.job import Job, State
 from ft_service.places import Places
@@ -24,73 +26,104 @@ from ft_service.spec import (
     parse_request,
     resolve,
 )
-from ft_service.store.base import NewEvent, Principal, Store
+from ft_service.store.base import File, NewEvent, NewJob, Principal, Store
 from ft_service.store.tables import UNSTORABLE
 
 
-def submit(
-    body: object,
-    *,
-    principal: Principal,
-    store: Store,
-    settings: Settings,
-    catalogue: Catalogue,
-    job_id: str | None = None,
-) -> Job:
-    """Check a create body and store the job. `job_id`: None draws one.
+@dataclass(frozen=True)
+class Asked:
+    """A create body that was read. What is left depends on the base, the files and the plan."""
 
-    Raises SpecError naming the field, its value and the limit, for patterns that match nothing in the base and for jobs that
-    cannot fit this host too; the contents of data files are looked at later, by the reconciler. Raises ConflictError if
-    `job_id` is taken.
+    job_id: str
+    body: dict[str, Any]
+    request: JobRequest
+    """With what it inherits from a tuned model."""
+    base: str
+    """A name for the catalogue."""
+    parent: AdapterRef | None
+    """The tuned model that training goes on from."""
+    principal: Principal
+
+
+def read(body: object, *, principal: Principal, store: Store, settings: Settings, job_id: str | None = None) -> Asked:
+    """Read a create body. `job_id`: None draws one. Only for a tuned model (`names_tuned`) this asks the store and storage.
+
+    Raises SpecError naming the field, its value and the limit.
     """
     _refuse_unstorable_text(body, "")
     request = parse_request(body)
     assert isinstance(body, dict)
-    capacity = capacity_of(settings)
-    spec = _resolve(request, job_id or new_id("ftjob-"), principal, store, settings, catalogue, capacity)
-    told = [NewEvent(level=level, message=message) for level, message in admit(spec, capacity.machine)]
-    job = Job(
-        id=spec.job_id,
-        project_id=principal.project_id,
-        created_at=0.0,
-        request=body,
-        spec=spec.model_dump(mode="json"),
-        state=State.VALIDATING,
-        priority=request.priority,
-        slots=spec.world_size,
-    )
-    return store.create_job(job, told)
-
-
-def _resolve(
-    request: JobRequest,
-    job_id: str,
-    principal: Principal,
-    store: Store,
-    settings: Settings,
-    catalogue: Catalogue,
-    capacity: Capacity,
-) -> JobSpec:
-    parent: AdapterRef | None = None
-    base = request.model
+    base, parent = request.model, None
     if base.startswith(tuned.PREFIX):
         before, parent = _find_parent(base, principal, store, settings)
         request, base = inherit(request, before, parent.name), before.model.name
-    model = catalogue.find(base)
-    training = _find_file(request.training_file, "training_file", principal, store, settings)
+    return Asked(job_id or new_id("ftjob-"), body, request, base, parent, principal)
+
+
+def names_tuned(body: object) -> bool:
+    """Whether a create body's base is a tuned model, so that `read` takes its time."""
+    return isinstance(body, dict) and str(body.get("model")).startswith(tuned.PREFIX)
+
+
+def create(asked: Sequence[Asked], *, store: Store, settings: Settings, catalogue: Catalogue) -> list[Job | Exception]:
+    """Check and store jobs, together but each for itself: the job, or why there is none.
+
+    That is SpecError naming the field, its value and the limit, also for patterns that match nothing in the base and for jobs
+    that cannot fit this host (the contents of data files are looked at later, by the reconciler); ConflictError if an id is
+    taken. Raises UnavailableError if the store does not answer.
+    """
+    capacity = capacity_of(settings)
+    files = store.find_files({file_id for one in asked for file_id in _file_ids(one.request)})
+    outcomes = [_new_job(one, files, settings, catalogue, capacity) for one in asked]
+    created = iter(_create(store, [outcome for outcome in outcomes if isinstance(outcome, NewJob)]))
+    return [next(created) if isinstance(outcome, NewJob) else outcome for outcome in outcomes]
+
+
+def _create(store: Store, new: Sequence[NewJob]) -> list[Job | Exception]:
+    try:
+        return [*store.create_jobs(new)] if new else []
+    except ConflictError as error:  # one id is taken: each alone, so that nobody bears another's fault
+        return [error] if len(new) == 1 else [outcome for one in new for outcome in _create(store, [one])]
+
+
+def _new_job(
+    asked: Asked, files: Mapping[str, File], settings: Settings, catalogue: Catalogue, capacity: Capacity
+) -> NewJob | Exception:
+    try:
+        spec = _resolve(asked, files, settings, catalogue, capacity)
+        told = [NewEvent(level=level, message=message) for level, message in admit(spec, capacity.machine)]
+    except Exception as error:
+        return error
+    job = Job(
+        id=spec.job_id,
+        project_id=asked.principal.project_id,
+        created_at=0.0,
+        request=asked.body,
+        spec=spec.model_dump(mode="json"),
+        state=State.VALIDATING,
+        priority=asked.request.priority,
+        slots=spec.world_size,
+    )
+    return NewJob(job, told)
+
+
+def _resolve(asked: Asked, files: Mapping[str, File], settings: Settings, catalogue: Catalogue, capacity: Capacity) -> JobSpec:
+    request, project = asked.request, asked.principal.project_id
+    model = catalogue.find(asked.base)
+    training = _data_file(request.training_file, "training_file", project, files, settings)
     validation = None
     if request.validation_file is not None:
-        validation = _find_file(request.validation_file, "validation_file", principal, store, settings)
+        validation = _data_file(request.validation_file, "validation_file", project, files, settings)
     spec = resolve(
         request,
-        job_id=job_id,
-        organization=principal.organization,
+        job_id=asked.job_id,
+        organization=asked.principal.organization,
         model=model.ref(),
         training_data=training,
         validation_data=validation,
         seed=secrets.randbelow(2**31),
         gpus=capacity.gpus,
-        parent=parent,
+        parent=asked.parent,
     )
     refuse_too_many(spec, capacity)
     return spec
@@ -121,13 +154,16 @@ def _find_parent(name: str, principal: Principal, store: Store, settings: Settin
     return JobSpec.model_validate(found.job.spec), ref
 
 
-def _find_file(file_id: str, param: str, principal: Principal, store: Store, settings: Settings) -> DataFileRef:
+def _file_ids(request: JobRequest) -> list[str]:
+    return [file_id for file_id in (request.training_file, request.validation_file) if file_id is not None]
+
+
+def _data_file(file_id: str, param: str, project_id: str, files: Mapping[str, File], settings: Settings) -> DataFileRef:
     shown = file_id if len(file_id) <= 80 else file_id[:77] + "..."
-    try:
-        file = store.get_file(principal.project_id, file_id)
-    except NotFoundError:
+    file = files.get(file_id)
+    if file is None or file.project_id != project_id:
         message = f"{param} = {shown!r}: this project has no such file. Give the id that POST /v1/files answered."
-        raise SpecError(message, param=param, code="file_not_found") from None
+        raise SpecError(message, param=param, code="file_not_found")
     if file.purpose != "fine-tune":
         message = f"{param} = {shown!r}: its purpose is {file.purpose}. Upload it with purpose fine-tune."
         raise SpecError(message, param=param, code="invalid_file_purpose")

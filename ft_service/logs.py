@@ -6,8 +6,10 @@ once, by `about`, and added to every line below it, whichever module writes it.
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
+from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
 import structlog
@@ -42,20 +44,24 @@ def fields(**values: Any) -> dict[str, Any]:
 
 
 def _formatter(as_json: bool) -> logging.Formatter:
-    shared: list[Processor] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.stdlib.add_log_level,
-        structlog.stdlib.add_logger_name,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-        _add_fields,
-    ]
-    last: list[Processor] = [structlog.stdlib.ProcessorFormatter.remove_processors_meta]
-    if as_json:
-        last += [structlog.processors.format_exc_info, structlog.processors.EventRenamer("message")]
-        last += [structlog.processors.JSONRenderer(ensure_ascii=False, default=str)]
-    else:
-        last += [_printable, structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
-    return structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=last)
+    return _JsonFormatter() if as_json else structlog.stdlib.ProcessorFormatter(processors=_FOR_PEOPLE)
+
+
+class _JsonFormatter(logging.Formatter):
+    """One object a line. Every request waits for one or shares the processor with one: structlog's chain takes three times as
+    long."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        event: EventDict = {
+            **structlog.contextvars.get_contextvars(),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "timestamp": datetime.fromtimestamp(record.created, UTC).isoformat().replace("+00:00", "Z"),
+            **getattr(record, "ft", {}),
+        }
+        if record.exc_info:
+            event["exception"] = self.formatException(record.exc_info)
+        return json.dumps({**event, "message": record.getMessage()}, ensure_ascii=False, default=str)
 
 
 def _add_fields(logger: Any, method: str, event: EventDict) -> EventDict:
@@ -68,3 +74,15 @@ def _printable(logger: Any, method: str, event: EventDict) -> EventDict:
     """What a client sent must not move a terminal's cursor; JSON escapes it anyway, and the renderer the fields."""
     event["event"] = "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(event["event"]))
     return event
+
+
+_FOR_PEOPLE: list[Processor] = [
+    structlog.contextvars.merge_contextvars,
+    structlog.stdlib.add_log_level,
+    structlog.stdlib.add_logger_name,
+    structlog.processors.TimeStamper(fmt="iso", utc=True),
+    _add_fields,
+    structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+    _printable,
+    structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),
+]

@@ -23,6 +23,7 @@ from ft_service.spec import (
 from ft_service.store.base import Store
 from ft_service.store.sql import SqlStore, migrate, open_store
 from tests.attempts import wait_for
+from tests.creating import create_job
 
 PROJECT = "proj"
 
@@ -64,7 +65,7 @@ def add_job(store: Store, job_id: str = "ftjob-1", slots: int = 2, priority: int
         slots=slots,
         priority=priority,
     )
-    return store.create_job(job)
+    return create_job(store, job)
 
 
 def new_reconciler(folder: Path, store: Store, launcher: Launcher, **options: Any) -> Reconciler:

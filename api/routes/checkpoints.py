@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
 from fastapi.responses import StreamingResponse
 
 from api import adapters
 from api.auth import Caller
 from api.deps import Svc, binary
-from api.routing import ThreadRoute
+from api.routing import keyed_router
 from ft_service import tuned
 
-router = APIRouter(prefix="/v1/fine_tuning/checkpoints", tags=["fine-tuning"], route_class=ThreadRoute)
+router = keyed_router("/v1/fine_tuning/checkpoints", "fine-tuning")
 
 
 @router.get("/{checkpoint:path}/adapter", response_class=StreamingResponse, responses=binary("application/x-tar"))

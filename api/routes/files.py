@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
 
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import Depends, Query, Request, Response
 from fastapi.responses import FileResponse, StreamingResponse
 
 from api import expiry, repeats
 from api.auth import Caller
 from api.deps import Svc, binary
 from api.housekeeping import free
-from api.routing import ThreadRoute
+from api.routing import keyed_router
 from api.uploads import Upload, keep, received
 from api.views import DeletedView, FileView, ListView, file_view, list_view
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.store.base import File, Order
 
-router = APIRouter(prefix="/v1/files", tags=["files"], route_class=ThreadRoute)
+router = keyed_router("/v1/files", "files")
 
 PURPOSE = "fine-tune"
 RESULTS = "fine-tune-results"

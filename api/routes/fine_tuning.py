@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Header, Query, Request
+from fastapi import Header, Query, Request
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.concurrency import run_in_threadpool
 
 from api import adapters, live, repeats, tails
 from api.auth import Caller
 from api.deps import JsonBody, Services, Svc, binary, described, event_stream
-from api.routing import ThreadRoute
+from api.routing import BareRoute, keyed_router, written
 from api.views import (
     CheckpointView,
     EventView,
@@ -24,30 +26,38 @@ from api.views import (
     list_view,
 )
 from ft_service import tuned
-from ft_service.admission import slots_to_resume_with, submit
+from ft_service.admission import names_tuned, read, slots_to_resume_with
 from ft_service.errors import ConflictError, NotFoundError, SpecError
 from ft_service.job import Job, State, Verb
 from ft_service.rundir import RunDir
 from ft_service.spec import JobRequest
 from ft_service.store.base import Principal
 
-router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"], route_class=ThreadRoute)
+router = keyed_router("/v1/fine_tuning/jobs", "fine-tuning")
 
 _METADATA = re.compile(r"metadata\[(.*)\]", re.DOTALL)
 
 
-@router.post("", openapi_extra=described(JobRequest))
-def create(
+async def create(
     request: Request, body: JsonBody, caller: Caller, services: Svc, idempotency_key: Annotated[str | None, Header()] = None
-) -> JobView:
+) -> Response:
     """Create a job. Every option is checked first, and nothing is stored unless all are fine; the contents of the files are
     checked by the job itself (`validating_files`)."""
     job_id = repeats.keyed_job_id(idempotency_key, caller)
-    if job_id:
-        job = repeats.keyed_job(services.store, caller, job_id, body) or _create_keyed(job_id, body, caller, services)
-    else:
-        job = repeats.repeated_job(request.headers, services.store, caller, body) or _submit(body, caller, services)
-    return _view(job, caller, services)
+    earlier = partial(_earlier, job_id, request, body, caller, services)
+    if (job_id or repeats.is_retry(request.headers)) and (found := await run_in_threadpool(earlier)):
+        return found
+    try:
+        job = await _create(body, caller, services, job_id)
+    except ConflictError:  # the same request arrived twice at once, and the other one has just created the job
+        if not (job_id and (found := await run_in_threadpool(earlier))):
+            raise
+        return found
+    return written(job_view(job, organization=caller.organization, metrics=None, now=0.0))
+
+
+_CREATE = {"response_model": JobView, "openapi_extra": described(JobRequest)}
+router.add_api_route("", create, methods=["POST"], route_class_override=BareRoute, **_CREATE)
 
 
 @router.get("", response_model=ListView[JobView])
@@ -167,25 +177,18 @@ def logs(
     return PlainTextResponse("\n".join(f"==> {source} <==\n{tails.tail(path, lines)}" for source, path in found.items()))
 
 
-def _submit(body: Any, caller: Principal, services: Services, job_id: str | None = None) -> Job:
-    return submit(
-        body,
-        principal=caller,
-        store=services.store,
-        settings=services.settings,
-        catalogue=services.catalogue,
-        job_id=job_id,
-    )
-
-
-def _create_keyed(job_id: str, body: Any, caller: Principal, services: Services) -> Job:
-    try:
-        return _submit(body, caller, services, job_id)
-    except ConflictError:  # the same request arrived twice at once, and the other one has just created the job
+def _earlier(job_id: str | None, request: Request, body: Any, caller: Principal, services: Services) -> Response | None:
+    """The job that this very request, or an earlier try of it, has created."""
+    if job_id:
         job = repeats.keyed_job(services.store, caller, job_id, body)
-        if job is None:
-            raise
-        return job
+    else:
+        job = repeats.repeated_job(services.store, caller, body)
+    return job and written(_view(job, caller, services))
+
+
+async def _create(body: Any, caller: Principal, services: Services, job_id: str | None) -> Job:
+    reading = partial(read, body, principal=caller, store=services.store, settings=services.settings, job_id=job_id)
+    return await services.create_job(await run_in_threadpool(reading) if names_tuned(body) else reading())
 
 
 def _view(job: Job, caller: Principal, services: Services) -> JobView:

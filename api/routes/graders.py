@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
-
 from api.auth import Caller
 from api.deps import JsonBody
-from api.routing import ThreadRoute
+from api.routing import keyed_router
 from ft_service.errors import SpecError
 
-router = APIRouter(prefix="/v1/fine_tuning/alpha/graders", tags=["fine-tuning"], route_class=ThreadRoute)
+router = keyed_router("/v1/fine_tuning/alpha/graders", "fine-tuning")
 
 _BODY: dict[str, Any] = {"requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}}
 

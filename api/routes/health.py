@@ -10,8 +10,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from api.auth import may_scrape
 from api.deps import Svc, binary
 from api.metrics import exposition
+from api.routing import ERRORS
 
-router = APIRouter(tags=["health"])
+router = APIRouter(tags=["health"], responses=ERRORS)
 
 
 @router.get("/livez")

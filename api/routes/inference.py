@@ -5,17 +5,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from api import forward
 from api.auth import Caller
 from api.deps import JsonBody, Svc, event_stream
+from api.routing import keyed_router
 from ft_service import tuned
 from ft_service.errors import NotFoundError, SpecError
 
-router = APIRouter(prefix="/v1/chat/completions", tags=["inference"])
+router = keyed_router("/v1/chat/completions", "inference")
 
 _ANSWER = event_stream()
 _ANSWER[200]["content"]["application/json"] = {"schema": {"type": "object"}}

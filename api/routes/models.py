@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
-
 from api.auth import Caller
 from api.deps import Svc
-from api.routing import ThreadRoute
+from api.routing import keyed_router
 from api.views import DeletedModelView, ModelsView, ModelView
 from ft_service import tuned
 from ft_service.catalogue import Base
 from ft_service.errors import ForbiddenError, NotFoundError, SpecError
 
-router = APIRouter(prefix="/v1/models", tags=["models"], route_class=ThreadRoute)
+router = keyed_router("/v1/models", "models")
 
 
 @router.get("")

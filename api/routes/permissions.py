@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 from pydantic import Field
 
 from api.auth import Admin
 from api.deps import JsonBody, Svc, described, parse_body
-from api.routing import ThreadRoute
+from api.routing import keyed_router
 from api.views import DeletedPermissionView, ListView, PermissionView, list_view, permission_view
 from ft_service import tuned
 from ft_service.spec import Strict
 
-router = APIRouter(
-    prefix="/v1/fine_tuning/checkpoints/{fine_tuned_model_checkpoint:path}/permissions",
-    tags=["fine-tuning"],
-    route_class=ThreadRoute,
-)
+router = keyed_router("/v1/fine_tuning/checkpoints/{fine_tuned_model_checkpoint:path}/permissions", "fine-tuning")
 
 Limit = Annotated[int, Query(ge=1, le=100)]
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import Depends, Request
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 
@@ -20,7 +20,7 @@ from api.auth import Caller
 from api.deps import JsonBody, Services, Svc, described, parse_body
 from api.expiry import ExpiresAfter
 from api.routes.files import check_file
-from api.routing import ThreadRoute
+from api.routing import keyed_router
 from api.uploads import TEMPORARY_PREFIX, clean_filename, keep, received, sync_folder
 from api.uploads import Upload as Received
 from api.views import UploadPartView, UploadView, upload_part_view, upload_view
@@ -30,7 +30,7 @@ from ft_service.spec import Strict
 from ft_service.store.base import File
 from ft_service.store.records import Upload, UploadPart
 
-router = APIRouter(prefix="/v1/uploads", tags=["uploads"], route_class=ThreadRoute)
+router = keyed_router("/v1/uploads", "uploads")
 
 LIFETIME_SECONDS = 3600
 MAX_PART_BYTES = 64 * 1024**2

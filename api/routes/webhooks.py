@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 from pydantic import Field
 
 from api import webhooks
 from api.auth import Caller
 from api.deps import JsonBody, Svc, described, parse_body
-from api.routing import ThreadRoute
+from api.routing import keyed_router
 from api.views import ListView, list_view
 from api.webhook_views import (
     DeletedWebhookView,
@@ -28,7 +28,7 @@ from ft_service.spec import Strict
 from ft_service.store.records import WebhookEndpoint
 from ft_service.store.webhooks import EVENT_TYPES, event_body
 
-router = APIRouter(prefix="/v1", tags=["webhooks"], route_class=ThreadRoute)
+router = keyed_router("/v1", "webhooks")
 
 KEPT_SECONDS = 24 * 3600.0
 

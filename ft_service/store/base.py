@@ -72,6 +72,14 @@ class NewEvent:
     source: tuple[int, int] | None = None
 
 
+@dataclass(frozen=True)
+class NewJob:
+    """A job about to be stored, and the events that tell its user how it will be run."""
+
+    job: Job
+    told: Sequence[NewEvent] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoredEvent:
     id: str
@@ -168,6 +176,10 @@ class Store(Protocol):
         ...
 
     def get_file(self, project_id: str, file_id: str) -> File: ...
+    def find_files(self, file_ids: Collection[str]) -> dict[str, File]:
+        """Those of these files that there are, of all projects, by id."""
+        ...
+
     def list_files(
         self,
         project_id: str,
@@ -302,8 +314,11 @@ class Store(Protocol):
         ...
 
     # Jobs, as users see them
-    def create_job(self, job: Job, told: Sequence[NewEvent] = ()) -> Job:
-        """Store a new job; `created_at` is set by the database. Its first event, and then `told`, are written with it."""
+    def create_jobs(self, new: Sequence[NewJob]) -> list[Job]:
+        """Store new jobs, all or none; `created_at` is set by the database. Their first events and `told` are written too.
+
+        Raises ConflictError if an id is taken or there is no such project.
+        """
         ...
 
     def get_job(self, project_id: str, job_id: str) -> Job: ...

@@ -9,15 +9,31 @@ import contextlib
 import logging
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, Connection, Double, Engine, Table, create_engine, event, make_url, select
+from sqlalchemy import (
+    URL,
+    Connection,
+    Dialect,
+    Double,
+    Engine,
+    Insert,
+    Select,
+    Table,
+    create_engine,
+    event,
+    make_url,
+    select,
+)
 from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine.interfaces import DBAPICursor
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
 from ft_service.errors import ConflictError, SpecError, UnavailableError
@@ -69,15 +85,31 @@ class Database:
     @contextlib.contextmanager
     def reading(self) -> Iterator[Connection]:
         """One consistent look at the database on SQLite; on PostgreSQL every statement sees what is committed by then."""
-        with _our_errors(), self._begun("BEGIN") as connection:
+        with _our_errors(self._engine.dialect), self._begun("BEGIN") as connection:
             yield connection
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Connection]:
         """A transaction, committed at the end, undone by any exception. On SQLite it excludes other writers: be quick."""
         # A transaction that reads first and writes later can fail half-way; one that takes the write lock at once waits.
-        with self._turn, _our_errors(), self._begun("BEGIN IMMEDIATE") as connection:
+        with self._turn, _our_errors(self._engine.dialect), self._begun("BEGIN IMMEDIATE") as connection:
             yield connection
+
+    @contextlib.contextmanager
+    def driving(self, *, write: bool) -> Iterator[Driver]:
+        """The same without SQLAlchemy between statements (`Direct`) and driver: it takes longer than the database, and some
+        requests wait for nothing else."""
+        with self._turn if write else contextlib.nullcontext(), _our_errors(self._engine.dialect):
+            connection = self._engine.raw_connection()
+            try:
+                cursor = connection.cursor()
+                if write and self._engine.dialect.name == "sqlite":
+                    cursor.execute("BEGIN IMMEDIATE")
+                yield Driver(cursor, self._engine.dialect)
+                cursor.close()
+                connection.commit()
+            finally:
+                connection.close()  # back to the pool, which undoes what was not committed
 
     @contextlib.contextmanager
     def _begun(self, sqlite_begin: str) -> Iterator[Connection]:
@@ -85,6 +117,47 @@ class Database:
             if connection.dialect.name == "sqlite":  # whose driver is told to begin none of its own
                 connection.exec_driver_sql(sqlite_begin)
             yield connection
+
+
+class Direct:
+    """A statement whose text is made once, and whose values go to the driver as they are (`Database.driving`).
+
+    Values must be what both drivers take: JSON as text, text that PostgreSQL keeps (`tables.storable_text`). Rows are as the
+    driver gives them.
+    """
+
+    def __init__(self, statement: Insert | Select[Any], names: Collection[str] | None = None) -> None:
+        """`names`: an INSERT's columns whose values are given; None: a SELECT, whose values are named in it."""
+        self._statement = statement
+        self._names = names and list(names)
+        self._made: dict[str, tuple[str, Sequence[str] | None]] = {}
+
+    def run(self, driver: Driver, values: Mapping[str, Any]) -> Sequence[Any]:
+        """The statement with one set of values. Returns its rows."""
+        text, order = self._text(driver.dialect)
+        driver.cursor.execute(text, values if order is None else [values[name] for name in order])
+        return driver.cursor.fetchall()
+
+    def run_all(self, driver: Driver, many: Sequence[Mapping[str, Any]]) -> None:
+        """The statement with one set of values after the other; it must return nothing."""
+        text, order = self._text(driver.dialect)
+        driver.cursor.executemany(text, many if order is None else [[values[name] for name in order] for values in many])
+
+    def _text(self, dialect: Dialect) -> tuple[str, Sequence[str] | None]:
+        """In the driver's words; the order of the values if they are given by place."""
+        if (made := self._made.get(dialect.name)) is None:
+            compiled = self._statement.compile(dialect=dialect, column_keys=self._names)
+            assert isinstance(compiled, SQLCompiler)
+            made = self._made[dialect.name] = (compiled.string, compiled.positiontup)
+        return made
+
+
+@dataclass(frozen=True)
+class Driver:
+    """A transaction as the database's driver sees it."""
+
+    cursor: DBAPICursor
+    dialect: Dialect
 
 
 def upsert(connection: Connection, table: Table) -> sqlite.Insert | postgresql.Insert:
@@ -135,12 +208,14 @@ def _set_up_sqlite(connection: sqlite3.Connection, record: object) -> None:
 
 
 @contextlib.contextmanager
-def _our_errors() -> Iterator[None]:
+def _our_errors(driver: Dialect) -> Iterator[None]:
+    """`driver`: the dialect whose driver's errors may come unwrapped."""
+    dbapi = driver.loaded_dbapi
     try:
         yield
-    except IntegrityError as error:
-        log.info("database refused a write: %s", error.orig)
+    except (IntegrityError, dbapi.IntegrityError) as error:
+        log.info("database refused a write: %s", error.orig if isinstance(error, DBAPIError) else error)
         raise ConflictError("Somebody else has stored this already, or removed what it refers to.") from error
-    except SQLAlchemyError as error:
+    except (SQLAlchemyError, dbapi.Error) as error:
         log.warning("database: %s", error.orig if isinstance(error, DBAPIError) else error)
         raise UnavailableError("The database does not answer as it should; the service's log says how.") from error

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from sqlalchemy import Connection, Exists, and_, bindparam, exists, insert, or_, select, update
 
 from ft_service.store.base import File, Order, Page
-from ft_service.store.database import Database, database_time
+from ft_service.store.database import Database, Direct, database_time
 from ft_service.store.rows import FILE, cursor, file_row, not_found, page, to_file
-from ft_service.store.tables import TO_FREE, UNFINISHED, VISIBLE, files, jobs
+from ft_service.store.tables import TO_FREE, UNFINISHED, VISIBLE, files, jobs, storable_text
 
 LIVE = and_(VISIBLE, or_(files.c.expires_at.is_(None), files.c.expires_at > database_time()))
 
 _SELECT_FILE = select(*FILE).where(files.c.id == bindparam("file_id"), files.c.project_id == bindparam("of_project"), LIVE)
+_LOOK_UP = Direct(select(*FILE).where(files.c.id == bindparam("file_id"), LIVE))
+_FIELDS = [column.name for column in FILE]
 
 
 class FileStore(Database):
@@ -31,6 +33,13 @@ class FileStore(Database):
         if row is None:
             raise not_found("file", file_id)
         return to_file(row)
+
+    def find_files(self, file_ids: Collection[str]) -> dict[str, File]:
+        """Those of these files that there are, of all projects, by id."""
+        with self.driving(write=False) as driver:
+            rows = [row for file_id in file_ids for row in _LOOK_UP.run(driver, {"file_id": storable_text(file_id)})]
+        found = [File(**dict(zip(_FIELDS, row, strict=True))) for row in rows]
+        return {file.id: file for file in found}
 
     def list_files(
         self,

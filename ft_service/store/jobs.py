@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Literal
 
 from sqlalchemy import Connection, and_, bindparam, exists, insert, select, update
@@ -12,8 +12,8 @@ from ft_service import job as rules
 from ft_service.errors import ConflictError, NotFoundError
 from ft_service.events import Metrics
 from ft_service.job import Job, State, Verb
-from ft_service.store.base import Checkpoint, NewEvent, Order, Page, StoredEvent
-from ft_service.store.database import Database, database_time
+from ft_service.store.base import Checkpoint, NewEvent, NewJob, Order, Page, StoredEvent
+from ft_service.store.database import Database, Direct, database_time
 from ft_service.store.rows import (
     CHECKPOINT,
     EVENT,
@@ -29,8 +29,7 @@ from ft_service.store.rows import (
     to_job,
     to_metrics,
 )
-from ft_service.store.tables import UNFINISHED, checkpoints, events, job_metadata, jobs, storable
-from ft_service.store.together import Together
+from ft_service.store.tables import UNFINISHED, checkpoints, events, job_metadata, jobs, storable_json, storable_text
 from ft_service.store.webhooks import announce
 
 MAX_TRIES = 20
@@ -42,42 +41,36 @@ _WITHOUT = {"": ""}
 ASKED = {Verb.CANCEL: "Cancel requested.", Verb.PAUSE: "Pause requested.", Verb.RESUME: "Resume requested."}
 
 
+_NEW_JOB = [field.name for field in fields(Job) if field.name != "created_at"]
+_FIRST_EVENT = ("id", "project_id", "job_id", "created_at", "level", "message")
+
 # Built once: to put such statements together takes longer than to run them.
-_INSERT_JOBS = insert(jobs).values(created_at=database_time()).returning(jobs.c.id, jobs.c.created_at, jobs.c.position)
+_CREATE_JOB = Direct(insert(jobs).values(created_at=database_time()).returning(jobs.c.created_at, jobs.c.position), _NEW_JOB)
+_CREATE_EVENTS = Direct(insert(events), _FIRST_EVENT)
+_CREATE_PAIRS = Direct(insert(job_metadata), ("job_position", "project_id", "key", "value"))
 _SELECT_JOB = select(*JOB).where(jobs.c.id == bindparam("job_id"), jobs.c.project_id == bindparam("of_project"))
 _INSERT_EVENTS = insert(events)
-_INSERT_PAIRS = insert(job_metadata)
 
 
 class JobStore(Database):
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
-        self._creations = Together(self._create_all)
+    def create_jobs(self, new: Sequence[NewJob]) -> list[Job]:
+        """Store new jobs, all or none; `created_at` is set by the database. Their first events and `told` are written too.
 
-    def create_job(self, job: Job, told: Sequence[NewEvent] = ()) -> Job:
-        """Store a new job; `created_at` is set by the database. Its first event, and then `told`, are written with it.
-
-        Raises ConflictError if the id is taken or there is no such project.
+        Raises ConflictError if an id is taken or there is no such project.
         """
-        first = NewEvent(level="info", message=f"Created fine-tuning job: {job.id}")
-        as_stored = replace(job, request=storable(job.request), spec=storable(job.spec))
-        created = self._creations((as_stored, (first, *told)))
+        created: list[Job] = []
+        pairs: list[dict[str, Any]] = []
+        told: list[dict[str, Any]] = []
+        given = [_as_stored(one.job) for one in new]
+        with self.driving(write=True) as driver:
+            for (job, row), one in zip(given, new, strict=True):
+                [(created_at, position)] = _CREATE_JOB.run(driver, row)
+                created.append(replace(job, created_at=created_at))
+                pairs += _pairs(job, position)
+                told += _first_events(created[-1], one.told)
+            _CREATE_PAIRS.run_all(driver, pairs)
+            _CREATE_EVENTS.run_all(driver, told)
         self.stirred.set()
-        return created
-
-    def _create_all(self, given: Sequence[tuple[Job, Sequence[NewEvent]]]) -> list[Job]:
-        with self.writing() as connection:
-            stored = connection.execute(_INSERT_JOBS, [new_job_row(job) for job, _ in given])
-            found = {job_id: (created_at, position) for job_id, created_at, position in stored}
-            created = [replace(job, created_at=found[job.id][0]) for job, _ in given]
-            if pairs := [pair for job in created for pair in _pairs(job, found[job.id][1])]:
-                connection.execute(_INSERT_PAIRS, pairs)
-            told = [
-                event_row(event, job, job.created_at)
-                for job, (_, events) in zip(created, given, strict=True)
-                for event in events
-            ]
-            connection.execute(_INSERT_EVENTS, told)
         return created
 
     def get_job(self, project_id: str, job_id: str) -> Job:
@@ -225,6 +218,21 @@ def _write(connection: Connection, old: Job, new: Job) -> bool:
     # Whoever reconciles next should see the wish at once, not only when the job's turn comes round.
     statement = update(jobs).where(jobs.c.id == old.id, jobs.c.version == old.version)
     return connection.execute(statement.values(**changed_job_row(old, new), looked_at=0.0)).rowcount == 1
+
+
+def _as_stored(job: Job) -> tuple[Job, dict[str, Any]]:
+    """A new job as it will be read, and its row as drivers take it."""
+    request, request_text = storable_json(job.request)
+    spec, spec_text = storable_json(job.spec)
+    error, error_text = storable_json(job.error) if job.error else (None, None)
+    job = replace(job, request=request, spec=spec, error=error)
+    return job, {**new_job_row(job), "request": request_text, "spec": spec_text, "error": error_text}
+
+
+def _first_events(job: Job, told: Sequence[NewEvent]) -> list[dict[str, Any]]:
+    first = NewEvent(level="info", message=f"Created fine-tuning job: {job.id}")
+    rows = [event_row(event, job, job.created_at) for event in (first, *told)]
+    return [{**row, "message": storable_text(row["message"])} for row in rows]
 
 
 def _pairs(job: Job, position: int) -> list[dict[str, Any]]:

@@ -52,8 +52,21 @@ def storable(value: Any) -> Any:
 
     What a worker prints or a client sends may hold any of them, and a job must not become unwritable over it.
     """
+    return storable_json(value)[0]
+
+
+def storable_json(value: Any) -> tuple[Any, str]:
+    """`storable` and what it is in JSON."""
     # One look at the whole as JSON, which escapes what must not be in it, is faster than one at each of its strings.
-    return _without_unstorable(value) if _SUSPECT.search(json.dumps(value)) else value
+    text = json.dumps(value)
+    if _SUSPECT.search(text):
+        value = _without_unstorable(value)
+        text = json.dumps(value)
+    return value, text
+
+
+def storable_text(value: str) -> str:
+    return _without_unstorable(value) if UNSTORABLE.search(value) else value
 
 
 def _without_unstorable(value: Any) -> Any:
@@ -75,7 +88,7 @@ class StorableText(TypeDecorator[str]):
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: Any) -> str | None:
-        return _without_unstorable(value) if value and UNSTORABLE.search(value) else value
+        return storable_text(value) if value else value
 
 
 class StorableJson(TypeDecorator[Any]):

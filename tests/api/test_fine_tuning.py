@@ -18,6 +18,7 @@ from ft_service.rundir import CheckpointMarker, RunDir
 from ft_service.store.base import Change, Checkpoint, NewEvent
 from ft_service.store.sql import SqlStore
 from tests.api.conftest import TRAINING, Service, wait_until
+from tests.creating import create_job
 
 METRICS = Metrics(
     step=5, total_steps=20, train_loss=1.25, valid_loss=1.5, valid_mean_token_accuracy=0.5, tokens=400, step_seconds=2.0
@@ -436,7 +437,7 @@ def test_250_jobs_are_each_seen_once_while_more_are_made(service: Service, clien
     template = service.store.get_job(
         "default", client.fine_tuning.jobs.create(model="tiny", training_file=training_file, metadata={"many": "yes"}).id
     )
-    ids = [template.id, *(service.store.create_job(replace(template, id=new_id("ftjob-"))).id for _ in range(249))]
+    ids = [template.id, *(create_job(service.store, replace(template, id=new_id("ftjob-"))).id for _ in range(249))]
 
     seen: list[str] = []
     for job in client.fine_tuning.jobs.list():

@@ -23,6 +23,7 @@ from ft_service.spec import BaseModelRef, DataFileRef, parse_request, resolve
 from ft_service.store.sql import SqlStore
 from tests.cluster.harness import HarnessCluster, open_cluster
 from tests.cluster.kubelet import can_mount
+from tests.creating import create_job
 from tests.e2e.service import eventually
 from tests.reconciling import PROJECT, get, messages, new_store
 from tests.storage import local_s3, new_bucket
@@ -74,7 +75,7 @@ def add_two_node_job(store: SqlStore, models: Path, data: Path, *, steps: int = 
         state=State.VALIDATING,
         slots=spec.world_size,
     )
-    return store.create_job(job)
+    return create_job(store, job)
 
 
 def free_port() -> int:

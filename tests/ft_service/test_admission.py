@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ft_service.admission import submit
+from ft_service.admission import Asked, create, read
 from ft_service.catalogue import Catalogue
 from ft_service.errors import ConflictError, SpecError
 from ft_service.job import Job, State
@@ -40,15 +40,21 @@ def models(tmp_path: Path) -> Path:
     return folder
 
 
+def ask(store: SqlStore, models: Path, *, job_id: str | None = None, principal: Principal = ANN, **body: Any) -> Asked:
+    body = {"model": "tiny", "training_file": "file-a", **body}
+    return read(body, principal=principal, store=store, settings=Settings(home=models.parent, models=[models]), job_id=job_id)
+
+
+def admit_all(store: SqlStore, models: Path, asked: list[Asked], *, slots: int | None = None) -> list[Job | Exception]:
+    settings = Settings(home=models.parent, models=[models], slots=slots)
+    return create(asked, store=store, settings=settings, catalogue=Catalogue([models]))
+
+
 def admit(store: SqlStore, models: Path, *, slots: int | None = None, job_id: str | None = None, **body: Any) -> Job:
-    return submit(
-        {"model": "tiny", "training_file": "file-a", **body},
-        principal=ANN,
-        store=store,
-        settings=Settings(home=models.parent, models=[models], slots=slots),
-        catalogue=Catalogue([models]),
-        job_id=job_id,
-    )
+    (outcome,) = admit_all(store, models, [ask(store, models, job_id=job_id, **body)], slots=slots)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 def test_a_seed_is_drawn_and_kept(store: SqlStore, models: Path) -> None:
@@ -135,3 +141,25 @@ def test_a_job_that_cannot_fit_is_refused_with_what_would(
     assert caught.value.code == "does_not_fit"
     (fitting,) = [admit(store, models, model="large", precision={"default": "nf4"})]
     assert store.list_events("p", fitting.id).data[0].level == "warn"
+
+
+def test_of_jobs_admitted_together_each_has_its_own_outcome(store: SqlStore, models: Path) -> None:
+    taken = admit(store, models)
+    bodies: list[dict[str, Any]] = [
+        {"seed": 1},
+        {"training_file": "file-b"},
+        {"job_id": taken.id},
+        {"lora": {"target_modules": ["query"]}},
+        {"seed": 2, "metadata": {"team": "b"}},
+        {"principal": Principal(key_id="key_b", project_id="q", organization="other", scope="user")},
+    ]
+    outcomes = admit_all(store, models, [ask(store, models, **body) for body in bodies])
+
+    first, no_file, no_id, no_layer, last, of_another_project = outcomes
+    assert isinstance(no_id, ConflictError)
+    refused = [outcome.param for outcome in (no_file, no_layer, of_another_project) if isinstance(outcome, SpecError)]
+    assert refused == ["training_file", "lora.target_modules", "training_file"]
+    created = [outcome for outcome in (first, last) if isinstance(outcome, Job)]
+    assert [job.id for job in store.list_jobs("p").data] == [*(job.id for job in reversed(created)), taken.id]
+    assert [job.id for job in store.list_jobs("p", metadata={"team": "b"}).data] == [created[1].id]
+    assert all(store.list_events("p", job.id).data for job in created)

@@ -18,6 +18,7 @@ from ft_service.settings import Settings
 from ft_service.spec import AdapterRef
 from ft_service.store.base import File
 from ft_service.store.sql import SqlStore
+from tests.creating import create_job
 from tests.reconciling import PROJECT, new_store, spec_of
 
 ALL = Limits(runs=30, checkpoints=7, files=7, cache=7, leftovers=True)
@@ -49,7 +50,7 @@ def add(store: SqlStore, settings: Settings, job_id: str, state: State, days: fl
         finished_at=store.now() - days * DAY_SECONDS if ended else None,
         **changes,
     )
-    store.create_job(job)
+    create_job(store, job)
     run = RunDir(settings.runs_dir / job_id)
     for key in ("adapter/a", "checkpoints/step-3-a1/COMPLETE", "checkpoints/step-6-a1/COMPLETE", "adapters/step-3-a1/a"):
         run.put(key, b"12345")

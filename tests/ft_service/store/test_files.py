@@ -5,6 +5,7 @@ import pytest
 from ft_service.errors import ConflictError, NotFoundError, SpecError
 from ft_service.job import Reason, State, fail
 from ft_service.store.base import Change
+from tests.creating import create_job
 
 from .samples import OTHER, PROJECT, claim, new_file, new_job
 
@@ -58,10 +59,10 @@ def test_deleting_hides(store):
 @pytest.mark.parametrize("field", ["training_file", "validation_file"])
 def test_the_bytes_stay_while_a_job_needs_them(store, field):
     first, second = store.add_file(new_file()), store.add_file(new_file())
-    store.create_job(new_job(request={"training_file": "file-x", field: first.id}))
+    create_job(store, new_job(request={"training_file": "file-x", field: first.id}))
     assert store.delete_file(PROJECT, first.id) is False
 
-    ended = store.create_job(new_job(id="ftjob-ended", request={"training_file": "file-x", field: second.id}))
+    ended = create_job(store, new_job(id="ftjob-ended", request={"training_file": "file-x", field: second.id}))
     claims = [claim(store), claim(store)]
     mine = next(c for c in claims if c.job.id == ended.id)
     assert store.apply(mine, Change(job=fail(mine.job, Reason.INVALID_FILE, None, mine.now)))
@@ -73,7 +74,7 @@ def test_a_file_without_a_job_that_needs_it_is_freed_once(store):
     kept, deleted, needed = store.add_file(new_file(), seconds=3600), store.add_file(new_file()), store.add_file(new_file())
     other = store.add_file(new_file(project_id=OTHER, id=f"{needed.id}x"))
     assert kept.expires_at == kept.created_at + 3600
-    store.create_job(new_job(request={"training_file": needed.id}))
+    create_job(store, new_job(request={"training_file": needed.id}))
     for file in (deleted, needed, other):
         store.delete_file(file.project_id, file.id)
 

@@ -11,6 +11,7 @@ from ft_service.events import Metrics
 from ft_service.ids import new_id
 from ft_service.job import Desired, Job, Phase, Reason, State, Verb
 from ft_service.store.base import Change, NewEvent
+from tests.creating import create_job
 
 from .samples import OTHER, PROJECT, claim, new_checkpoint, new_job, place
 
@@ -40,7 +41,7 @@ def test_every_field_comes_back(store):
         version=12,
     )
     before = store.now()
-    created = store.create_job(job)
+    created = create_job(store, job)
     assert before <= created.created_at <= store.now()
     assert created == replace(job, created_at=created.created_at)
     assert store.get_job(PROJECT, job.id) == created
@@ -48,25 +49,25 @@ def test_every_field_comes_back(store):
 
 
 def test_creation_is_the_first_event(store):
-    job = store.create_job(new_job())
+    job = create_job(store, new_job())
     (event,) = store.list_events(PROJECT, job.id).data
     assert event.message == f"Created fine-tuning job: {job.id}"
     assert (event.level, event.created_at, event.job_id) == ("info", job.created_at, job.id)
     with pytest.raises(ConflictError):
-        store.create_job(job)
+        create_job(store, job)
     assert len(store.list_events(PROJECT, job.id).data) == 1
 
 
 def test_what_is_told_at_creation_follows_it(store):
     told = [NewEvent(level="warn", message="first"), NewEvent(level="info", message="second")]
-    job = store.create_job(new_job(), told)
+    job = create_job(store, new_job(), told)
     found = store.list_events(PROJECT, job.id).data
     assert [(event.level, event.message) for event in found[:2]] == [("info", "second"), ("warn", "first")]
     assert found[2].message == f"Created fine-tuning job: {job.id}"
 
 
 def test_paging_through_250_jobs_sees_each_once_newest_first(store):
-    ids = [store.create_job(new_job()).id for _ in range(250)]
+    ids = [create_job(store, new_job()).id for _ in range(250)]
     seen: list[str] = []
     after = None
     while True:
@@ -80,7 +81,7 @@ def test_paging_through_250_jobs_sees_each_once_newest_first(store):
 
 
 def test_a_page_that_ends_the_list_has_no_more(store):
-    ids = [store.create_job(new_job()).id for _ in range(4)]
+    ids = [create_job(store, new_job()).id for _ in range(4)]
     page = store.list_jobs(PROJECT, after=ids[2], limit=2)
     assert ([job.id for job in page.data], page.has_more) == ([ids[1], ids[0]], False)
     empty = store.list_jobs(PROJECT, after=ids[0])
@@ -89,11 +90,11 @@ def test_a_page_that_ends_the_list_has_no_more(store):
 
 @pytest.mark.parametrize("key", ["team", "a.b", "0", "$", '"', "'", "%", "{a,b}", "a b", "\\", "ü", "key", "\x00"])
 def test_metadata_filter_takes_keys_and_values_literally(store, key):
-    wanted = store.create_job(new_job(request={"metadata": {key: "x'\"%\x00", "n": "1"}}))
-    store.create_job(new_job(request={"metadata": {key: "y", "n": "1"}}))
-    store.create_job(new_job(request={"metadata": {"n": "x'\"%\x00"}}))
-    store.create_job(new_job(request={"metadata": None}))
-    store.create_job(new_job(request={}))
+    wanted = create_job(store, new_job(request={"metadata": {key: "x'\"%\x00", "n": "1"}}))
+    create_job(store, new_job(request={"metadata": {key: "y", "n": "1"}}))
+    create_job(store, new_job(request={"metadata": {"n": "x'\"%\x00"}}))
+    create_job(store, new_job(request={"metadata": None}))
+    create_job(store, new_job(request={}))
 
     assert store.list_jobs(PROJECT, metadata={key: "x'\"%\x00"}).data == [wanted]
     assert store.list_jobs(PROJECT, metadata={key: "x'\"%\x00", "n": "1"}).data == [wanted]
@@ -103,7 +104,7 @@ def test_metadata_filter_takes_keys_and_values_literally(store, key):
 
 
 def test_filtered_pages_go_on_after_a_job(store):
-    ids = [store.create_job(new_job(request={"metadata": {"run": str(n % 2)}})).id for n in range(6)]
+    ids = [create_job(store, new_job(request={"metadata": {"run": str(n % 2)}})).id for n in range(6)]
     first = store.list_jobs(PROJECT, metadata={"run": "1"}, limit=2)
     assert ([job.id for job in first.data], first.has_more) == ([ids[5], ids[3]], True)
     rest = store.list_jobs(PROJECT, metadata={"run": "1"}, limit=2, after=ids[3])
@@ -111,7 +112,7 @@ def test_filtered_pages_go_on_after_a_job(store):
 
 
 def test_an_unknown_cursor_names_the_parameter(store):
-    job, theirs = store.create_job(new_job()), store.create_job(new_job(project_id=OTHER))
+    job, theirs = create_job(store, new_job()), create_job(store, new_job(project_id=OTHER))
     their_event = store.list_events(OTHER, theirs.id).data[0].id
     lists = {
         theirs.id: lambda after: store.list_jobs(PROJECT, after=after),
@@ -126,7 +127,7 @@ def test_an_unknown_cursor_names_the_parameter(store):
 
 
 def test_another_projects_job_does_not_exist(store):
-    job = store.create_job(new_job())
+    job = create_job(store, new_job())
     reads = [
         lambda: store.get_job(OTHER, job.id),
         lambda: store.list_events(OTHER, job.id),
@@ -141,7 +142,7 @@ def test_another_projects_job_does_not_exist(store):
 
 
 def test_a_verb_is_written_with_its_event(store):
-    job = store.create_job(new_job(state=State.QUEUED))
+    job = create_job(store, new_job(state=State.QUEUED))
 
     paused = store.request(PROJECT, job.id, Verb.PAUSE)
     assert (paused.state, paused.desired, paused.generation) == (State.PAUSED, Desired.PAUSE, 2)
@@ -161,7 +162,7 @@ def test_a_verb_is_written_with_its_event(store):
 
 
 def test_verbs_at_the_same_moment_are_all_counted(store):
-    job = store.create_job(new_job(state=State.QUEUED))
+    job = create_job(store, new_job(state=State.QUEUED))
     start = threading.Barrier(8)
 
     def ask() -> None:
@@ -179,7 +180,7 @@ def test_verbs_at_the_same_moment_are_all_counted(store):
 
 
 def test_events_newest_first_and_latest_metrics(store):
-    job = store.create_job(new_job())
+    job = create_job(store, new_job())
     assert store.latest_metrics(job.id) is None
     claimed = claim(store)
     rows = [
@@ -201,7 +202,7 @@ def test_events_newest_first_and_latest_metrics(store):
 
 
 def test_checkpoints_highest_step_first_each_from_its_newest_attempt(store):
-    job = place(store, store.create_job(new_job(state=State.QUEUED)), [0])
+    job = place(store, create_job(store, new_job(state=State.QUEUED)), [0])
     claimed = claim(store)
     made = {
         (s, a): new_checkpoint(job, s, a, metrics=Metrics(step=s, total_steps=9)) for s, a in [(2, 1), (4, 1), (4, 2), (6, 2)]
@@ -216,7 +217,7 @@ def test_checkpoints_highest_step_first_each_from_its_newest_attempt(store):
 
 
 def test_what_a_worker_says_cannot_make_a_job_unwritable(store):
-    job = store.create_job(new_job())
+    job = create_job(store, new_job())
     claimed = claim(store)
     broken = Metrics(step=1, total_steps=2, train_loss=float("nan"), grad_norm=float("inf"))
     error = {"code": "x", "message": "nul \x00 and \ud800", "param": None}
@@ -230,18 +231,18 @@ def test_what_a_worker_says_cannot_make_a_job_unwritable(store):
 
 def test_a_job_needs_a_project(store):
     with pytest.raises(ConflictError):
-        store.create_job(new_job(project_id="proj_nowhere", id=new_id("ftjob-")))
+        create_job(store, new_job(project_id="proj_nowhere", id=new_id("ftjob-")))
 
 
 def test_jobs_without_metadata(store):
     requests = [{}, {"metadata": None}, {"metadata": {}}, {"metadata": {"metadata": "null"}}]
-    created = [store.create_job(new_job(request={"training_file": "f", **request})).id for request in requests]
+    created = [create_job(store, new_job(request={"training_file": "f", **request})).id for request in requests]
 
     assert [job.id for job in store.list_jobs(PROJECT, metadata="none").data] == [created[1], created[0]]
 
 
 def test_events_in_both_orders(store):
-    job = store.create_job(new_job())
+    job = create_job(store, new_job())
     store.request(PROJECT, job.id, Verb.PAUSE)
     newest, oldest = store.list_events(PROJECT, job.id).data
 

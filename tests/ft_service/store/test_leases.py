@@ -12,6 +12,7 @@ from ft_service.rundir import Exit
 from ft_service.store import leases
 from ft_service.store.base import Change, Claim, NewEvent
 from ft_service.store.tables import checkpoints, events, files, slots
+from tests.creating import create_job
 
 from .samples import PROJECT, claim, claim_next, new_checkpoint, new_file, new_job, place
 
@@ -30,7 +31,7 @@ def count(url: str, table) -> int:
 
 @pytest.mark.parametrize(("state", "take"), [(State.VALIDATING, try_claim), (State.QUEUED, claim_next)])
 def test_eight_threads_claim_200_jobs_each_once(store, state, take):
-    ids = {store.create_job(new_job(state=state)).id for _ in range(200)}
+    ids = {create_job(store, new_job(state=state)).id for _ in range(200)}
     claimed: list[str] = []
     start = threading.Barrier(8)
 
@@ -64,7 +65,7 @@ def test_eight_threads_claim_200_jobs_each_once(store, state, take):
     ],
 )
 def test_which_jobs_need_attention(store, values, claimable):
-    job = store.create_job(new_job(**values))
+    job = create_job(store, new_job(**values))
     claimed = try_claim(store)
     assert (claimed is not None) == claimable
     if claimed:
@@ -73,11 +74,11 @@ def test_which_jobs_need_attention(store, values, claimable):
 
 
 def test_a_lease_keeps_others_away_until_it_expires(store):
-    job = store.create_job(new_job())
+    job = create_job(store, new_job())
     assert try_claim(store) is not None
     assert try_claim(store) is None
 
-    other = store.create_job(new_job())
+    other = create_job(store, new_job())
     late = try_claim(store, lease_seconds=0)
     assert late is not None
     assert late.job.id == other.id
@@ -96,20 +97,20 @@ def test_a_lease_keeps_others_away_until_it_expires(store):
 
 
 def test_an_expired_lease_that_nobody_took_still_writes(store):
-    store.create_job(new_job())
+    create_job(store, new_job())
     claimed = claim(store, lease_seconds=-5)
     assert store.apply(claimed, Change(job=replace(claimed.job, state=State.QUEUED)))
 
 
 def test_a_claim_writes_once(store):
-    store.create_job(new_job())
+    create_job(store, new_job())
     claimed = claim(store)
     assert store.apply(claimed, Change(job=claimed.job))
     assert not store.apply(claimed, Change(job=claimed.job))
 
 
 def test_the_job_looked_at_longest_ago_comes_first(store):
-    ids = [store.create_job(new_job()).id for _ in range(3)]
+    ids = [create_job(store, new_job()).id for _ in range(3)]
     seen = []
     for _ in range(6):
         claimed = claim(store)
@@ -120,7 +121,7 @@ def test_the_job_looked_at_longest_ago_comes_first(store):
 
 
 def test_a_job_is_left_alone_for_idle_seconds_unless_something_happens(store):
-    job = place(store, store.create_job(new_job(state=State.QUEUED)), [0])
+    job = place(store, create_job(store, new_job(state=State.QUEUED)), [0])
     claimed = try_claim(store, idle_seconds=1000)
     assert claimed is not None, "it has just begun to run"
     assert store.apply(claimed, Change(job=replace(claimed.job, ingested=3)))
@@ -133,7 +134,7 @@ def test_a_job_is_left_alone_for_idle_seconds_unless_something_happens(store):
 
 
 def test_a_verb_during_a_claim_undoes_the_reconcilers_write(store):
-    job = place(store, store.create_job(new_job(state=State.QUEUED)), [0, 1])
+    job = place(store, create_job(store, new_job(state=State.QUEUED)), [0, 1])
     claimed = claim(store)
     store.request(PROJECT, job.id, Verb.CANCEL)
 
@@ -150,8 +151,8 @@ def test_a_verb_during_a_claim_undoes_the_reconcilers_write(store):
 
 
 def test_a_taken_slot_undoes_the_whole_change(store, store_url):
-    place(store, store.create_job(new_job(state=State.QUEUED)), [0, 1])
-    second = store.create_job(new_job(state=State.QUEUED))
+    place(store, create_job(store, new_job(state=State.QUEUED)), [0, 1])
+    second = create_job(store, new_job(state=State.QUEUED))
     claimed = claim_next(store)
     assert claimed is not None
     before = {table: count(store_url, table) for table in (events, checkpoints, files, slots)}
@@ -174,8 +175,8 @@ def test_a_taken_slot_undoes_the_whole_change(store, store_url):
 
 
 def test_slots_belong_to_a_host_and_are_released(store):
-    first = place(store, store.create_job(new_job(state=State.QUEUED)), [2, 0])
-    second = place(store, store.create_job(new_job(state=State.QUEUED)), [0, 1], host="h2")
+    first = place(store, create_job(store, new_job(state=State.QUEUED)), [2, 0])
+    second = place(store, create_job(store, new_job(state=State.QUEUED)), [0, 1], host="h2")
     assert store.held_slots(first.id) == [0, 2]
     assert store.held_slots(second.id) == [0, 1]
     assert store.free_slots("h1", 4) == [1, 3]
@@ -191,7 +192,7 @@ def test_slots_belong_to_a_host_and_are_released(store):
 
 
 def test_a_change_is_written_whole(store):
-    store.create_job(new_job())
+    create_job(store, new_job())
     claimed = claim(store)
     file = new_file(purpose="fine-tune-results")
     before = store.now()
@@ -215,7 +216,7 @@ def test_a_change_is_written_whole(store):
 
 
 def test_events_and_checkpoints_read_twice_are_stored_once(store):
-    job = place(store, store.create_job(new_job(state=State.QUEUED)), [0])
+    job = place(store, create_job(store, new_job(state=State.QUEUED)), [0])
     first = [NewEvent(level="info", message=f"{s}/{n}", source=(s, n)) for s in range(2) for n in range(3)]
     more = [*first, NewEvent(level="info", message="2/0", source=(2, 0))]
     for rows in (first, more):
@@ -238,15 +239,15 @@ def test_events_and_checkpoints_read_twice_are_stored_once(store):
 def test_priority_then_creation_decides_what_is_next(store):
     names = ["low", "first", "second", "high"]
     for name, priority in zip(names, [-1, 0, 0, 5], strict=True):
-        store.create_job(new_job(id=f"ftjob-{name}", state=State.QUEUED, priority=priority))
+        create_job(store, new_job(id=f"ftjob-{name}", state=State.QUEUED, priority=priority))
     order = [claimed.job.id.removeprefix("ftjob-") for _ in names if (claimed := claim_next(store))]
     assert order == ["high", "first", "second", "low"]
     assert claim_next(store) is None
 
 
 def test_a_large_job_at_the_head_is_waited_for(store):
-    store.create_job(new_job(id="ftjob-large", state=State.QUEUED, slots=4, priority=1))
-    store.create_job(new_job(id="ftjob-small", state=State.QUEUED, slots=1))
+    create_job(store, new_job(id="ftjob-large", state=State.QUEUED, slots=4, priority=1))
+    create_job(store, new_job(id="ftjob-small", state=State.QUEUED, slots=1))
     assert claim_next(store, max_slots=3) is None
     claimed = claim_next(store, max_slots=4)
     assert claimed is not None
@@ -254,9 +255,11 @@ def test_a_large_job_at_the_head_is_waited_for(store):
 
 
 def test_back_off_and_foreign_hosts_are_passed_over(store):
-    store.create_job(new_job(id="ftjob-later", state=State.QUEUED, priority=9, not_before=store.now() + 1000))
-    store.create_job(new_job(id="ftjob-there", state=State.QUEUED, priority=8, host="h2", attempt=1))
-    store.create_job(new_job(id="ftjob-here", state=State.QUEUED, priority=7, host="h1", attempt=1, not_before=store.now() - 1))
+    create_job(store, new_job(id="ftjob-later", state=State.QUEUED, priority=9, not_before=store.now() + 1000))
+    create_job(store, new_job(id="ftjob-there", state=State.QUEUED, priority=8, host="h2", attempt=1))
+    create_job(
+        store, new_job(id="ftjob-here", state=State.QUEUED, priority=7, host="h1", attempt=1, not_before=store.now() - 1)
+    )
     claimed = claim_next(store, host="h1")
     assert claimed is not None
     assert claimed.job.id == "ftjob-here"
@@ -293,8 +296,8 @@ def test_claims_go_by_their_index(store, store_url, statement, index, values):
 
 
 def test_a_job_larger_than_the_host_is_passed_by_and_told_once(store):
-    large = store.create_job(new_job(id="ftjob-large", state=State.QUEUED, slots=4, priority=1))
-    store.create_job(new_job(id="ftjob-small", state=State.QUEUED, slots=1))
+    large = create_job(store, new_job(id="ftjob-large", state=State.QUEUED, slots=4, priority=1))
+    create_job(store, new_job(id="ftjob-small", state=State.QUEUED, slots=1))
     who = {"host": "h1", "owner": "test", "lease_seconds": 60.0}
     claimed = claim_next(store, max_slots=2, host_slots=2)
     assert claimed is not None

@@ -11,6 +11,7 @@ from sqlalchemy import create_engine, inspect, text
 from ft_service.errors import UnavailableError
 from ft_service.store.sql import _config, migrate, open_store
 from ft_service.store.tables import metadata
+from tests.creating import create_job
 from tests.ft_service.store.samples import PROJECT, new_job
 
 
@@ -60,8 +61,8 @@ def test_migrating_again_keeps_what_is_there(store, store_url):
 
 
 def test_metadata_of_older_jobs_can_be_searched(store, store_url):
-    store.create_job(new_job(id="ftjob-a", request={"metadata": {"team": "a"}}))
-    store.create_job(new_job(id="ftjob-b", request={}))
+    create_job(store, new_job(id="ftjob-a", request={"metadata": {"team": "a"}}))
+    create_job(store, new_job(id="ftjob-b", request={}))
     with store.writing() as connection:
         config = _config()
         config.attributes["connection"] = connection

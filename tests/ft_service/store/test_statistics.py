@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from ft_service.job import Reason, State
 from ft_service.store.base import Change
+from tests.creating import create_job
 from tests.ft_service.store.samples import PROJECT, claim, new_file, new_job, place
 
 
@@ -12,9 +13,9 @@ def test_statistics_count_jobs_slots_and_bytes_of_all_projects(store):
     assert (empty.jobs, empty.slots_in_use, empty.file_bytes) == ({}, {}, 0)
     assert empty.oldest_queued_seconds == empty.overdue_seconds == 0.0
     store.ensure_project("other", "rival")
-    running = place(store, store.create_job(new_job(state=State.QUEUED, slots=2)), [0, 1])
-    store.create_job(new_job(project_id="other", state=State.FAILED, reason=Reason.INVALID_FILE, finished_at=1.0))
-    store.create_job(new_job(state=State.VALIDATING))
+    running = place(store, create_job(store, new_job(state=State.QUEUED, slots=2)), [0, 1])
+    create_job(store, new_job(project_id="other", state=State.FAILED, reason=Reason.INVALID_FILE, finished_at=1.0))
+    create_job(store, new_job(state=State.VALIDATING))
     claimed = claim(store)
     assert claimed.job.state is State.VALIDATING or claimed.job.id == running.id
     while claimed.job.state is not State.VALIDATING:

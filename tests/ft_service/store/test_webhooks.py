@@ -11,6 +11,7 @@ from ft_service.job import State, Verb
 from ft_service.store.base import Change
 from ft_service.store.records import WebhookEndpoint
 from ft_service.store.webhooks import EVENT_TYPES
+from tests.creating import create_job
 from tests.ft_service.store.samples import OTHER, PROJECT, claim, new_job
 
 
@@ -22,14 +23,14 @@ def add(store, *event_types: str, project: str = PROJECT) -> WebhookEndpoint:
 
 
 def cancel(store) -> str:
-    return store.request(PROJECT, store.create_job(new_job()).id, Verb.CANCEL).id
+    return store.request(PROJECT, create_job(store, new_job()).id, Verb.CANCEL).id
 
 
 def test_a_job_that_ends_leaves_a_delivery_to_each_endpoint_that_asks(store):
     asked = {add(store).id, add(store, EVENT_TYPES[1]).id}
     add(store, EVENT_TYPES[0])
     add(store, project=OTHER)
-    store.create_job(new_job())
+    create_job(store, new_job())
     taken = claim(store)
     assert store.apply(taken, Change(job=replace(taken.job, state=State.FAILED, finished_at=7.0)))
 

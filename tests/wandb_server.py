@@ -65,7 +65,16 @@ class WandbServer:
             case "ServerFeaturesQuery":
                 return {"serverInfo": {"features": []}}
             case "Viewer" | "GetDefaultEntity":
-                return {"viewer": {"__typename": "User", "id": "u", "entity": ENTITY, "username": ENTITY, "flags": "{}", "teams": {"edges": []}}}
+                return {
+                    "viewer": {
+                        "__typename": "User",
+                        "id": "u",
+                        "entity": ENTITY,
+                        "username": ENTITY,
+                        "flags": "{}",
+                        "teams": {"edges": []},
+                    }
+                }
             case "RunResumeStatus":
                 there = {"id": "p", "name": project, "entity": {"id": "e", "name": entity}}
                 return {"model": {**there, "bucket": run and _resume_status(run, given["name"])}}

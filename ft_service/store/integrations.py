@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, and_, exists, insert, or_, select, update
+from sqlalchemy import and_, exists, insert, or_, select, update
 
 from ft_service.events import Metrics
 from ft_service.job import Job, State

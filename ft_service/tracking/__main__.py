@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from ft_service import logs
 from ft_service.errors import UnavailableError
@@ -62,6 +63,14 @@ def _send(sender: Sender, turn_seconds: float) -> int:
     return AGAIN if sender.broken else 0
 
 
+def _end_children() -> None:
+    """The SDK's own process would end by itself, but as nobody's child: in a container nobody would reap it."""
+    for path in Path("/proc/self/task").glob("*/children"):
+        for pid in map(int, path.read_text().split()):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
 if __name__ == "__main__":
     # Not by way of the interpreter's end, where the SDK would wait for its runs and end them.
     code = AGAIN
@@ -69,5 +78,7 @@ if __name__ == "__main__":
         code = main(sys.argv[1:])
     except Exception:
         log.exception("sending metrics has failed")
+    try:
+        _end_children()
     finally:
         os._exit(code)

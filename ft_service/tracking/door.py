@@ -28,8 +28,8 @@ def refuse_unless_possible(settings: Settings) -> None:
 def refuse_without_server() -> None:
     """Raises SpecError: what trains without a server has nobody to send metrics."""
     raise _refusal(
-        "without a server nobody sends metrics. Submit the job to one (ft submit), or leave integrations out: the metrics are in "
-        "metrics.csv of the run directory."
+        "without a server nobody sends metrics. Submit the job to one (ft submit), or leave integrations out: the metrics are "
+        "in metrics.csv of the run directory."
     )
 
 

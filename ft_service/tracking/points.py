@@ -87,7 +87,7 @@ def point(metrics: Metrics, time: float) -> dict[str, float]:
 
 
 def retry_after(tries: int, seconds_over: float) -> float | None:
-    """Seconds until the next try after `tries` that went wrong; None: give up. `seconds_over`: since the job's end, 0 before."""
+    """Seconds until the next try after `tries` that went wrong; None: give up. `seconds_over`: since the job's end."""
     delay = min(FIRST_RETRY_SECONDS * 2 ** min(tries - 1, 20), MAX_RETRY_SECONDS)
     return delay if seconds_over + delay <= GIVE_UP_SECONDS else None
 

@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,11 @@ from ft_service.events import Metrics
 from ft_service.job import Phase, Reason, State
 from ft_service.store.base import NewEvent
 from ft_service.tracking import door, orders
-from tests.api.conftest import Service
+from tests.api.conftest import TRAINING as LINES
+from tests.api.conftest import Service, wait_until
 from tests.api.test_fine_tuning import put
+from tests.api.test_server import ended, server, started
+from tests.bases import save_base
 from tests.wandb_server import KEY, RecordedRun, WandbServer, wandb_serving
 
 WANDB: dict[str, Any] = {"project": "tuning", "tags": ["a"]}
@@ -50,7 +52,7 @@ def keeper(service: Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[Keeper
     keeper.stop()
 
 
-def until(keeper: Keeper, condition: Any, seconds: float = 15.0) -> None:
+def until(keeper: Keeper, condition: Any, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -147,6 +149,42 @@ def test_a_refused_key_is_told_once_and_holds_nothing_up(
     assert len(told(client, job_id, "W&B does not take")) == 1
 
 
+@pytest.mark.slow
+def test_a_run_rests_with_its_job_and_ends_with_it(
+    service: Service, client: openai.OpenAI, keeper: Keeper, wandb_server: WandbServer, training_file: str
+) -> None:
+    job_id = create(client, training_file, name="mine", entity="team")
+    put(service, job_id, *steps(1, 2), **TRAINING, attempt=1)
+    until(keeper, lambda: wandb_server.runs)
+    put(service, job_id, state=State.PAUSED, phase=None)
+    until(keeper, lambda: only_run(wandb_server).states[-1] == "75")
+    only_run(wandb_server).display_name = "renamed there"
+    service.sql("UPDATE jobs SET state = 'running', phase = 'training', attempt = 2")
+    put(service, job_id, *steps(2, 3, attempt=2))
+    client.fine_tuning.jobs.cancel(job_id)
+    put(service, job_id, phase=None)
+    until(keeper, lambda: not service.store.has_undelivered())
+
+    run = wandb_server.runs[f"team/tuning/{job_id}"]
+    assert (run.steps, run.display_name) == ([1, 2, 3], "renamed there")
+    assert run.states == ["running", "preempting", "75", "running", "255"]
+
+
+@pytest.mark.slow
+def test_what_did_not_arrive_is_found_missing_and_sent_again(
+    service: Service, client: openai.OpenAI, keeper: Keeper, wandb_server: WandbServer, training_file: str
+) -> None:
+    wandb_server.stream_status = 403  # the SDK says nothing of it when it ends the run
+    job_id = create(client, training_file)
+    put(service, job_id, *steps(1, 2), **SUCCEEDED, attempt=1)
+    until(keeper, lambda: told(client, job_id, "has not arrived"))
+    assert service.store.has_undelivered()
+    wandb_server.stream_status = 200
+    service.sql("UPDATE integrations SET next_try_at = 0")
+    until(keeper, lambda: not service.store.has_undelivered())
+    assert (only_run(wandb_server).steps, only_run(wandb_server).states[-1]) == ([1, 2], "0")
+
+
 def test_integrations_are_shown_as_openai_shows_them(client: openai.OpenAI, training_file: str) -> None:
     full = {"project": "p", "name": "n", "entity": None, "tags": ["a"]}
     given: Any = [{"type": "wandb", "wandb": full}, {"type": "wandb", "wandb": {"project": "q"}}]
@@ -188,3 +226,55 @@ def test_a_server_that_cannot_send_refuses_at_the_door(
     service.use(service.settings.model_copy(update={"wandb_api_key": None}))
     with pytest.raises(openai.BadRequestError, match="FT_WANDB_API_KEY"):
         create(client, training_file)
+
+
+SERVE_SCRIPTED = """
+from api import server
+from ft_service.launcher.local import LocalLauncher
+from ft_service.places import Places
+from ft_service.reconciler import Reconciler
+from ft_service.settings import Settings
+from ft_service.tracking import orders
+from tests.attempts import scripted
+
+orders.TURN_SECONDS, orders.TRANSMIT_SECONDS = 0.05, 1
+SCRIPT = "event,event,event,wait/event,event,event,event,event,succeed"
+
+def reconcile(settings, store, meters, stop):
+    Reconciler(store, LocalLauncher(2, worker_command=scripted(SCRIPT)), Places.of(settings), meters=meters).run(stop)
+
+server.serve(Settings(), reconcile)
+"""
+
+
+@pytest.mark.slow
+def test_a_server_with_a_key_sends_what_its_jobs_report_and_shows_it_to_nobody(
+    tmp_path: Path, wandb_server: WandbServer
+) -> None:
+    save_base(tmp_path / "models" / "tiny")
+    settings = {"FT_WANDB_API_KEY": KEY, "FT_WANDB_BASE_URL": wandb_server.url, "CUDA_VISIBLE_DEVICES": ""}
+    with server(tmp_path, SERVE_SCRIPTED, **settings) as process, started(tmp_path, process) as client:
+        file = client.files.create(file=("a.jsonl", LINES), purpose="fine-tune").id
+        job_id = create(client, file)
+        wait_until(lambda: arrived(wandb_server) == [1, 2, 3])
+        workers = [int(path.read_text()) for path in (tmp_path / "runs" / job_id / "pids").iterdir()]
+        assert len(workers) == 3
+        assert not any(KEY in Path(f"/proc/{pid}/environ").read_text() for pid in workers)
+        _, first = ended(process, signal.SIGTERM)
+    with server(tmp_path, SERVE_SCRIPTED, **settings) as process, started(tmp_path, process) as client:
+        wait_until(lambda: only_run(wandb_server).states == ["running", "running"], 60.0)
+        client.fine_tuning.jobs.pause(job_id)
+        wait_until(lambda: only_run(wandb_server).states[-1] == "75", 60.0)
+        client.fine_tuning.jobs.resume(job_id)
+        wait_until(lambda: only_run(wandb_server).states[-1] == "0", 60.0)
+        assert client.fine_tuning.jobs.retrieve(job_id).status == "succeeded"
+        assert told(client, job_id, "W&B") == [f"W&B run: {wandb_server.url}/somebody/tuning/runs/{job_id}"]
+        assert KEY not in "".join(event.to_json() for event in client.fine_tuning.jobs.list_events(job_id))
+        _, second = ended(process, signal.SIGTERM)
+    assert arrived(wandb_server) == [1, 2, 3, 4, 5]
+    assert KEY not in first + second
+    assert holding(tmp_path, KEY) == []
+
+
+def arrived(server: WandbServer) -> list[int]:
+    return only_run(server).steps if server.runs else []

@@ -52,6 +52,8 @@ class WandbServer:
     refused: int = 0
     """Requests that came without the key."""
     paths: set[str] = field(default_factory=set)
+    told: set[str] = field(default_factory=set)
+    """What came beside the runs' own: names of files, hosts."""
     stream_status: int = 200
     """Of answers to what is streamed."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -81,6 +83,7 @@ class WandbServer:
             case "UpsertBucket":
                 return {"upsertBucket": self._upsert(entity, given)}
             case "CreateRunFiles":
+                self.told.update(given["files"])
                 return {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": []}}
             case "Run" | "RunHistoryKeys":
                 assert run is not None
@@ -94,6 +97,8 @@ class WandbServer:
                 run.lines.update(enumerate(content["content"], content["offset"]))
             elif name == "wandb-summary.json":
                 run.summary = content["content"][-1]
+            else:
+                self.told.add(name)
         if body.get("preempting"):
             run.states.append("preempting")
         if body.get("complete"):
@@ -102,6 +107,7 @@ class WandbServer:
     def _upsert(self, entity: str, given: dict[str, Any]) -> dict[str, Any]:
         place = f"{entity}/{given['project']}/{given['name']}"
         inserted = place not in self.runs
+        self.told.update(filter(None, (given.get("host"), given.get("repo"), given.get("commit"))))
         run = self.runs.setdefault(place, RecordedRun())
         if given.get("program"):  # the first of an opened run; later ones bring the configuration up to date
             run.states.append("running")

@@ -46,6 +46,9 @@ def main(arguments: Sequence[str]) -> int:
     except UnavailableError as error:
         log.warning("%s", error.message)
         return AGAIN
+    finally:
+        _end_children()
+        shutil.rmtree(orders.folder, ignore_errors=True)
 
 
 def _send(sender: Sender, turn_seconds: float) -> int:
@@ -78,7 +81,5 @@ if __name__ == "__main__":
         code = main(sys.argv[1:])
     except Exception:
         log.exception("sending metrics has failed")
-    try:
-        _end_children()
     finally:
         os._exit(code)

@@ -6,6 +6,7 @@ W&B's server is slow, away or of another opinion now and then: whatever the SDK 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -55,6 +56,7 @@ class WandbRun:
                 config=run.config,
                 settings=_settings(account, self._lost),
             )
+        self._folder = Path(self._run.dir).parent
         self.url = self._run.url or ""
         self.next_step = self._run.starting_step
 
@@ -81,6 +83,7 @@ class WandbRun:
             self._run.finish(exit_code=exit_code)
             if not self._arrived():
                 raise RunError(f"step {self._last_step} has not arrived")
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _arrived(self) -> bool:
         # The SDK ends a run without an error when W&B has refused its numbers.

@@ -121,7 +121,8 @@ def test_every_step_arrives_once_whatever_ends_in_between(
     assert run.config["training"]["learning_rate"] == 2e-4
     assert str(service.settings.home) not in str(run.config)
     assert told(client, job_id, "W&B") == [f"W&B run: {wandb_server.url}/somebody/tuning/runs/{job_id}"]
-    assert wandb_server.paths == {"/graphql", f"/files/{place}/file_stream"}, "and nothing of this host is sent"
+    assert wandb_server.paths == {"/graphql", f"/files/{place}/file_stream"}
+    assert wandb_server.told == set(), "nothing of this host is sent"
     assert holding(service.settings.home, KEY) == []
     assert KEY not in "".join(capfd.readouterr())
     assert client.fine_tuning.jobs.retrieve(job_id).status == "succeeded"
@@ -273,6 +274,7 @@ def test_a_server_with_a_key_sends_what_its_jobs_report_and_shows_it_to_nobody(
         _, second = ended(process, signal.SIGTERM)
     assert arrived(wandb_server) == [1, 2, 3, 4, 5]
     assert KEY not in first + second
+    assert list((tmp_path / "wandb").iterdir()) == []
     assert holding(tmp_path, KEY) == []
 
 

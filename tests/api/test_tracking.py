@@ -23,6 +23,7 @@ from tests.api.conftest import TRAINING as LINES
 from tests.api.conftest import Service, wait_until
 from tests.api.test_fine_tuning import put
 from tests.api.test_server import ended, server, started
+from tests.attempts import kill_leftovers
 from tests.bases import save_base
 from tests.wandb_server import KEY, RecordedRun, WandbServer, wandb_serving
 
@@ -248,21 +249,25 @@ server.serve(Settings(), reconcile)
 """
 
 
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    kill_leftovers(tmp_path)
+
+
 @pytest.mark.slow
-def test_a_server_with_a_key_sends_what_its_jobs_report_and_shows_it_to_nobody(
-    tmp_path: Path, wandb_server: WandbServer
-) -> None:
-    save_base(tmp_path / "models" / "tiny")
+def test_a_server_with_a_key_sends_what_its_jobs_report_and_shows_it_to_nobody(home: Path, wandb_server: WandbServer) -> None:
+    save_base(home / "models" / "tiny")
     settings = {"FT_WANDB_API_KEY": KEY, "FT_WANDB_BASE_URL": wandb_server.url, "CUDA_VISIBLE_DEVICES": ""}
-    with server(tmp_path, SERVE_SCRIPTED, **settings) as process, started(tmp_path, process) as client:
+    with server(home, SERVE_SCRIPTED, **settings) as process, started(home, process) as client:
         file = client.files.create(file=("a.jsonl", LINES), purpose="fine-tune").id
         job_id = create(client, file)
         wait_until(lambda: arrived(wandb_server) == [1, 2, 3])
-        workers = [int(path.read_text()) for path in (tmp_path / "runs" / job_id / "pids").iterdir()]
+        workers = [int(path.read_text()) for path in (home / "runs" / job_id / "pids").iterdir()]
         assert len(workers) == 3
         assert not any(KEY in Path(f"/proc/{pid}/environ").read_text() for pid in workers)
         _, first = ended(process, signal.SIGTERM)
-    with server(tmp_path, SERVE_SCRIPTED, **settings) as process, started(tmp_path, process) as client:
+    with server(home, SERVE_SCRIPTED, **settings) as process, started(home, process) as client:
         wait_until(lambda: only_run(wandb_server).states == ["running", "running"], 60.0)
         client.fine_tuning.jobs.pause(job_id)
         wait_until(lambda: only_run(wandb_server).states[-1] == "75", 60.0)
@@ -274,8 +279,8 @@ def test_a_server_with_a_key_sends_what_its_jobs_report_and_shows_it_to_nobody(
         _, second = ended(process, signal.SIGTERM)
     assert arrived(wandb_server) == [1, 2, 3, 4, 5]
     assert KEY not in first + second
-    assert list((tmp_path / "wandb").iterdir()) == []
-    assert holding(tmp_path, KEY) == []
+    assert list((home / "wandb").iterdir()) == []
+    assert holding(home, KEY) == []
 
 
 def arrived(server: WandbServer) -> list[int]:

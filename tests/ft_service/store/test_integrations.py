@@ -7,13 +7,14 @@ from ft_service.events import Metrics
 from ft_service.job import Phase, State
 from ft_service.store.base import Change, NewEvent
 from ft_service.store.sql import SqlStore
+from tests.creating import create_job
 from tests.ft_service.store.samples import PROJECT, claim, new_job
 
 ASKED = [{"type": "wandb", "wandb": {"project": name}} for name in ("p", "q")]
 
 
 def add_running(store: SqlStore, *steps: int) -> str:
-    job = store.create_job(new_job(request={"training_file": "f", "integrations": ASKED}))
+    job = create_job(store, new_job(request={"training_file": "f", "integrations": ASKED}))
     claimed = claim(store)
     events = [NewEvent(level="info", message="s", metrics=Metrics(step=n, total_steps=9), source=(n, 0)) for n in steps]
     events.append(NewEvent(level="info", message="without numbers"))
@@ -23,9 +24,9 @@ def add_running(store: SqlStore, *steps: int) -> str:
 
 
 def test_nothing_is_to_be_sent_before_a_job_begins(store: SqlStore) -> None:
-    store.create_job(new_job())
+    create_job(store, new_job())
     assert not store.has_undelivered()
-    store.create_job(new_job(request={"training_file": "f", "integrations": ASKED}))
+    create_job(store, new_job(request={"training_file": "f", "integrations": ASKED}))
     assert not store.has_undelivered(), "its job has not begun"
     assert store.claim_integrations("me", lease_seconds=60.0) == []
 

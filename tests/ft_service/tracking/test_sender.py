@@ -15,6 +15,7 @@ from ft_service.store.base import Change, NewEvent
 from ft_service.store.sql import SqlStore
 from ft_service.tracking.points import RunDescription
 from ft_service.tracking.sender import LEASE_SECONDS, RunError, Sender
+from tests.creating import create_job
 from tests.reconciling import PROJECT, get, new_store, spec_of
 
 TRAINING: dict[str, Any] = {"state": State.RUNNING, "phase": Phase.TRAINING, "attempt": 1, "host": "h"}
@@ -81,7 +82,8 @@ def add(store: SqlStore, job_id: str = "ftjob-1", integrations: int = 1) -> Job:
     request = {"training_file": "f", "integrations": [{"type": "wandb", "wandb": {"project": "p"}}] * integrations}
     spec = spec_of(job_id).model_dump(mode="json")
     state = State.VALIDATING
-    return store.create_job(Job(id=job_id, project_id=PROJECT, created_at=0.0, request=request, spec=spec, state=state))
+    job = Job(id=job_id, project_id=PROJECT, created_at=0.0, request=request, spec=spec, state=state)
+    return create_job(store, job)
 
 
 def put(store: SqlStore, *steps: int, **changes: Any) -> None:

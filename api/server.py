@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 import uvicorn
 from prometheus_client import start_http_server
 
-from api import housekeeping, webhooks
+from api import housekeeping, tracking, webhooks
 from api.app import create_app
 from api.bootstrap import PROJECT, prepare, write_private
 from api.uploads import TEMPORARY_PREFIX
@@ -144,7 +144,13 @@ def _opened(settings: Settings) -> Iterator[Store]:
 def _work_beside(
     stack: contextlib.ExitStack, settings: Settings, store: Store, meters: Meters, reconcile: Work, end: _Ending
 ) -> None:
-    for name, work in (("housekeeping", housekeeping.run), ("webhooks", webhooks.run), ("reconciler", reconcile)):
+    works: dict[str, Work] = {
+        "housekeeping": housekeeping.run,
+        "webhooks": webhooks.run,
+        "tracking": tracking.run,
+        "reconciler": reconcile,
+    }
+    for name, work in works.items():
         stack.enter_context(_in_thread(name, partial(work, settings, store, meters), end))
 
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 
 from ft_service.events import Metrics
 from ft_service.job import Job, Phase, State
-from ft_service.spec import LEARNING_RATE, JobSpec, Strict, TrainingOptions
+from ft_service.spec import LEARNING_RATE, Integration, JobSpec, Strict, TrainingOptions
 from ft_service.store.base import Checkpoint, File, StoredEvent
 from ft_service.store.records import Permission, Upload, UploadPart
 from ft_service.tuned import checkpoint_model
@@ -173,7 +173,7 @@ class JobView(BaseModel):
     training_file: str
     validation_file: str | None
     estimated_finish: int | None
-    integrations: list[Any]
+    integrations: list[Integration]
     metadata: dict[str, str] | None
     method: MethodView
 
@@ -292,7 +292,7 @@ def job_view(job: Job, *, organization: str, metrics: Metrics | None, now: float
         training_file=job.request["training_file"],
         validation_file=job.request.get("validation_file"),
         estimated_finish=_whole(_estimate(job, metrics, now)),
-        integrations=[],
+        integrations=[Integration.model_validate(given) for given in job.request.get("integrations") or ()],
         metadata=job.request.get("metadata"),
         method=MethodView(supervised=SupervisedView(hyperparameters=hyperparameters)),
         phase=job.phase.value if job.phase else None,

@@ -28,6 +28,7 @@ from ft_service.spec import (
 )
 from ft_service.store.base import File, NewEvent, NewJob, Principal, Store
 from ft_service.store.tables import UNSTORABLE
+from ft_service.tracking.door import refuse_unless_possible
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,13 @@ class Asked:
 def read(body: object, *, principal: Principal, store: Store, settings: Settings, job_id: str | None = None) -> Asked:
     """Read a create body. `job_id`: None draws one. Only for a tuned model (`names_tuned`) this asks the store and storage.
 
-    Raises SpecError naming the field, its value and the limit.
+    Raises SpecError naming the field, its value and the limit, also for integrations that this server cannot serve.
     """
     _refuse_unstorable_text(body, "")
     request = parse_request(body)
     assert isinstance(body, dict)
+    if request.integrations:
+        refuse_unless_possible(settings)
     base, parent = request.model, None
     if base.startswith(tuned.PREFIX):
         before, parent = _find_parent(base, principal, store, settings)

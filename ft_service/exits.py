@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from ft_service import packages
 from ft_service.job import Reason
 from ft_service.rundir import ErrorInfo, Exit, Outcome, Result
 
@@ -139,8 +140,14 @@ def _exit_unspoken(seen: Evidence) -> Exit:
         return exit_of("succeeded", "The ranks of this node are done.")
     if seen.returncode == 0:
         return _worker_error("The ranks left without saying how training ended.", seen)
+    last = _last_line(seen.log_tail)
+    missing = packages.failed_import(last)
+    if missing is not None:
+        where = rank.rank if rank else None
+        error = ErrorInfo(code=packages.CODE, message=missing, traceback=seen.log_tail, rank=where)
+        return exit_of("permanent_error", missing, error)
     who = f"Rank {rank.rank}" if rank else "A rank"
-    return _worker_error(f"{who} failed: {_last_line(seen.log_tail)}", seen)
+    return _worker_error(f"{who} failed: {last}", seen)
 
 
 def _worker_error(message: str, seen: Evidence | None = None) -> Exit:

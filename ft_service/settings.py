@@ -61,6 +61,11 @@ class Settings(BaseSettings):
     passed on to it. Empty: they are refused with what to do."""
     inference_api_key: SecretStr | None = None
     """What that server wants as its key; None: nothing."""
+    wandb_api_key: SecretStr | None = None
+    """Key for Weights & Biases, with which the metrics of jobs with `integrations` are sent there; None: such jobs are
+    refused. Needs the extra `wandb`."""
+    wandb_base_url: str = Field(default="https://api.wandb.ai", pattern=r"^https?://.+$")
+    """Where that is; a W&B server of your own, perhaps."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """debug also logs the health checks and the scrapes of /metrics."""
     log_format: Literal["auto", "json", "text"] = "auto"
@@ -81,6 +86,11 @@ class Settings(BaseSettings):
     seconds sooner. Takes about half a gigabyte of memory while it waits."""
     stop_grace_seconds: float = Field(default=60.0, gt=0)
     """How long an attempt may take to checkpoint and leave when asked to, before it is killed."""
+
+    @field_validator("wandb_api_key", mode="before")
+    @classmethod
+    def _no_empty_key(cls, value: object) -> object:
+        return None if value == "" else value
 
     @field_validator("models", mode="before")
     @classmethod

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ft_service.lifetime import die_with_parent
+from ft_service.processes import without_secrets
 from ft_service.rundir import RunDir
 
 log = logging.getLogger(__name__)
@@ -166,7 +167,7 @@ def _receive(server: socket.socket, agent: subprocess.Popen[bytes]) -> Assignmen
 def _start_agent() -> subprocess.Popen[bytes]:
     parent = os.getpid()
     environment = {
-        **os.environ,
+        **without_secrets(os.environ),
         "PYTHONUNBUFFERED": "1",
         "OPENBLAS_NUM_THREADS": "1",  # NumPy's would start threads at import, and what forks must have none
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # whether there is a GPU is asked without a CUDA context, which no fork survives

@@ -16,6 +16,7 @@ from pathlib import Path
 from ft_service.hardware import visible_gpus
 from ft_service.lifetime import RANKS_LOCK_PATH, SUPERVISOR_PID
 from ft_service.node import Node
+from ft_service.processes import without_secrets
 from ft_service.rundir import RunDir, Start
 
 LOG = "torchrun.log"
@@ -54,7 +55,8 @@ def _meeting(start: Start, run: RunDir, node: Node) -> list[str]:
 
 
 def environment(inherited: Mapping[str, str], start: Start, run: RunDir, node: Node) -> dict[str, str]:
-    """The environment of torchrun and its ranks. What the caller set for threads, interfaces and the cache stays."""
+    """The environment of torchrun and its ranks. What the caller set for threads, interfaces and the cache stays; the service's
+    secrets do not."""
     threads = max(1, len(os.sched_getaffinity(0)) * start.nodes // start.world_size)
     fixed = {
         "PYTHONSAFEPATH": "1",
@@ -65,7 +67,7 @@ def environment(inherited: Mapping[str, str], start: Start, run: RunDir, node: N
     among_nodes = {} if start.nodes > 1 else _inside_host(node.rendezvous(run, start))
     cache = Path(inherited.get("FT_HOME") or "~/.ft").expanduser().absolute() / "cache"
     defaults = {"OMP_NUM_THREADS": str(threads), CACHE: str(cache), **({} if start.nodes > 1 else _LOOPBACK_ONLY)}
-    return {**defaults, **inherited, **_devices(start), **among_nodes, **fixed}
+    return {**defaults, **without_secrets(inherited), **_devices(start), **among_nodes, **fixed}
 
 
 def _inside_host(rendezvous: Path) -> dict[str, str]:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "transformers", "peft", "bitsandbytes")
+HEAVY = ("torch", "transformers", "peft", "bitsandbytes", "wandb")
 SERVICE = ("fastapi", "starlette", "uvicorn", "sqlalchemy", "alembic", "psycopg", "ft_service.store", "ft_service.reconciler")
 
 

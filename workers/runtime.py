@@ -17,6 +17,7 @@ import transformers
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from ft_service import packages
 from ft_service.errors import FtError
 from ft_service.rundir import ErrorInfo, Outcome, RunDir, Start
 from ft_service.spec import JobSpec
@@ -131,8 +132,8 @@ def report_failure(run: RunDir, attempt: int, error: BaseException) -> None:
     print(text, file=sys.stderr, flush=True)
     if lost_peer(error):
         return
-    permanent = isinstance(error, FtError)
     code, message = _code_and_message(run, error)
+    permanent = isinstance(error, FtError) or code == packages.CODE
     info = ErrorInfo(
         code=code,
         message=message,
@@ -156,7 +157,9 @@ def _code_and_message(run: RunDir, error: BaseException) -> tuple[str, str]:
     if isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
         limit = f"{_spec(run).distributed.collective_timeout_seconds} seconds (distributed.collective_timeout_seconds)"
         return "collective_timeout", f"A rank is stuck, or cannot be reached: the others waited {limit} for it. {error}"
-    return "training_failed", f"{type(error).__name__}: {error}"
+    words = f"{type(error).__name__}: {error}"
+    missing = packages.failed_import(words) if isinstance(error, ImportError) else None
+    return (packages.CODE, missing) if missing else ("training_failed", words)
 
 
 def leave(code: int) -> None:

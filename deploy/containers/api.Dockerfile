@@ -12,7 +12,7 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY ft_service ft_service
 COPY api api
 COPY workers workers
-RUN /opt/ft/bin/pip install -c constraints.txt '.[api,kubernetes,s3]'
+RUN /opt/ft/bin/pip install -c constraints.txt '.[api,kubernetes,s3,wandb]'
 
 FROM ${PYTHON_IMAGE}
 RUN useradd --uid 10001 --no-create-home --home-dir /var/lib/ft ft && install -d -o ft -g ft /var/lib/ft

@@ -17,7 +17,7 @@ RUN /opt/ft/bin/pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '
 COPY ft_service ft_service
 COPY api api
 COPY workers workers
-RUN /opt/ft/bin/pip install -c constraints.txt '.[workers,api,s3]'
+RUN /opt/ft/bin/pip install -c constraints.txt '.[workers,api,s3,wandb]'
 
 FROM ${PYTHON_IMAGE}
 # distributed.compile builds its launchers with a C compiler.

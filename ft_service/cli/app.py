@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
@@ -28,11 +29,7 @@ FAILED = 1
 WRONG = 64
 INTERRUPTED = 130
 
-app = typer.Typer(
-    help="Fine-tune language models on your own machines: serve the API, submit jobs and watch them.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command()
@@ -42,6 +39,19 @@ def version(as_json: Json = False) -> None:
         print_json({"version": __version__})
     else:
         typer.echo(f"ft-service {__version__}")
+
+
+def _version_wanted(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _: Annotated[bool, typer.Option("--version", help="Print the version.", callback=_version_wanted, is_eager=True)] = False,
+) -> None:
+    """Fine-tune language models on your own machines: serve the API, submit jobs and watch them."""
 
 
 serve.register(app)

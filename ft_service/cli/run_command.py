@@ -25,6 +25,7 @@ from ft_service.rundir import Exit, RunDir
 from ft_service.settings import Settings
 from ft_service.spec import JobRequest, JobSpec
 from ft_service.specfile import SpecFile, load_spec_file, resolve_spec_file
+from ft_service.tracking.door import refuse_without_server
 
 RunDirectory = Annotated[
     Path | None,
@@ -60,6 +61,8 @@ def run(
     """Run a SPEC on this machine without a server. Ctrl-C stops it at a checkpoint; run it again to go on."""
     settings = load_settings()
     loaded = load_spec_file(spec)
+    if loaded.request.integrations:
+        refuse_without_server()
     node = _node(loaded.request, run_dir, node_rank, rdzv_endpoint, address)
     job_id = new_id("ftjob-")
     folder = (run_dir or settings.runs_dir / job_id).absolute()

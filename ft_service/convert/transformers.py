@@ -31,7 +31,10 @@ KNOWN_VERSION = "5.23.0"
 
 _WHERE = needless("the service keeps what a job leaves in its own directories")
 _LOGGING = needless("every step is reported, in the job's events and in metrics.csv")
-_TRACKERS = refused("metrics are in metrics.csv, in the job's events and at /metrics: read them from there")
+_TRACKERS = refused(
+    "metrics are in metrics.csv, in the job's events and at /metrics: read them from there. For Weights & Biases a server's "
+    "jobs have integrations: [{type: wandb, wandb: {project: …}}]"
+)
 _HUB = unless_off("nothing is published: `ft download`, then upload the folder")
 _DDP = needless("it belongs to DistributedDataParallel; training is sharded by FSDP2")
 _LOADER = needless("tokens are in memory before the first step")

@@ -26,7 +26,10 @@ class Launcher(Protocol):
         ...
 
     def start(self, run: RunDir, attempt: int) -> None:
-        """Start the attempt that `attempts/<n>/start.json` describes, unless it was started before. Raises LaunchError."""
+        """Start the attempt that `attempts/<n>/start.json` describes, unless it was started before. Raises LaunchError.
+
+        Where it cannot be started now, `observe` says why, or answers Absent when it is time for another try.
+        """
         ...
 
     def observe(self, run: RunDir, attempt: int) -> Observation:

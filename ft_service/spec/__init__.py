@@ -1,15 +1,17 @@
 """What a job is asked to do: the options of a create request, and the resolved `JobSpec` that a worker reads.
 
-values      kinds of values that options are made of
-options     what we add to OpenAI's create body
-request     the whole create body, or a SPEC file
-resolved    `spec.json`: every default filled in, every reference a path and a digest
-faults      what is wrong with a request, in words
+values        kinds of values that options are made of
+options       what we add to OpenAI's create body
+integrations  where else the metrics are sent
+request       the whole create body, or a SPEC file
+resolved      `spec.json`: every default filled in, every reference a path and a digest
+faults        what is wrong with a request, in words
 """
 
 from __future__ import annotations
 
 from ft_service.spec.faults import spec_error
+from ft_service.spec.integrations import Integration, Wandb
 from ft_service.spec.options import (
     LEARNING_RATE,
     CheckpointOptions,
@@ -56,6 +58,7 @@ __all__ = [
     "DataFileRef",
     "DistributedOptions",
     "Hyperparameters",
+    "Integration",
     "JobOptions",
     "JobRequest",
     "JobSpec",
@@ -71,6 +74,7 @@ __all__ = [
     "Suffix",
     "SupervisedMethod",
     "TrainingOptions",
+    "Wandb",
     "WeightFormat",
     "WrapBySize",
     "check_distributed",

@@ -53,10 +53,12 @@ def _place(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:
-    """The model that a field holds (or none); None if it holds something else."""
+    """The model that a field holds, by itself or as a list's items (or none); None if it holds something else."""
     union = get_origin(annotation) in (Union, UnionType)
     inner = [part for part in get_args(annotation) if part is not NoneType] if union else [annotation]
-    found = inner[0] if len(inner) == 1 else None
+    found = _bare(inner[0]) if len(inner) == 1 else None
+    if get_origin(found) is list:
+        found = get_args(found)[0]
     return found if isinstance(found, type) and issubclass(found, BaseModel) else None
 
 
@@ -64,8 +66,12 @@ def _is_mapping(annotation: Any) -> bool:
     """Whether a field holds an object with keys of the user's choice (or none)."""
     union = get_origin(annotation) in (Union, UnionType)
     inner = [part for part in get_args(annotation) if part is not NoneType] if union else [annotation]
-    bare = get_args(inner[0])[0] if get_origin(inner[0]) is Annotated else inner[0]
-    return len(inner) == 1 and get_origin(bare) is dict
+    return len(inner) == 1 and get_origin(_bare(inner[0])) is dict
+
+
+def _bare(annotation: Any) -> Any:
+    """Without what `Annotated` says of it."""
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
 def _first_name(message: str) -> str | None:

@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from ft_service.errors import SpecError
 from ft_service.spec.faults import spec_error
+from ft_service.spec.integrations import Integrations
 from ft_service.spec.options import LEARNING_RATE, JobOptions, TrainingOptions
 from ft_service.spec.values import Number, Strict
 
@@ -71,8 +72,8 @@ class JobRequest(JobOptions):
     seed: Annotated[int, Field(ge=0, le=2_147_483_647)] | None = None
     """Decides adapter initialisation and sample order; None: drawn at submission and shown in the job."""
     metadata: Metadata | None = None
-    integrations: Annotated[list[Any], Field(max_length=0)] | None = None
-    """OpenAI's field; refused when not empty, since no integration is implemented yet."""
+    integrations: Integrations | None = None
+    """Where else the metrics are sent. For jobs of a server that has FT_WANDB_API_KEY; `ft run` refuses it."""
 
     @model_validator(mode="after")
     def _one_place_per_value(self) -> JobRequest:
@@ -124,7 +125,6 @@ def parse_request(body: object) -> JobRequest:
     if not isinstance(body, Mapping):
         raise SpecError(f"The body must be an object with model and training_file, not {type(body).__name__}.")
     _refuse_not_yet(body)
-    _refuse_integrations(body.get("integrations"))
     try:
         return JobRequest.model_validate(dict(body))
     except ValidationError as error:
@@ -146,15 +146,3 @@ def _refuse_not_yet(body: Mapping[Any, Any]) -> None:
             raise SpecError(
                 f"{dotted} = {value!r} is not available in this version: {instead}.", param=dotted, code="not_available"
             )
-
-
-def _refuse_integrations(given: Any) -> None:
-    if not isinstance(given, list) or not given:
-        return
-    kinds = [entry.get("type") if isinstance(entry, Mapping) else entry for entry in given[:5]]
-    raise SpecError(
-        f"integrations = {', '.join(f'{kind!r:.40}' for kind in kinds)}: not available in this version: leave them out; "
-        "the job's metrics are in its events and in its result file.",
-        param="integrations",
-        code="not_available",
-    )

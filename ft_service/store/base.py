@@ -313,6 +313,11 @@ class Store(Protocol):
         """Remove the records of deliveries that are over."""
         ...
 
+    # Integrations. `create_job` writes them.
+    def has_undelivered(self) -> bool:
+        """Whether any job with integrations has begun, and not all that it reported is there."""
+        ...
+
     # Jobs, as users see them
     def create_jobs(self, new: Sequence[NewJob]) -> list[Job]:
         """Store new jobs, all or none; `created_at` is set by the database. Their first events and `told` are written too.

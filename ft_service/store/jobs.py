@@ -14,6 +14,7 @@ from ft_service.events import Metrics
 from ft_service.job import Job, State, Verb
 from ft_service.store.base import Checkpoint, NewEvent, NewJob, Order, Page, StoredEvent
 from ft_service.store.database import Database, Direct, database_time
+from ft_service.store.integrations import CREATE_INTEGRATIONS, integration_rows
 from ft_service.store.rows import (
     CHECKPOINT,
     EVENT,
@@ -61,6 +62,7 @@ class JobStore(Database):
         created: list[Job] = []
         pairs: list[dict[str, Any]] = []
         told: list[dict[str, Any]] = []
+        asked: list[dict[str, Any]] = []
         given = [_as_stored(one.job) for one in new]
         with self.driving(write=True) as driver:
             for (job, row), one in zip(given, new, strict=True):
@@ -68,8 +70,11 @@ class JobStore(Database):
                 created.append(replace(job, created_at=created_at))
                 pairs += _pairs(job, position)
                 told += _first_events(created[-1], one.told)
+                asked += integration_rows(job)
             _CREATE_PAIRS.run_all(driver, pairs)
             _CREATE_EVENTS.run_all(driver, told)
+            if asked:
+                CREATE_INTEGRATIONS.run_all(driver, asked)
         self.stirred.set()
         return created
 

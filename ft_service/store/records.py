@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +80,24 @@ class Delivery:
     age_seconds: float
     tries: int
     """With this one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobIntegration:
+    """Where else a job's metrics are sent."""
+
+    job_id: str
+    number: int
+    """Its place in the create body's list, from 0."""
+    project_id: str
+    settings: dict[str, Any]
+    """`{"type": "wandb", "wandb": {…}}`, as in the create body."""
+    url: str | None = None
+    """Of the run there; None: none was begun yet."""
+    error: str | None = None
+    """The last thing that went wrong."""
+    tries: int = 0
+    """That went wrong since sending last ended well."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from ft_service.errors import UnavailableError
 from ft_service.store.base import Store
 from ft_service.store.database import Database
 from ft_service.store.files import FileStore
+from ft_service.store.integrations import IntegrationStore
 from ft_service.store.jobs import JobStore
 from ft_service.store.keys import KeyStore
 from ft_service.store.leases import LeaseStore
@@ -27,7 +28,18 @@ MIGRATION_LOCK = 7_316_004_150
 """Any number that no other application uses as an advisory lock in the same PostgreSQL database."""
 
 
-class SqlStore(KeyStore, FileStore, UploadStore, ModelStore, WebhookStore, JobStore, LeaseStore, StatisticsStore, Store):
+class SqlStore(
+    KeyStore,
+    FileStore,
+    UploadStore,
+    ModelStore,
+    WebhookStore,
+    IntegrationStore,
+    JobStore,
+    LeaseStore,
+    StatisticsStore,
+    Store,
+):
     """Safe to share between threads. Forking with open connections is not: make one after the fork."""
 
     def check(self) -> None:

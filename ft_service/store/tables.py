@@ -260,6 +260,32 @@ events = Table(
 )
 Index(None, events.c.job_id, events.c.position)
 
+# Where else a job's metrics are sent, for jobs that ask for it.
+integrations = Table(
+    "integrations",
+    metadata,
+    Column("job_id", ForeignKey("jobs.id"), primary_key=True),
+    # Its place in the create body's list.
+    Column("number", Integer, primary_key=True, autoincrement=False),
+    _project(),
+    # As in the create body.
+    Column("settings", StorableJson, nullable=False),
+    # Of the run there; NULL: none was begun yet.
+    Column("url", StorableText),
+    # The last thing that went wrong.
+    Column("error", StorableText),
+    # That went wrong since sending last ended well.
+    Column("tries", Integer, nullable=False),
+    Column("next_try_at", Double, nullable=False),
+    # Whose process sends; NULL: nobody's.
+    Column("owner", StorableText),
+    Column("lease_expires_at", Double, nullable=False),
+    # Once all is there, or given up.
+    Column("finished_at", Double),
+)
+UNDELIVERED = integrations.c.finished_at.is_(None)
+Index("ix_integrations_undelivered", integrations.c.next_try_at, sqlite_where=UNDELIVERED, postgresql_where=UNDELIVERED)
+
 checkpoints = Table(
     "checkpoints",
     metadata,

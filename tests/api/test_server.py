@@ -12,7 +12,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
 
 import openai
 import pytest
@@ -88,54 +91,69 @@ serve(Settings(), wait)
 """
 
 
+@dataclass(frozen=True)
+class Server:
+    """A server process. Its log is a file: nobody reads it meanwhile, and a pipe that is full would stop the server."""
+
+    process: subprocess.Popen[str]
+    log: IO[str]
+
+    def printed(self) -> tuple[str, str]:
+        """To stdout and to stderr, until its end."""
+        out, _ = self.process.communicate(timeout=60)
+        self.log.seek(0)
+        return out, self.log.read()
+
+
 @contextmanager
-def server(home: Path, program: str = SERVE, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """A server process, by default with nothing that reconciles. Ended at the end."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", program],
-        env={**os.environ, "FT_HOME": str(home), "FT_PORT": "0", **environment},
-        cwd=Path(__file__).parents[2],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+def server(home: Path, program: str = SERVE, **environment: str) -> Iterator[Server]:
+    """By default with nothing that reconciles. Ended at the end."""
+    with TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={**os.environ, "FT_HOME": str(home), "FT_PORT": "0", **environment},
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        try:
+            yield Server(process, log)
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
 
 
 def read(path: Path) -> dict[str, str]:
     return json.loads(path.read_text())
 
 
-def started(home: Path, process: subprocess.Popen[str]) -> openai.OpenAI:
+def started(home: Path, server: Server) -> openai.OpenAI:
     """A client with what the server has left for the local command line."""
 
     def is_up() -> bool:
-        assert process.poll() is None, process.communicate()
+        assert server.process.poll() is None, server.printed()
         path = home / "server.json"
-        return path.exists() and read(path)["pid"] == process.pid
+        return path.exists() and read(path)["pid"] == server.process.pid
 
     wait_until(is_up)
     credentials = read(home / "credentials")
     return openai.OpenAI(api_key=credentials["api_key"], base_url=credentials["base_url"], max_retries=5)
 
 
-def ended(process: subprocess.Popen[str], number: int) -> tuple[str, str]:
+def ended(server: Server, number: int) -> tuple[str, str]:
     """What a server has printed, after it was told to end and has done so as it should."""
-    process.send_signal(number)
-    output = process.communicate(timeout=60)
-    assert process.returncode == 0, output
-    return output
+    server.process.send_signal(number)
+    printed = server.printed()
+    assert server.process.returncode == 0, printed
+    return printed
 
 
 def test_a_server_whose_reconciler_fails_ends_and_says_why(tmp_path: Path) -> None:
-    with server(tmp_path, FAILING_RECONCILER) as process:
-        _, err = process.communicate(timeout=60)
-        assert process.returncode != 0
+    with server(tmp_path, FAILING_RECONCILER) as serving:
+        _, err = serving.printed()
+        assert serving.process.returncode != 0
         assert "The thread reconciler has failed" in err
         assert "no launcher here" in err
 
@@ -147,14 +165,14 @@ def test_a_first_start_makes_a_key_and_a_restart_keeps_it(tmp_path: Path) -> Non
         (tmp_path / "files" / name).touch()
         written = time.time() - age
         os.utime(tmp_path / "files" / name, (written, written))
-    with server(tmp_path) as process:
-        with started(tmp_path, process) as client:
+    with server(tmp_path) as serving:
+        with started(tmp_path, serving) as client:
             assert sorted(path.name for path in (tmp_path / "files").iterdir()) == [".upload-new"]
             assert [model.id for model in client.models.list()] == ["tiny"]
             file_id = client.files.create(file=("a.jsonl", TRAINING), purpose="fine-tune").id
             job_id = client.fine_tuning.jobs.create(model="tiny", training_file=file_id).id
         first = read(tmp_path / "credentials")
-        out, err = ended(process, signal.SIGTERM)
+        out, err = ended(serving, signal.SIGTERM)
     assert first["base_url"] in out
     assert first["api_key"] not in out + err
     lines = [json.loads(line) for line in err.splitlines()]
@@ -167,11 +185,11 @@ def test_a_first_start_makes_a_key_and_a_restart_keeps_it(tmp_path: Path) -> Non
     store = open_store(f"sqlite:///{tmp_path / 'ft.db'}")
     put_state(store, job_id, State.RUNNING)
     store.close()
-    with server(tmp_path) as process:
-        with started(tmp_path, process) as client:
+    with server(tmp_path) as serving:
+        with started(tmp_path, serving) as client:
             assert client.fine_tuning.jobs.retrieve(job_id).status == "running"
         second = read(tmp_path / "credentials")
-        out, _ = ended(process, signal.SIGINT)
+        out, _ = ended(serving, signal.SIGINT)
     assert second["api_key"] == first["api_key"]
     assert second["base_url"] != first["base_url"]
     assert f"Training goes on without the server: {job_id}" in out
@@ -179,16 +197,16 @@ def test_a_first_start_makes_a_key_and_a_restart_keeps_it(tmp_path: Path) -> Non
 
 def test_a_file_that_cannot_be_trained_on_fails_the_job_without_a_training_process(tmp_path: Path) -> None:
     save_base(tmp_path / "models" / "tiny")
-    with server(tmp_path, SERVE_AND_RUN, FT_LOG_LEVEL="warning") as process:  # nobody reads the log meanwhile
-        with started(tmp_path, process) as client:
+    with server(tmp_path, SERVE_AND_RUN) as serving:
+        with started(tmp_path, serving) as client:
             file_id = client.files.create(file=("bad.jsonl", TRAINING + b"{}\n"), purpose="fine-tune").id
             job_id = client.fine_tuning.jobs.create(model="tiny", training_file=file_id).id
             wait_until(lambda: client.fine_tuning.jobs.retrieve(job_id).status == "failed")
             job = client.fine_tuning.jobs.retrieve(job_id)
-        out, _ = ended(process, signal.SIGTERM)
+        out, _ = ended(serving, signal.SIGTERM)
         url = read(tmp_path / "credentials")["base_url"]
-    serving, stopped = map(json.loads, out.splitlines())
-    assert (serving["event"], serving["base_url"], stopped) == ("serving", url, {"event": "stopped", "running": []})
+    begun, stopped = map(json.loads, out.splitlines())
+    assert (begun["event"], begun["base_url"], stopped) == ("serving", url, {"event": "stopped", "running": []})
 
     assert job.error is not None
     assert job.error.model_dump() == {
@@ -200,22 +218,22 @@ def test_a_file_that_cannot_be_trained_on_fails_the_job_without_a_training_proce
 
 
 def test_parts_of_the_server_say_what_they_do_as_json(tmp_path: Path) -> None:
-    with server(tmp_path, RECONCILE) as process:
-        assert process.stdout is not None
-        said = [json.loads(process.stdout.readline())["event"] for _ in range(2)]
-        ended(process, signal.SIGTERM)
+    with server(tmp_path, RECONCILE) as serving:
+        assert serving.process.stdout is not None
+        said = [json.loads(serving.process.stdout.readline())["event"] for _ in range(2)]
+        ended(serving, signal.SIGTERM)
     assert said == ["migrated", "reconciling"]
 
 
 def test_the_server_ends_while_a_large_file_is_checked(tmp_path: Path) -> None:
     save_base(tmp_path / "models" / "tiny")
-    with server(tmp_path, ENDLESS_CHECK) as process:
-        with started(tmp_path, process) as client:
+    with server(tmp_path, ENDLESS_CHECK) as serving:
+        with started(tmp_path, serving) as client:
             file_id = client.files.create(file=("a.jsonl", TRAINING), purpose="fine-tune").id
             job_id = client.fine_tuning.jobs.create(model="tiny", training_file=file_id).id
             wait_until((tmp_path / "checking").exists)
             assert client.fine_tuning.jobs.retrieve(job_id).status == "validating_files"
-        ended(process, signal.SIGTERM)
+        ended(serving, signal.SIGTERM)
 
 
 def test_a_port_that_is_taken_is_named_and_nothing_is_started(tmp_path: Path) -> None:
@@ -223,10 +241,10 @@ def test_a_port_that_is_taken_is_named_and_nothing_is_started(tmp_path: Path) ->
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = str(other.getsockname()[1])
-        with server(tmp_path, FT_PORT=port) as process:
-            _, err = process.communicate(timeout=60)
+        with server(tmp_path, FT_PORT=port) as serving:
+            _, err = serving.printed()
 
-    assert process.returncode == 1
+    assert serving.process.returncode == 1
     assert f"FT_PORT = {port}: cannot listen there" in err
     assert list(tmp_path.iterdir()) == []
 

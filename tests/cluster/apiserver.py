@@ -30,6 +30,8 @@ KINDS |= {"resourcequotas": ("v1", "ResourceQuota")}
 KINDS |= {"networkpolicies": ("networking.k8s.io/v1", "NetworkPolicy")}
 KINDS |= {name: ("rbac.authorization.k8s.io/v1", kind) for name, kind in (("roles", "Role"), ("rolebindings", "RoleBinding"))}
 KINDS |= {"nodes": ("v1", "Node"), "serviceaccounts": ("v1", "ServiceAccount"), "namespaces": ("v1", "Namespace")}
+COUNTED = {"pods": ("pods", "pods"), "jobs": ("jobs.batch", "count/jobs.batch")}
+"""What quotas may limit the number of: as errors call it, and as quotas do."""
 _WITH_STATUS = frozenset({"jobs", "pods", "nodes"})
 """Kinds whose status is written at `…/status`, and nowhere else."""
 _PATH = re.compile(
@@ -109,21 +111,22 @@ class State:
         if plural == "pods" and ("serviceaccounts", namespace, account) not in self.objects:
             text = f'pods "{body["metadata"]["name"]}" is forbidden: error looking up service account {namespace}/{account}'
             raise Refused(403, "Forbidden", text)
-        if plural == "pods":
-            self._charge(namespace, body)
+        if plural in COUNTED:
+            self._charge(plural, namespace, body)
         if plural == "jobs":
             _check_mounts(body)
         if plural == "nodes":
             body.setdefault("spec", {}).setdefault("taints", []).append(dict(NEW_NODE))
 
-    def _charge(self, namespace: str, pod: Object) -> None:
-        """To quotas of numbers of pods."""
+    def _charge(self, plural: str, namespace: str, body: Object) -> None:
+        """To quotas of numbers of objects."""
+        resource, counted = COUNTED[plural]
         for quota in self.list("resourcequotas", namespace):
-            used, hard = len(self.list("pods", namespace)), int(quota["spec"]["hard"]["pods"])
-            if used >= hard:
-                counts = f"requested: pods=1, used: pods={used}, limited: pods={hard}"
+            used, hard = len(self.list(plural, namespace)), quota["spec"]["hard"].get(counted)
+            if hard is not None and used >= int(hard):
+                counts = f"requested: {counted}=1, used: {counted}={used}, limited: {counted}={hard}"
                 text = f"exceeded quota: {quota['metadata']['name']}, {counts}"
-                raise Refused(403, "Forbidden", f'pods "{pod["metadata"]["name"]}" is forbidden: {text}')
+                raise Refused(403, "Forbidden", f'{resource} "{body["metadata"]["name"]}" is forbidden: {text}')
 
     def replace(self, key: Key, body: Object) -> Object:
         """Raises Refused if the version that the body was made from is not the newest."""

@@ -87,10 +87,10 @@ class HarnessCluster:
         self.http.patch(path, json=body, headers={"Content-Type": "application/merge-patch+json"}).raise_for_status()
 
     @contextmanager
-    def quota_used_up(self) -> Iterator[None]:
-        """No pod can be created meanwhile."""
+    def quota_used_up(self, counted: str = "pods") -> Iterator[None]:
+        """None of this can be created meanwhile."""
         quotas = f"/api/v1/namespaces/{self.namespace}/resourcequotas"
-        body = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "none"}, "spec": {"hard": {"pods": "0"}}}
+        body = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "none"}, "spec": {"hard": {counted: "0"}}}
         self.http.post(quotas, json=body).raise_for_status()
         wait_for(lambda: "hard" in self.http.get(f"{quotas}/none").json().get("status", {}), plane.SECONDS)
         try:

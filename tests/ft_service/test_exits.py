@@ -56,6 +56,16 @@ def test_an_unspoken_error_is_shown_by_the_guilty_ranks_log() -> None:
     assert (found.error.message, found.error.traceback, found.error.rank) == (found.message, log, 1)
 
 
+def test_a_rank_that_lacks_a_package_fails_the_job_for_good() -> None:
+    log = "Traceback (most recent call last):\n  File …\n[rank1]: ModuleNotFoundError: No module named 'peft'\n"
+    found = decide_exit(Evidence(outcome=None, result=None, returncode=1, failed_rank=FailedRank(1, 1), log_tail=log))
+    assert (found.reason, found.code) == ("permanent_error", 64)
+    assert found.error == ErrorInfo(code="missing_package", message=found.message, traceback=log, rank=1)
+    assert "pip install 'ft-service[workers]'" in found.message
+    killed = decide_exit(Evidence(outcome=None, result=None, returncode=1, failed_rank=FailedRank(1, -9), log_tail=log))
+    assert killed.reason == "worker_killed"
+
+
 def test_a_killed_rank_is_named_with_its_signal() -> None:
     found = decide_exit(Evidence(outcome=None, result=None, returncode=1, failed_rank=FailedRank(0, -9)))
     assert found.message == "Rank 0 was killed by SIGKILL."

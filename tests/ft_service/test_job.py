@@ -376,6 +376,7 @@ def test_a_job_that_the_cluster_keeps_waiting_says_why_until_it_has_a_place() ->
     other = decide(waiting.job, Running(note="the quota is used up", admitted=False), NOW)
     assert isinstance(other, Become)
     assert other.job.pending == "the quota is used up"
+    assert isinstance(decide(other.job, Absent(), NOW), Launch), "it can be tried again"
     placed_at_last = decide(other.job, Running(), NOW)
     assert isinstance(placed_at_last, Become)
     assert (placed_at_last.job.phase, placed_at_last.job.pending) == (Phase.LAUNCHING, None)

@@ -231,6 +231,19 @@ def test_a_program_that_cannot_be_started_is_named(folder: Path) -> None:
     assert "could not be started" in exit_of(run).message
 
 
+@pytest.mark.parametrize("program", ["torchrun", "rank"])
+def test_a_missing_package_is_named_and_permanent(folder: Path, program: str) -> None:
+    """That of `python -m torch.distributed.run`, and one that a rank imports."""
+    run = new_run(folder)
+    lacking = [sys.executable, "-m", "ft_no_such_package.run"] if program == "torchrun" else scripted("lack")
+    command = [sys.executable, "-m", "ft_service.supervisor", str(run.root), "1", "--command", *lacking]
+    assert subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 64
+    found = exit_of(run)
+    assert found.message.startswith("The package ft_no_such_package is not installed where the workers run.")
+    assert found.error is not None
+    assert (found.reason, found.error.code) == ("permanent_error", "missing_package")
+
+
 def test_the_supervisor_imports_no_torch() -> None:
     code = "import sys, ft_service.supervisor; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -50,6 +50,19 @@ def test_a_stuck_collective_ends_with_an_error_that_says_so(tmp_path: Path) -> N
     assert "all_reduce" in (outcome.error.traceback or "")
 
 
+def test_an_import_that_fails_later_is_permanent_too(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    try:
+        import ft_no_such_package  # noqa: F401 # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        report_failure(run, 1, error)
+    outcome = run.read(OUTCOME, Outcome)
+    assert outcome is not None
+    assert outcome.error is not None
+    assert (outcome.permanent, outcome.error.code) == (True, "missing_package")
+    assert outcome.error.message.startswith("The package ft_no_such_package is not installed")
+
+
 def limits(rank: int, world: int, root: str) -> list[float]:
     """Of every group that a worker makes, in seconds."""
     made = surroundings(RunDir(root), 1, torch.device("cpu"))

@@ -28,6 +28,8 @@ WATCH_SECONDS = 60
 """How long one watch lasts before it is opened anew."""
 MAX_BREAK_SECONDS = 30.0
 _PASSING = frozenset({408, 429, 500, 502, 503, 504})
+_QUOTA = ("exceeded quota: ", "status unknown for quota: ")
+"""Words of the API server's admission by ResourceQuota, whose status and reason are those of any refusal."""
 
 
 class ClusterAwayError(Exception):
@@ -35,7 +37,11 @@ class ClusterAwayError(Exception):
 
 
 class RefusedError(Exception):
-    """The API server does not want this, and will not want it the next time."""
+    """The API server does not want this, and will not want it the next time; but for QuotaError."""
+
+
+class QuotaError(RefusedError):
+    """The API server does not want this now: a ResourceQuota of the namespace is used up, or is not counted yet."""
 
 
 class ExpiredError(Exception):
@@ -67,7 +73,7 @@ class Cluster:
         self._client.close()
 
     def create(self, manifest: Manifest) -> Manifest:
-        """Create an object, or find the one that has its name. Raises RefusedError."""
+        """Create an object, or find the one that has its name. Raises RefusedError, and of its kind QuotaError."""
         kind = KINDS[manifest["kind"]]
         with _spoken():
             try:
@@ -162,7 +168,8 @@ def _spoken() -> Iterator[None]:
         code = error.status.code or 0
         if code in _PASSING:
             raise ClusterAwayError(f"{code} {error.status.message}") from error
-        raise RefusedError(f"{error.status.reason or code}: {error.status.message}") from error
+        kind = QuotaError if any(words in (error.status.message or "") for words in _QUOTA) else RefusedError
+        raise kind(f"{error.status.reason or code}: {error.status.message}") from error
     except httpx2.HTTPStatusError as error:
         raise ClusterAwayError(f"{error.response.status_code} from something before the API server") from error
     except (httpx2.TransportError, KeyError, ValueError) as error:  # the latter two: an answer that no API server gives

@@ -20,8 +20,8 @@ from ft_service.exits import exit_of, killed_exit
 from ft_service.job import Absent, Ended, Observation, Reason, Running, Unknown
 from ft_service.launcher.base import LaunchError
 from ft_service.launcher.kubernetes import status
-from ft_service.launcher.kubernetes.cluster import Cluster, ClusterAwayError, RefusedError
-from ft_service.launcher.kubernetes.manifests import Attempt, Site, job_manifest, object_name, owned_manifests
+from ft_service.launcher.kubernetes.cluster import Cluster, ClusterAwayError, QuotaError, RefusedError
+from ft_service.launcher.kubernetes.manifests import Attempt, Manifest, Site, job_manifest, object_name, owned_manifests
 from ft_service.launcher.kubernetes.profile import QUEUE_SLOTS, PodProfile
 from ft_service.launcher.kubernetes.watch import Changes
 from ft_service.launcher.silence import Silence
@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 15.0
 """How long a look at an attempt is good for, if the cluster tells of no change."""
+QUOTA_SECONDS = 5.0
+"""Until a Job that a quota refused is created again; doubled each time, up to MAX_QUOTA_SECONDS."""
+MAX_QUOTA_SECONDS = 60.0
 
 
 class Launched(BaseModel):
@@ -53,6 +56,17 @@ class _Look:
     at: float
 
 
+@dataclass(frozen=True)
+class _Held:
+    """A quota refuses the Job of an attempt for now."""
+
+    reason: str
+    delay: float
+    """Seconds from one try to the next."""
+    until: float
+    """Our monotonic clock."""
+
+
 class KubernetesLauncher:
     """Runs attempts in one namespace of a cluster. For one thread."""
 
@@ -72,6 +86,7 @@ class KubernetesLauncher:
         self._clock = clock
         self._silence = Silence(clock)
         self._looks: dict[str, _Look] = {}
+        self._held: dict[str, _Held] = {}
         self._changes = Changes(cluster) if watch else None
 
     @property
@@ -89,7 +104,9 @@ class KubernetesLauncher:
             return
         shape = Attempt(run.root.name, attempt, start.nodes, start.world_size // start.nodes)
         try:
-            job = self._cluster.create(job_manifest(shape, self._profile, self._site))
+            job = self._create_job(shape)
+            if job is None:
+                return
             for manifest in owned_manifests(job, self._profile.rendezvous_port):
                 self._cluster.create(manifest)
         except RefusedError as error:
@@ -101,7 +118,23 @@ class KubernetesLauncher:
         metadata = job["metadata"]
         run.write_if_absent(attempt_key(attempt, "launched.json"), Launched(job=metadata["name"], uid=metadata["uid"]))
 
+    def _create_job(self, shape: Attempt) -> Manifest | None:
+        """None: a quota on Jobs is used up, and `observe` says so until it is time for another try."""
+        name = object_name(shape.job_id, shape.attempt)
+        try:
+            job = self._cluster.create(job_manifest(shape, self._profile, self._site))
+        except QuotaError as error:
+            before = self._held.get(name)
+            delay = QUOTA_SECONDS if before is None else min(2 * before.delay, MAX_QUOTA_SECONDS)
+            self._held[name] = _Held(f"The cluster refuses the job for now: {error}", delay, self._clock() + delay)
+            return None
+        self._held.pop(name, None)
+        return job
+
     def observe(self, run: RunDir, attempt: int) -> Observation:
+        held = self._held.get(object_name(run.root.name, attempt))
+        if held is not None and self._clock() < held.until and not self._was_started_or_ended(run, attempt):
+            return Running(note=held.reason, admitted=False)
         try:
             look = self._look(object_name(run.root.name, attempt))
         except (ClusterAwayError, RefusedError) as error:
@@ -143,7 +176,7 @@ class KubernetesLauncher:
         """What was stopped leaves nothing behind; what ended by itself can be looked at until its time to live is over."""
         ended = run.read(attempt_key(attempt, "exit.json"), Exit)
         self._silence.forget(run, attempt)
-        self._looks.pop(object_name(run.root.name, attempt), None)
+        self._forget(object_name(run.root.name, attempt))
         if ended is not None and ended.reason in ("stopped", "cancelled", "stalled", "stop_timeout"):
             try:
                 self._delete(run, attempt)
@@ -231,5 +264,13 @@ class KubernetesLauncher:
 
     def _delete(self, run: RunDir, attempt: int) -> None:
         name = object_name(run.root.name, attempt)
-        self._looks.pop(name, None)
+        self._forget(name)
         self._cluster.delete_job(name)
+
+    def _forget(self, name: str) -> None:
+        self._looks.pop(name, None)
+        self._held.pop(name, None)
+
+    def _was_started_or_ended(self, run: RunDir, attempt: int) -> bool:
+        """By another replica of the service, too."""
+        return any(run.get(attempt_key(attempt, name)) is not None for name in ("launched.json", "exit.json"))

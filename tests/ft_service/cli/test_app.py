@@ -43,6 +43,7 @@ def test_the_commands_are_exactly_these(ft: Ft) -> None:
 
 def test_version(ft: Ft) -> None:
     assert ft("version").out == f"ft-service {__version__}\n"
+    assert ft("--version") == ft("version")
     assert json.loads(ft("version", "--json").out) == {"version": __version__}
 
 

@@ -54,6 +54,15 @@ def succeed(spec: JobSpec, run_dir: Path, on_event: Callable[[Event], None]) -> 
     return exit_of("succeeded", "Done.")
 
 
+def test_integrations_need_a_server(ft: Ft, spec: Path, train: Any) -> None:
+    train(succeed)
+    spec.write_text(spec.read_text() + "integrations: [{type: wandb, wandb: {project: p}}]\n")
+    ended = ft("run", spec)
+    assert ended.code == 64
+    assert "integrations: without a server nobody sends metrics. Submit the job to one (ft submit)" in ended.err
+    assert ft("plan", spec, "--hardware", "cpu").code == 0, "planning sends nothing"
+
+
 def test_a_run_shows_its_progress_and_where_the_adapter_is(ft: Ft, spec: Path, train: Any, tmp_path: Path) -> None:
     train(succeed)
     ended = ft("run", spec, "--run-dir", tmp_path / "run")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from ft_service.exits import exit_of
-from ft_service.job import Absent, Ended, Reason, Running, Unknown
+from ft_service.job import Absent, Ended, Phase, Reason, Running, State, Unknown, Verb
 from ft_service.launcher.base import LaunchError
+from ft_service.launcher.kubernetes.launcher import KubernetesLauncher
 from ft_service.launcher.kubernetes.watch import Changes
 from ft_service.rundir import Control, RunDir
 from tests.attempts import wait_for
@@ -18,7 +20,8 @@ from tests.cluster.apiserver import Request
 from tests.cluster.harness import ACCOUNT, HarnessCluster, role_rules
 from tests.cluster.kubelet import MISSING_IMAGE
 from tests.cluster.kueue import Kueue
-from tests.ft_service.launcher.kubernetes.conftest import SECONDS, Attempt, Attempts
+from tests.ft_service.launcher.kubernetes.conftest import SECONDS, Attempt, Attempts, profile_for
+from tests.reconciling import PROJECT, add_job, get, messages, new_reconciler, new_store
 
 
 def reason_of(ended: Ended) -> str:
@@ -202,6 +205,84 @@ def test_a_quota_is_told_while_it_lasts(attempts: Attempts, cluster: HarnessClus
         assert "exceeded quota: none" in (seen.note or "")
     cluster.patch_job(attempt.name, {"metadata": {"labels": {"poke": "1"}}})
     assert reason_of(attempt.wait_ended()) == "succeeded"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Of launchers that are made from now on."""
+    clock = Clock()
+    monkeypatch.setattr("tests.cluster.harness.KubernetesLauncher", partial(KubernetesLauncher, clock=clock))
+    return clock
+
+
+class Clock:
+    """Stands still until a test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_quota_on_jobs_is_waited_for(clock: Clock, attempts: Attempts, cluster: HarnessCluster) -> None:
+    attempt = attempts("event,succeed")
+    with cluster.quota_used_up("count/jobs.batch"):
+        for waits in (5.0, 10.0, 20.0, 40.0, 60.0, 60.0):  # longer each time
+            attempt.start()
+            clock.now += waits - 1
+            seen = attempt.seen()
+            assert isinstance(seen, Running)
+            assert not seen.admitted
+            assert "exceeded quota: none, requested: count/jobs.batch=1" in (seen.note or "")
+            clock.now += 1
+            assert attempt.seen() == Absent(), "it is time for another try"
+    wait_for(lambda: attempt.start() or cluster.get("jobs", attempt.name), SECONDS)
+    assert reason_of(attempt.wait_ended()) == "succeeded"
+
+
+@pytest.mark.parametrize(("wish", "ended"), [("cancel", Absent()), ("pause", "stopped")])
+def test_what_waits_for_a_quota_on_jobs_can_be_stopped(
+    attempts: Attempts, cluster: HarnessCluster, wish: str, ended: str | Absent
+) -> None:
+    attempt = attempts("succeed")
+    with cluster.quota_used_up("count/jobs.batch"):
+        attempt.start()
+        assert isinstance(attempt.seen(), Running)
+        attempt.launcher.signal(attempt.run, 1, Control(generation=2, desired=wish))
+        seen = attempt.seen()
+        assert (reason_of(seen) if isinstance(seen, Ended) else seen) == ended
+
+
+def test_a_job_that_waits_for_a_quota_on_jobs_is_no_failure(cluster: HarnessCluster, tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    launcher = cluster.launcher(profile_for(tmp_path, "succeed", node_selector=cluster.node_selector), tmp_path)
+    reconciler = new_reconciler(tmp_path, store, launcher)
+    add_job(store)
+    with cluster.quota_used_up("count/jobs.batch"):
+        wait_for(lambda: reconciler.step() and get(store).phase is Phase.WAITING, SECONDS)
+        job = get(store)
+        assert (job.attempt, job.failures) == (1, 0)
+        assert "exceeded quota: none" in (job.pending or "")
+        assert [message for message in messages(store) if "exceeded quota" in message] == [job.pending]
+        store.request(PROJECT, job.id, Verb.CANCEL)
+        wait_for(lambda: reconciler.step() and get(store).phase is None, SECONDS)
+    assert (get(store).state, get(store).attempt) == (State.CANCELLED, 1)
+    assert store.free_slots(launcher.host, launcher.slots) == list(range(launcher.slots))
+    reconciler.close()
+    store.close()
+
+
+@pytest.mark.usefixtures("clock")
+def test_another_replica_that_creates_the_job_is_believed(attempts: Attempts, cluster: HarnessCluster) -> None:
+    attempt = attempts("event,hang")
+    with cluster.quota_used_up("count/jobs.batch"):
+        attempt.start()
+    other = cluster.launcher(attempt.profile, attempt.home)
+    wait_for(lambda: other.start(attempt.run, 1) or cluster.get("jobs", attempt.name), SECONDS)
+    attempt.wait_reported()
+    other.kill(attempt.run, 1, Reason.STALLED)
+    assert reason_of(attempt.wait_ended()) == "stalled"
 
 
 def test_what_the_cluster_refuses_for_good_is_told_and_cannot_come_to_life_later(

@@ -1,0 +1,287 @@
+"""Jobs with integrations: what W&B gets of them, by its real SDK, in the process that the server keeps for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from pydantic import SecretStr
+
+from api import tracking
+from api.tracking import Keeper
+from ft_service.events import Metrics
+from ft_service.job import Phase, Reason, State
+from ft_service.store.base import NewEvent
+from ft_service.tracking import door, orders
+from tests.api.conftest import TRAINING as LINES
+from tests.api.conftest import Service, wait_until
+from tests.api.test_fine_tuning import put
+from tests.api.test_server import ended, server, started
+from tests.attempts import kill_leftovers
+from tests.bases import save_base
+from tests.wandb_server import KEY, RecordedRun, WandbServer, wandb_serving
+
+WANDB: dict[str, Any] = {"project": "tuning", "tags": ["a"]}
+TRAINING = {"state": State.RUNNING, "phase": Phase.TRAINING, "host": "h"}
+SUCCEEDED = {"state": State.SUCCEEDED, "phase": None, "reason": Reason.SUCCEEDED, "finished_at": 2e9}
+
+
+@pytest.fixture
+def wandb_server() -> Iterator[WandbServer]:
+    with wandb_serving() as server:
+        yield server
+
+
+@pytest.fixture
+def configure(configure: dict[str, Any], wandb_server: WandbServer) -> dict[str, Any]:
+    return configure | {"wandb_api_key": SecretStr(KEY), "wandb_base_url": wandb_server.url}
+
+
+@pytest.fixture
+def keeper(service: Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[Keeper]:
+    monkeypatch.setattr(tracking, "FIRST_RESTART_SECONDS", 0.05)
+    monkeypatch.setattr(orders, "TURN_SECONDS", 0.05)
+    monkeypatch.setattr(orders, "TRANSMIT_SECONDS", 1)
+    keeper = Keeper(service.settings, service.store)
+    yield keeper
+    keeper.stop()
+
+
+def until(keeper: Keeper, condition: Any, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        keeper.look()
+        time.sleep(0.02)
+
+
+def steps(*numbers: int, attempt: int = 1) -> list[NewEvent]:
+    return [
+        NewEvent(
+            level="info",
+            message=f"Step {number}",
+            created_at=1e9 + number,
+            metrics=Metrics(step=number, total_steps=8, train_loss=1 / number, train_mean_token_accuracy=0.5, tokens=10),
+            source=(attempt * 100 + number, 0),
+        )
+        for number in numbers
+    ]
+
+
+def create(client: openai.OpenAI, training_file: str, **wandb: Any) -> str:
+    given: Any = [{"type": "wandb", "wandb": {**WANDB, **wandb}}]
+    return client.fine_tuning.jobs.create(model="tiny", training_file=training_file, integrations=given).id
+
+
+def only_run(server: WandbServer) -> RecordedRun:
+    (run,) = server.runs.values()
+    return run
+
+
+def told(client: openai.OpenAI, job_id: str, word: str) -> list[str]:
+    return [event.message for event in client.fine_tuning.jobs.list_events(job_id) if word in event.message]
+
+
+def holding(folder: Path, text: str) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and text.encode() in path.read_bytes()]
+
+
+def test_every_step_arrives_once_whatever_ends_in_between(
+    service: Service, client: openai.OpenAI, keeper: Keeper, wandb_server: WandbServer, training_file: str, capfd: Any
+) -> None:
+    job_id = create(client, training_file)
+    keeper.look()
+    assert keeper.pid is None, "nothing is started for a job that has not begun"
+
+    put(service, job_id, *steps(1, 2, 3), **TRAINING, attempt=1)
+    until(keeper, lambda: wandb_server.runs and only_run(wandb_server).lines and only_run(wandb_server).steps == [1, 2, 3])
+    assert keeper.pid is not None
+    os.kill(keeper.pid, signal.SIGKILL)
+    put(service, job_id, *steps(4, 5))
+    put(service, job_id, *steps(4, 5, 6, attempt=2), **TRAINING, attempt=2)
+    until(keeper, lambda: only_run(wandb_server).steps[3:])
+    put(service, job_id, *steps(7, attempt=2), **SUCCEEDED)
+    until(keeper, lambda: not service.store.has_undelivered())
+
+    (place,) = wandb_server.runs
+    run = wandb_server.runs[place]
+    assert place == f"somebody/tuning/{job_id}"
+    assert run.steps == [1, 2, 3, 4, 5, 6, 7]
+    assert [line["train_loss"] for line in run.history] == [1 / step for step in run.steps]
+    assert [line["_timestamp"] for line in run.history] == [1e9 + step for step in run.steps]
+    assert {"train_mean_token_accuracy", "tokens"} <= set(run.history[0])
+    assert run.states == ["running", "running", "0"]
+    assert (run.display_name, run.tags) == (job_id, ["a", "ft-service/finetune", "ft-service/tiny", f"ft-service/{job_id}"])
+    assert (run.config["base_model"], run.config["training_file"]) == ("tiny", training_file)
+    assert run.config["training"]["learning_rate"] == 2e-4
+    assert str(service.settings.home) not in str(run.config)
+    assert told(client, job_id, "W&B") == [f"W&B run: {wandb_server.url}/somebody/tuning/runs/{job_id}"]
+    assert wandb_server.paths == {"/graphql", f"/files/{place}/file_stream"}
+    assert wandb_server.told == set(), "nothing of this host is sent"
+    assert holding(service.settings.home, KEY) == []
+    assert KEY not in "".join(capfd.readouterr())
+    assert client.fine_tuning.jobs.retrieve(job_id).status == "succeeded"
+
+
+def test_a_refused_key_is_told_once_and_holds_nothing_up(
+    service: Service, client: openai.OpenAI, keeper: Keeper, wandb_server: WandbServer, training_file: str
+) -> None:
+    wandb_server.key = "another"
+    job_id = create(client, training_file)
+    put(service, job_id, *steps(1, 2), **TRAINING, attempt=1)
+    until(keeper, lambda: told(client, job_id, "W&B"))
+    put(service, job_id, **SUCCEEDED)
+    assert client.fine_tuning.jobs.retrieve(job_id).status == "succeeded"
+    (event,) = (event for event in client.fine_tuning.jobs.list_events(job_id) if "W&B" in event.message)
+    assert event.level == "warn"
+    assert "401" in event.message
+    assert wandb_server.refused > 0
+    assert holding(service.settings.home, KEY) == []
+
+    wandb_server.key = KEY  # as if somebody had mended it
+    service.sql("UPDATE integrations SET next_try_at = 0")
+    until(keeper, lambda: not service.store.has_undelivered())
+    assert (only_run(wandb_server).steps, only_run(wandb_server).states) == ([1, 2], ["running", "0"])
+    assert len(told(client, job_id, "W&B does not take")) == 1
+
+
+@pytest.mark.slow
+def test_a_run_rests_with_its_job_and_ends_with_it(
+    service: Service, client: openai.OpenAI, keeper: Keeper, wandb_server: WandbServer, training_file: str
+) -> None:
+    job_id = create(client, training_file, name="mine", entity="team")
+    put(service, job_id, *steps(1, 2), **TRAINING, attempt=1)
+    until(keeper, lambda: wandb_server.runs)
+    put(service, job_id, state=State.PAUSED, phase=None)
+    until(keeper, lambda: only_run(wandb_server).states[-1] == "75")
+    only_run(wandb_server).display_name = "renamed there"
+    service.sql("UPDATE jobs SET state = 'running', phase = 'training', attempt = 2")
+    put(service, job_id, *steps(2, 3, attempt=2))
+    client.fine_tuning.jobs.cancel(job_id)
+    put(service, job_id, phase=None)
+    until(keeper, lambda: not service.store.has_undelivered())
+
+    run = wandb_server.runs[f"team/tuning/{job_id}"]
+    assert (run.steps, run.display_name) == ([1, 2, 3], "renamed there")
+    assert run.states == ["running", "preempting", "75", "running", "255"]
+
+
+@pytest.mark.slow
+def test_what_did_not_arrive_is_found_missing_and_sent_again(
+    service: Service, client: openai.OpenAI, keeper: Keeper, wandb_server: WandbServer, training_file: str
+) -> None:
+    wandb_server.stream_status = 403  # the SDK says nothing of it when it ends the run
+    job_id = create(client, training_file)
+    put(service, job_id, *steps(1, 2), **SUCCEEDED, attempt=1)
+    until(keeper, lambda: told(client, job_id, "has not arrived"))
+    assert service.store.has_undelivered()
+    wandb_server.stream_status = 200
+    service.sql("UPDATE integrations SET next_try_at = 0")
+    until(keeper, lambda: not service.store.has_undelivered())
+    assert (only_run(wandb_server).steps, only_run(wandb_server).states[-1]) == ([1, 2], "0")
+
+
+def test_integrations_are_shown_as_openai_shows_them(client: openai.OpenAI, training_file: str) -> None:
+    full = {"project": "p", "name": "n", "entity": None, "tags": ["a"]}
+    given: Any = [{"type": "wandb", "wandb": full}, {"type": "wandb", "wandb": {"project": "q"}}]
+    job = client.fine_tuning.jobs.create(model="tiny", training_file=training_file, integrations=given)
+    assert job.integrations is not None
+    assert [type(found).__name__ for found in job.integrations] == ["FineTuningJobWandbIntegrationObject"] * 2
+    assert [found.model_dump() for found in job.integrations] == [
+        {"type": "wandb", "wandb": full},
+        {"type": "wandb", "wandb": {"project": "q", "name": None, "entity": None, "tags": []}},
+    ]
+    assert client.fine_tuning.jobs.retrieve(job.id).integrations == job.integrations
+
+
+def test_what_cannot_be_is_refused_by_name(client: openai.OpenAI, training_file: str) -> None:
+    wandb = {"type": "wandb", "wandb": {"project": "p"}}
+    refused: list[tuple[list[Any], str]] = [
+        ([{"type": "mlflow", "mlflow": {}}], "integrations.0.type"),
+        ([wandb, {"type": "wandb"}], "integrations.1.wandb"),
+        ([{"type": "wandb", "wandb": {}}], "integrations.0.wandb.project"),
+        ([{"type": "wandb", "wandb": {"project": "a/b"}}], "integrations.0.wandb.project"),
+        ([{"type": "wandb", "wandb": {"project": "p", "group": "g"}}], "integrations.0.wandb.group"),
+        ([{"type": "wandb", "wandb": {"project": "p", "tags": ["x" * 65]}}], "integrations.0.wandb.tags.0"),
+        ([wandb] * 6, "integrations"),
+    ]
+    for integrations, param in refused:
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.fine_tuning.jobs.create(model="tiny", training_file=training_file, integrations=integrations)
+        assert caught.value.param == param
+    assert client.fine_tuning.jobs.list().data == []
+
+
+def test_a_server_that_cannot_send_refuses_at_the_door(
+    service: Service, client: openai.OpenAI, training_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "find_spec", lambda name: None)
+    with pytest.raises(openai.BadRequestError, match=r"pip install 'ft-service\[wandb\]'") as caught:
+        create(client, training_file)
+    assert (caught.value.param, caught.value.code) == ("integrations", "not_available")
+    service.use(service.settings.model_copy(update={"wandb_api_key": None}))
+    with pytest.raises(openai.BadRequestError, match="FT_WANDB_API_KEY"):
+        create(client, training_file)
+
+
+SERVE_SCRIPTED = """
+from api import server
+from ft_service.launcher.local import LocalLauncher
+from ft_service.places import Places
+from ft_service.reconciler import Reconciler
+from ft_service.settings import Settings
+from ft_service.tracking import orders
+from tests.attempts import scripted
+
+orders.TURN_SECONDS, orders.TRANSMIT_SECONDS = 0.05, 1
+SCRIPT = "event,event,event,wait/event,event,event,event,event,succeed"
+
+def reconcile(settings, store, meters, stop):
+    Reconciler(store, LocalLauncher(2, worker_command=scripted(SCRIPT)), Places.of(settings), meters=meters).run(stop)
+
+server.serve(Settings(), reconcile)
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    kill_leftovers(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_server_with_a_key_sends_what_its_jobs_report_and_shows_it_to_nobody(home: Path, wandb_server: WandbServer) -> None:
+    save_base(home / "models" / "tiny")
+    settings = {"FT_WANDB_API_KEY": KEY, "FT_WANDB_BASE_URL": wandb_server.url, "CUDA_VISIBLE_DEVICES": ""}
+    with server(home, SERVE_SCRIPTED, **settings) as process, started(home, process) as client:
+        file = client.files.create(file=("a.jsonl", LINES), purpose="fine-tune").id
+        job_id = create(client, file)
+        wait_until(lambda: arrived(wandb_server) == [1, 2, 3])
+        workers = [int(path.read_text()) for path in (home / "runs" / job_id / "pids").iterdir()]
+        assert len(workers) == 3
+        assert not any(KEY in Path(f"/proc/{pid}/environ").read_text() for pid in workers)
+        _, first = ended(process, signal.SIGTERM)
+    with server(home, SERVE_SCRIPTED, **settings) as process, started(home, process) as client:
+        wait_until(lambda: only_run(wandb_server).states == ["running", "running"], 60.0)
+        client.fine_tuning.jobs.pause(job_id)
+        wait_until(lambda: only_run(wandb_server).states[-1] == "75", 60.0)
+        client.fine_tuning.jobs.resume(job_id)
+        wait_until(lambda: only_run(wandb_server).states[-1] == "0", 60.0)
+        assert client.fine_tuning.jobs.retrieve(job_id).status == "succeeded"
+        assert told(client, job_id, "W&B") == [f"W&B run: {wandb_server.url}/somebody/tuning/runs/{job_id}"]
+        assert KEY not in "".join(event.to_json() for event in client.fine_tuning.jobs.list_events(job_id))
+        _, second = ended(process, signal.SIGTERM)
+    assert arrived(wandb_server) == [1, 2, 3, 4, 5]
+    assert KEY not in first + second
+    assert list((home / "wandb").iterdir()) == []
+    assert holding(home, KEY) == []
+
+
+def arrived(server: WandbServer) -> list[int]:
+    return only_run(server).steps if server.runs else []

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 LEASE_SECONDS = 120.0
 """Longer than any turn: opening a run, or ending it, waits for W&B for half of this at most."""
 STEPS_AT_ONCE = 500
+CHECK_SECONDS = 300.0
 
 
 class Run(Protocol):
@@ -31,9 +32,8 @@ class Run(Protocol):
     url: str
     next_step: int
 
-    @property
-    def lost(self) -> bool: ...
     def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
+    def confirm(self, step: int) -> None: ...
     def rest(self) -> None: ...
     def finish(self, exit_code: int) -> None: ...
 
@@ -56,6 +56,10 @@ class _Held:
     run: Run | None = None
     place: int = 0
     """Of the last stored step that was looked at."""
+    checked_at: float = 0.0
+    """When it was made sure last that what is sent arrives, on the monotonic clock."""
+    sent_then: int = -1
+    """The last step that had been sent then."""
 
 
 class Sender:
@@ -121,8 +125,7 @@ class Sender:
         try:
             run = held.run or self._open(held, job)
             self._feed(held, run)
-            if run.lost:
-                raise RunError("it takes nothing more into the run")
+            checked = wanted == "send" and self._check(held, run)
             if wanted == "rest":
                 run.rest()
                 self._end(key, held, retry_seconds=0.0)
@@ -132,7 +135,7 @@ class Sender:
         except RunError as error:
             self._fail(key, held, job, error)
             return True
-        return opened or wanted != "send"
+        return opened or checked or wanted != "send"
 
     def _open(self, held: _Held, job: Job) -> Run:
         integration = held.integration
@@ -141,6 +144,7 @@ class Sender:
         if not self._store.begin_integration(integration, self._owner, run.url, told):
             self.broken = True
         held.integration = replace(integration, url=run.url)
+        held.checked_at = self._clock()
         log.info("sending to %s from step %d on", run.url, run.next_step)
         return run
 
@@ -154,6 +158,16 @@ class Sender:
                     run.next_step = metrics.step + 1
                 held.place = place
             more = len(found) == STEPS_AT_ONCE
+
+    def _check(self, held: _Held, run: Run) -> bool:
+        """Now and then, whether what was sent by the last time is there. True if that meant asking."""
+        now = self._clock()
+        if now - held.checked_at < CHECK_SECONDS:
+            return False
+        before, held.sent_then, held.checked_at = held.sent_then, run.next_step - 1, now
+        if before >= 0:
+            run.confirm(before)
+        return before >= 0
 
     def _end(self, key: tuple[str, int], held: _Held, *, retry_seconds: float | None = None) -> None:
         if not self._store.end_integration(held.integration, self._owner, retry_seconds=retry_seconds):

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,7 +42,6 @@ class WandbRun:
     def __init__(self, account: Account, run: RunDescription) -> None:
         """Begin the run, or go on with it. Raises RunError."""
         self._account = account
-        self._lost = threading.Event()
         self._last_step = -1
         with self._errors(clean=True):
             self._run = wandb.init(
@@ -54,22 +52,23 @@ class WandbRun:
                 name=run.name,
                 tags=run.tags,
                 config=run.config,
-                settings=_settings(account, self._lost),
+                settings=_settings(account),
             )
         self._folder = Path(self._run.dir).parent
         self.url = self._run.url or ""
         self.next_step = self._run.starting_step
-
-    @property
-    def lost(self) -> bool:
-        """Whether W&B takes nothing more into this run, known some seconds after it happened."""
-        return self._lost.is_set()
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Take a step's numbers on their way; steps must rise. Raises RunError if the SDK's own process is gone."""
         with self._errors():
             self._run.log(dict(numbers), step=step, commit=True)
         self._last_step = step
+
+    def confirm(self, step: int) -> None:
+        """Raises RunError unless W&B has the step. When W&B takes nothing more, the SDK goes on and raises nothing."""
+        with self._errors():
+            if not self._arrived(step, waits=(0.0,)):
+                raise RunError(f"step {step} has not arrived")
 
     def rest(self) -> None:
         """Leave the run, to go on with it later: W&B shows it as preempted. Raises RunError."""
@@ -81,19 +80,18 @@ class WandbRun:
         """Bring the rest there and end the run. Raises RunError unless W&B has the last step then."""
         with self._errors():
             self._run.finish(exit_code=exit_code)
-            if not self._arrived():
+            if not self._arrived(self._last_step, CONFIRM_WAITS):
                 raise RunError(f"step {self._last_step} has not arrived")
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _arrived(self) -> bool:
-        # The SDK ends a run without an error when W&B has refused its numbers.
-        if self._last_step < 0:
+    def _arrived(self, step: int, waits: Sequence[float]) -> bool:
+        if step < 0:
             return True
         api = wandb.Api(overrides={"base_url": self._account.base_url}, api_key=self._account.api_key, timeout=10)
         there = api.run(self._run.path)
-        for wait in CONFIRM_WAITS:
+        for wait in waits:
             time.sleep(wait)
-            if there.lastHistoryStep >= self._last_step:
+            if there.lastHistoryStep >= step:
                 return True
         return False
 
@@ -109,8 +107,9 @@ class WandbRun:
             raise RunError(said, clean=clean and isinstance(error, wandb.Error)) from None
 
 
-def _settings(account: Account, lost: threading.Event) -> wandb.Settings:
-    """Nothing of this host is sent: no system metrics, output, code, environment or file."""
+def _settings(account: Account) -> wandb.Settings:
+    """Nothing of this host is sent: no system metrics, output, code, environment or file. Whoever stops the run at W&B stops
+    nothing here."""
     return wandb.Settings(
         base_url=account.base_url,
         api_key=account.api_key,
@@ -119,8 +118,7 @@ def _settings(account: Account, lost: threading.Event) -> wandb.Settings:
         init_timeout=INIT_SECONDS,
         finish_timeout=FINISH_SECONDS,
         finish_timeout_raises=True,
-        stop_on_fatal_error=True,
-        stop_fn=lost.set,
+        stop_fn=lambda: None,
         silent=True,
         console="off",
         disable_code=True,

@@ -28,9 +28,11 @@ class Elsewhere:
         self.steps: dict[str, list[int]] = {}
         self.ends: dict[str, list[Any]] = {}
         self.described: list[RunDescription] = []
+        self.confirmed: list[int] = []
         self.away: RunError | None = None
         """Raised by whatever waits for an answer."""
         self.lost = False
+        """What is sent does not arrive, and nobody says so."""
 
     def open(self, run: RunDescription) -> OpenRun:
         self.answer()
@@ -49,12 +51,15 @@ class OpenRun:
         self.next_step = steps[-1] + 1 if steps else 0
         self._elsewhere, self._id, self._steps = elsewhere, run_id, steps
 
-    @property
-    def lost(self) -> bool:
-        return self._elsewhere.lost
-
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._steps.append(step)
+        if not self._elsewhere.lost:
+            self._steps.append(step)
+
+    def confirm(self, step: int) -> None:
+        self._elsewhere.answer()
+        self._elsewhere.confirmed.append(step)
+        if step not in self._steps:
+            raise RunError(f"step {step} has not arrived")
 
     def rest(self) -> None:
         self.finish("rest")
@@ -220,20 +225,35 @@ def test_a_job_that_cannot_be_sent_holds_up_no_other(store: SqlStore) -> None:
     assert (sender.broken, sender.spent) == (False, False)
 
 
-def test_a_run_that_takes_nothing_more_ends_the_process_and_is_opened_again(store: SqlStore) -> None:
-    there = Elsewhere()
-    sender = Sender(store, there.open, "me")
+def test_a_run_that_takes_nothing_more_is_found_and_opened_again(store: SqlStore) -> None:
+    there, clock = Elsewhere(), Clock()
+    sender = Sender(store, there.open, "me", clock)
+
+    def minutes(number: int) -> None:
+        for _ in range(number):
+            clock.now += 60.0
+            with store.writing() as connection:  # for the database too
+                connection.exec_driver_sql("UPDATE integrations SET lease_expires_at = lease_expires_at - 60")
+            turns(sender)
+
     add(store)
     put(store, 1, **TRAINING)
     turns(sender)
+    minutes(11)
+    assert there.confirmed == [1], "every five minutes what was sent by the time before"
+    assert not sender.broken
     there.lost = True
-    sender.turn()
+    put(store, 2)
+    minutes(3)
+    assert not sender.broken, "it may still be on its way"
+    minutes(6)
     assert sender.broken
-    there.lost, there.steps["ftjob-1"] = False, []
+    assert "step 2 has not arrived" in told(store)[-1]
+    there.lost = False
     sender.release()
     due(store)
     turns(Sender(store, there.open, "me"))
-    assert there.steps == {"ftjob-1": [1]}, "what had not arrived is sent again"
+    assert there.steps == {"ftjob-1": [1, 2]}, "what had not arrived is sent again"
 
 
 def test_an_end_that_fails_is_tried_until_three_days_after_the_job(store: SqlStore) -> None:

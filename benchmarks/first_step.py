@@ -40,6 +40,8 @@ ROOT = Path(__file__).parent.parent
 BASE = ROOT / "examples/models/tiny-llama"
 DATA = ROOT / "examples/data/train.jsonl"
 SECONDS = 300.0
+SETTLED_SECONDS = 5.0
+"""After a server's start, before its first job: what reads data files is loaded by then, as it is on any server in use."""
 PRELOADING_SECONDS = 45.0
 """Between two warm starts: more than it takes to preload the next."""
 Found = TypeVar("Found")
@@ -57,7 +59,7 @@ def main() -> None:
             runs["torchrun"].append(bare_torchrun(Path(folder, f"bare-{repeat}")))
             for name in ("cold", "warm"):
                 with serving(Path(folder, f"{name}-{repeat}"), warm=name == "warm") as home:
-                    time.sleep(options.preloading if name == "warm" else 1.0)
+                    time.sleep(options.preloading if name == "warm" else SETTLED_SECONDS)
                     runs[name].append(served(home))
             print({name: found[-1] for name, found in runs.items()}, flush=True)
     result["median"] = {

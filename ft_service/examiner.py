@@ -21,6 +21,7 @@ from typing import IO, Self
 
 from ft_service.dataset import ANSWER, REQUEST, Answer, DataReport, Param, Progress, Request
 from ft_service.errors import SpecError, UnavailableError
+from ft_service.processes import without_secrets
 from ft_service.rundir import ErrorInfo
 from ft_service.spec import DataFileRef, JobSpec
 
@@ -111,7 +112,7 @@ class Examiner:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=self._last_words,
-                    env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
+                    env={**without_secrets(os.environ), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
                     start_new_session=True,  # a terminal's Ctrl-C is for us
                 )
 

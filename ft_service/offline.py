@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from ft_service.errors import FtError, NotFoundError, SpecError
 from ft_service.lifetime import exclusive
+from ft_service.processes import without_secrets
 from ft_service.rundir import (
     CHECKPOINT_ADAPTER,
     CHECKPOINT_NAME,
@@ -41,7 +42,8 @@ def run_worker(module: str, arguments: Sequence[str], *, python: str = sys.execu
     Blocks for as long as it takes: from a server, call it on a thread.
     """
     command = [python, "-P", "-m", module, *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONSAFEPATH": "1"}, check=False)
+    environment = {**without_secrets(os.environ), "PYTHONSAFEPATH": "1"}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     lines = ended.stdout.splitlines()
     if ended.returncode == 0 and lines:
         return json.loads(lines[-1])

@@ -134,6 +134,7 @@ class LocalLauncher:
                 code = subprocess.run(
                     command,
                     cwd=run.root,
+                    env=processes.without_secrets(os.environ),
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=file,

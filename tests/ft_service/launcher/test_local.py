@@ -67,6 +67,19 @@ def children() -> set[str]:
     return found
 
 
+def test_nothing_of_an_attempt_has_the_servers_secrets(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in processes.SECRETS:
+        monkeypatch.setenv(name, "secret-of-the-server")
+    run = new_run(folder)
+    launcher = launcher_for("wait")
+    launcher.start(run, 1)
+    for process in all_processes(run):
+        environment = Path(f"/proc/{process.pid}/environ").read_bytes()
+        assert b"PATH=" in environment
+        assert b"secret-of-the-server" not in environment
+    launcher.kill(run, 1, Reason.STALLED)
+
+
 def test_starting_twice_runs_once(folder: Path) -> None:
     run = new_run(folder)
     launcher = launcher_for("wait")

@@ -22,6 +22,8 @@ from tests.attempts import wait_for
 from tests.cluster.apiserver import Object
 
 SECONDS = 60.0
+NODE_SECONDS = 60.0
+"""How long a node of ours may take to be there."""
 SCHEDULER_SECONDS = 5.0
 """How long a pod of a control plane with a scheduler is without a word of it."""
 POLL_SECONDS = 0.1
@@ -110,7 +112,8 @@ def working(http: httpx2.Client, namespace: str, node: str, labels: dict[str, st
     """A control plane that runs Jobs on the node. Fails the test with what it lacks, if it does not."""
     scheduler = Scheduler(http, namespace, node, labels)
     try:
-        _within(lambda: _schedulable(http, node), f"the node {node} was not made ready: what taints it, and who removes that?")
+        tainted = f"the node {node} was not made ready: what taints it, and who removes that?"
+        _within(lambda: _schedulable(http, node), tainted, NODE_SECONDS)
         _probe(http, namespace, labels, scheduler)
         yield
     finally:
@@ -182,8 +185,10 @@ def _items(http: httpx2.Client, path: str) -> list[Object]:
     return answer.json()["items"]
 
 
-def _within(what: Callable[[], Any], otherwise: str) -> Any:
+def _within(what: Callable[[], Any], otherwise: str, seconds: float | None = None) -> Any:
+    """`seconds`: None: SECONDS."""
+    seconds = SECONDS if seconds is None else seconds
     try:
-        return wait_for(what, SECONDS)
+        return wait_for(what, seconds)
     except AssertionError:
-        raise AssertionError(f"{otherwise} ({SECONDS:g} seconds)") from None
+        raise AssertionError(f"{otherwise} ({seconds:g} seconds)") from None

@@ -33,6 +33,8 @@ for line in sys.stdin:
 """
 READING = """
 import os, sys, time
+from ft_service.lifetime import die_with_parent
+die_with_parent(int(sys.argv[2]))
 calls = open(sys.argv[1], "a")
 go_on = sys.argv[1] + ".go"
 for line in sys.stdin:

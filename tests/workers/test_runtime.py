@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from ft_service.rundir import Outcome, RunDir, Start
 from tests.ranks import run_on_ranks
@@ -26,7 +27,8 @@ def new_run(folder: Path, **distributed: object) -> RunDir:
 
 def all_reduce_without_rank_1(rank: int, world: int, root: str) -> None:
     run = RunDir(root)
-    group = dist.new_group(timeout=timedelta(seconds=1))
+    group = dist.new_group()
+    _set_pg_timeout(timedelta(seconds=1), group)  # once all are in it: the second would be one for finding each other, too
     if rank == 1:
         deadline = time.monotonic() + 60
         while run.read(OUTCOME, Outcome) is None and time.monotonic() < deadline:

@@ -87,6 +87,8 @@ class KubernetesLauncher:
         self._silence = Silence(clock)
         self._looks: dict[str, _Look] = {}
         self._held: dict[str, _Held] = {}
+        self._whole: set[str] = set()
+        """Jobs that have what belongs to them, or need nothing any more."""
         self._changes = Changes(cluster) if watch else None
 
     @property
@@ -104,19 +106,38 @@ class KubernetesLauncher:
             return
         shape = Attempt(run.root.name, attempt, start.nodes, start.world_size // start.nodes)
         try:
-            job = self._create_job(shape)
-            if job is None:
-                return
-            for manifest in owned_manifests(job, self._profile.rendezvous_port):
-                self._cluster.create(manifest)
+            if (job := self._create_job(shape)) is not None:
+                self._complete(run, attempt, job)
         except RefusedError as error:
             self.kill(run, attempt, Reason.LAUNCH_FAILED)  # half a start must not come to life later
             raise LaunchError(f"The cluster refuses the job: {error}") from error
         except ClusterAwayError as error:
             log.warning("%s, attempt %d: not started yet, the cluster is away: %s", run.root.name, attempt, error)
-            return
+
+    def _complete(self, run: RunDir, attempt: int, job: Manifest) -> None:
+        """Give a Job what belongs to it, and write down that it has that."""
+        for manifest in owned_manifests(job, self._profile.rendezvous_port):
+            self._cluster.create(manifest)
         metadata = job["metadata"]
         run.write_if_absent(attempt_key(attempt, "launched.json"), Launched(job=metadata["name"], uid=metadata["uid"]))
+        self._whole.add(metadata["name"])
+
+    def _catch_up(self, run: RunDir, attempt: int, job: Manifest) -> None:
+        """Complete a start that was cut short after its Job was created: by the end of the service, or by a cluster that went
+        away. Its pods would not find each other."""
+        name = job["metadata"]["name"]
+        if name in self._whole or status.is_finished(job) or status.is_leaving(job):
+            return
+        if self._was_started_or_ended(run, attempt):
+            self._whole.add(name)
+            return
+        try:
+            self._complete(run, attempt, job)
+        except RefusedError as error:
+            log.warning("%s, attempt %d: the cluster refuses what belongs to its Job: %s", run.root.name, attempt, error)
+            self.kill(run, attempt, Reason.LAUNCH_FAILED)
+        except ClusterAwayError as error:
+            log.warning("%s, attempt %d: its start is not complete, the cluster is away: %s", run.root.name, attempt, error)
 
     def _create_job(self, shape: Attempt) -> Manifest | None:
         """None: a quota on Jobs is used up, and `observe` says so until it is time for another try."""
@@ -141,6 +162,8 @@ class KubernetesLauncher:
             return Unknown(f"the cluster cannot be asked: {error}")
         if look.job is None and not any(map(status.is_alive, look.pods)):
             return self._gone(run, attempt)
+        if look.job is not None:
+            self._catch_up(run, attempt, look.job)
         if look.job is not None and self._is_taken_back(run, attempt, look):
             return self._taken_back(run, attempt, look)
         if look.job is None or not status.is_finished(look.job) or any(map(status.is_alive, look.pods)):
@@ -270,6 +293,7 @@ class KubernetesLauncher:
     def _forget(self, name: str) -> None:
         self._looks.pop(name, None)
         self._held.pop(name, None)
+        self._whole.discard(name)
 
     def _was_started_or_ended(self, run: RunDir, attempt: int) -> bool:
         """By another replica of the service, too."""

@@ -6,12 +6,14 @@ import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from ft_service.exits import exit_of
 from ft_service.job import Absent, Ended, Phase, Reason, Running, State, Unknown, Verb
 from ft_service.launcher.base import LaunchError
+from ft_service.launcher.kubernetes import launcher as launcher_module
 from ft_service.launcher.kubernetes.launcher import KubernetesLauncher
 from ft_service.launcher.kubernetes.watch import Changes
 from ft_service.rundir import Control, RunDir
@@ -70,6 +72,30 @@ def test_starting_again_starts_nothing_and_another_launcher_takes_over(attempts:
     successor.signal(attempt.run, 1, Control(generation=2, desired="cancel"))
     attempt.wait_gone()
     assert isinstance(attempt.wait_ended(), Ended)
+
+
+def test_a_start_that_was_cut_short_is_completed(
+    attempts: Attempts, cluster: HarnessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service that dies after it has created the Job leaves pods that cannot find each other."""
+    attempt = attempts("event,hang")
+    with monkeypatch.context() as dying:
+        dying.setattr(launcher_module, "owned_manifests", died)
+        with pytest.raises(SystemExit):
+            attempt.start()
+    assert cluster.get("jobs", attempt.name) is not None
+    assert cluster.get("services", attempt.name) is None
+    successor = cluster.launcher(attempt.profile, attempt.home)
+    assert isinstance(successor.observe(attempt.run, 1), Running)
+    assert cluster.get("services", attempt.name) is not None
+    attempt.wait_reported()
+    assert attempt.run.get("attempts/1/launched.json") is not None
+    successor.kill(attempt.run, 1, Reason.STALLED)
+    attempt.wait_gone()
+
+
+def died(*arguments: object) -> NoReturn:
+    raise SystemExit
 
 
 def test_an_eviction_is_an_agreed_stop(attempts: Attempts, cluster: HarnessCluster) -> None:

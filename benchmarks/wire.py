@@ -5,6 +5,8 @@
 The server is a process of its own, as `ft serve` runs it but without a reconciler, so that nothing trains meanwhile. Clients
 are threads of another process, each with one connection that it keeps; on few cores they take time from the server. Every
 submit is durable before its answer: both databases flush to the disk at each commit.
+
+Beside it: the least that a service can do with the same parts, one row in SQLite by FastAPI and sqlite3 for each request.
 """
 
 from __future__ import annotations
@@ -47,6 +49,30 @@ from api.server import serve
 from ft_service.settings import Settings
 serve(Settings(), lambda settings, store, meters, stop: stop.wait())
 """
+BARE = """
+import json, sqlite3, sys, threading, uuid
+import uvicorn
+from fastapi import FastAPI
+
+mine, turn, app = threading.local(), threading.Lock(), FastAPI()
+
+def connection():
+    if not hasattr(mine, "connection"):
+        mine.connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+        mine.connection.execute("PRAGMA journal_mode = WAL")
+        mine.connection.execute("PRAGMA synchronous = FULL")
+        mine.connection.execute("CREATE TABLE IF NOT EXISTS jobs (id TEXT PRIMARY KEY, body TEXT)")
+    return mine.connection
+
+@app.post("/v1/fine_tuning/jobs")
+def create(body: dict):
+    job = {"id": uuid.uuid4().hex, **body}
+    with turn:
+        connection().execute("INSERT INTO jobs VALUES (?, ?)", (job["id"], json.dumps(job)))
+    return job
+
+uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]), log_config=None, access_log=False)
+"""
 DATA = json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}) + "\n"
 
 
@@ -67,7 +93,37 @@ def main() -> None:
         for stored in options.stored
         for found in measure(kind, databases, stored, options.seconds)
     ]
+    result["bare"] = bare(options.seconds)
     save("wire", result)
+
+
+def bare(seconds: float) -> list[dict[str, Any]]:
+    """Submits alone, of the least service. One row per number of clients."""
+    with tempfile.TemporaryDirectory(prefix="ft-bench-") as folder, socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        listener.close()
+        process = subprocess.Popen([sys.executable, "-c", BARE, str(Path(folder, "bare.db")), str(port)])
+        try:
+            while not answers(port):
+                assert process.poll() is None
+                time.sleep(0.05)
+            found = [{"clients": clients, "submit": drive(f"http://127.0.0.1:{port}", clients, seconds)} for clients in CLIENTS]
+        finally:
+            process.terminate()
+            process.wait()
+    print("bare", found, flush=True)
+    return found
+
+
+def answers(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
+
+
+def drive(url: str, clients: int, seconds: float) -> dict[str, float]:
+    """In this process, which does nothing else meanwhile."""
+    return figures(lambda c, n: c.request("POST", "/v1/fine_tuning/jobs", job_body("file-x", n)), url, "key", clients, seconds)
 
 
 def measure(

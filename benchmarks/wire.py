@@ -1,6 +1,6 @@
 """Latency and throughput of the REST interface: submit, get and list jobs where few or many are stored, on both databases.
 
-    python benchmarks/wire.py [--seconds 5] [--stored 50 10000]
+    python benchmarks/wire.py [--seconds 3] [--rounds 3] [--stored 50 10000]
 
 The server is a process of its own, as `ft serve` runs it but without a reconciler, so that nothing trains meanwhile. Clients
 are threads of another process, each with one connection that it keeps; on few cores they take time from the server. Every
@@ -78,7 +78,8 @@ DATA = json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "ass
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
+    parser.add_argument("--rounds", type=int, default=3, help="of all measurements, whose medians are kept")
     parser.add_argument("--stored", type=int, nargs="+", default=[50, 10_000], help="jobs that are there already")
     parser.add_argument("--load", nargs=5, metavar=("URL", "KEY", "FILE", "CLIENTS", "SECONDS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -87,14 +88,24 @@ def main() -> None:
         print(json.dumps(load(url, key, file_id, int(clients), float(seconds))))
         return
     result = machine()
-    result["results"] = [
-        {"database": kind, "stored": stored, **found}
-        for kind, databases in (("sqlite", sqlite), ("postgresql", postgresql))
-        for stored in options.stored
-        for found in measure(kind, databases, stored, options.seconds)
-    ]
-    result["bare"] = bare(options.seconds)
+    rounds = [one_round(options.stored, options.seconds) for _ in range(options.rounds)]
+    result["results"] = [medians(rows) for rows in zip(*rounds, strict=True)]
     save("wire", result)
+
+
+def one_round(stored: Sequence[int], seconds: float) -> list[dict[str, Any]]:
+    found = [{"database": "sqlite, the least service", "stored": 0, **row} for row in bare(seconds)]
+    for kind, database in (("sqlite", sqlite), ("postgresql", postgresql)):
+        for count in stored:
+            found += [{"database": kind, "stored": count, **row} for row in measure(kind, database, count, seconds)]
+    return found
+
+
+def medians(rows: Sequence[Any]) -> Any:
+    """Of values in the same places."""
+    if isinstance(rows[0], dict):
+        return {key: medians([row[key] for row in rows]) for key in rows[0]}
+    return rows[0] if isinstance(rows[0], str) else round(statistics.median(rows), 2)
 
 
 def bare(seconds: float) -> list[dict[str, Any]]:

@@ -25,7 +25,8 @@ class Batched(Generic[Given, Made]):
     """An async function over `work`, which gets all that was asked for while its last call ran, first come, first served.
 
     `work`: runs in a thread, one call at a time; gives each one's outcome, or the error that is raised for it. If it raises,
-    everybody it was called for gets that error. For one event loop.
+    everybody it was called for gets that error. What it logs is about all of a batch, so no request's id stands in its lines.
+    For one event loop.
     """
 
     def __init__(self, work: Callable[[Sequence[Given]], Sequence[Made | Exception]]) -> None:

@@ -25,7 +25,7 @@ _PROBES = ("/livez", "/readyz", "/metrics")
 
 class RequestContext:
     """ASGI middleware. Stands outside everything else, so that no answer leaves without `x-request-id`, and no line is logged
-    for a request without it."""
+    for one request without it (lines for several at once have none: api/batches.py)."""
 
     def __init__(self, app: ASGIApp, meters: Meters) -> None:
         self._app = app

@@ -64,6 +64,8 @@ def test_a_database_that_is_away_is_unavailable():
         store = open_store(f"postgresql://user:secret@127.0.0.1:{taken.getsockname()[1]}/ft")
         with pytest.raises(UnavailableError) as caught:
             store.check()
+        with pytest.raises(UnavailableError):
+            store.find_files(["file-a"])  # past SQLAlchemy
     assert "secret" not in str(caught.value)
     store.close()
 
@@ -73,6 +75,8 @@ def test_a_file_that_is_no_database_is_unavailable(tmp_path):
     store = open_store(f"sqlite:///{tmp_path / 'ft.db'}")
     with pytest.raises(UnavailableError):
         store.authenticate("ft-secret")
+    with pytest.raises(UnavailableError):
+        store.find_files(["file-a"])
     store.close()
 
 

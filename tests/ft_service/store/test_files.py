@@ -20,6 +20,16 @@ def test_a_file_is_stored_with_the_databases_time(store):
         store.add_file(file)
 
 
+def test_files_are_found_by_their_ids_whosever_they_are(store):
+    mine, theirs, gone, over = (store.add_file(new_file(project_id=who)) for who in (PROJECT, OTHER, PROJECT, PROJECT))
+    store.delete_file(PROJECT, gone.id)
+    expired = store.add_file(new_file(), seconds=0)
+    asked = {mine.id, theirs.id, gone.id, expired.id, "file-unknown", "file-\x00"}
+    assert store.find_files(asked) == {mine.id: mine, theirs.id: theirs}
+    assert store.find_files({over.id}) == {over.id: store.get_file(PROJECT, over.id)}
+    assert store.find_files(()) == {}
+
+
 def test_pages_in_both_orders(store):
     ids = [store.add_file(new_file(purpose=purpose)).id for purpose in ("fine-tune", "batch", "fine-tune", "fine-tune")]
     store.add_file(new_file(project_id=OTHER))

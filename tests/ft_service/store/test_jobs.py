@@ -10,7 +10,7 @@ from ft_service.errors import ConflictError, NotFoundError, SpecError
 from ft_service.events import Metrics
 from ft_service.ids import new_id
 from ft_service.job import Desired, Job, Phase, Reason, State, Verb
-from ft_service.store.base import Change, NewEvent
+from ft_service.store.base import Change, NewEvent, NewJob
 from tests.creating import create_job
 
 from .samples import OTHER, PROJECT, claim, new_checkpoint, new_job, place
@@ -46,6 +46,23 @@ def test_every_field_comes_back(store):
     assert created == replace(job, created_at=created.created_at)
     assert store.get_job(PROJECT, job.id) == created
     assert not [f.name for f in fields(Job) if getattr(created, f.name) is None], "a field this test does not exercise"
+
+
+def test_jobs_are_stored_together_or_not_at_all(store):
+    told = NewEvent(level="warn", message="Plan: \x00")
+    first, second = store.create_jobs(
+        [NewJob(new_job(request={"metadata": {"team": "a"}}), [told]), NewJob(new_job(request={}))]
+    )
+    assert [job.id for job in store.list_jobs(PROJECT).data] == [second.id, first.id]
+    assert [event.message for event in store.list_events(PROJECT, first.id).data] == [
+        "Plan: \ufffd",
+        f"Created fine-tuning job: {first.id}",
+    ]
+    assert [job.id for job in store.list_jobs(PROJECT, metadata={"team": "a"}).data] == [first.id]
+    with pytest.raises(ConflictError):
+        store.create_jobs([NewJob(new_job()), NewJob(first)])
+    assert len(store.list_jobs(PROJECT).data) == 2
+    assert create_job(store, new_job()).created_at >= second.created_at, "what was undone is in nobody's way"
 
 
 def test_creation_is_the_first_event(store):

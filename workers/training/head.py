@@ -82,19 +82,17 @@ class _HeadLoss(torch.autograd.Function):
         height = chunk_rows(weight.shape[0])
         for start in range(0, hidden.shape[0], height):
             rows, right = hidden[start : start + height], targets[start : start + height, None]
-            logits = F.linear(rows, weight, bias)
-            through = None
-            if cap is not None:
-                logits = torch.tanh(logits.float() / cap)
-                through = 1 - logits.square()
-                logits *= cap
-            logs = logits.log_softmax(dim=-1, dtype=torch.float32)
-            del logits
+            logs, through = _log_shares(F.linear(rows, weight, bias), cap)
             correct += (logs.argmax(dim=-1, keepdim=True) == right).sum()
             loss -= logs.gather(1, right).sum(dtype=torch.float64)
             if gradient is not None:
-                of_logits, own = _gradient(logs, right, through, rows.dtype), gradient[start : start + height]
+                own = gradient[start : start + height]
+                of_logits = _gradient(logs, right) if through is None else _gradient(logs, right).mul_(through)
+                del through  # before a copy is made: two in fp32 are the most that there are at once
+                of_logits = of_logits.to(rows.dtype)
                 torch.addmm(own, of_logits, weight, beta=0, alpha=scale, out=own)
+                del of_logits
+            del logs  # before the next chunk's are made
         ctx.save_for_backward(gradient)
         rounded = loss.float()
         ctx.mark_non_differentiable(rounded, correct)
@@ -106,11 +104,23 @@ class _HeadLoss(torch.autograd.Function):
         return gradient * grads[0].to(gradient.dtype), None, None, None, None, None
 
 
-def _gradient(logs: Tensor, right: Tensor, through: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The gradient of the loss in the logits: (softmax - one-hot) · `through`, of the cap. Overwrites `logs`, fp32.
+def _log_shares(logits: Tensor, cap: float | None) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities of logits [rows, words] in fp32, and with a cap its slope. The logits are overwritten."""
+    if cap is None:
+        if not logits.is_cuda:  # a GPU reads them as they are; others' kernels would keep them beside a copy in fp32
+            logits = logits.float()
+        return logits.log_softmax(dim=-1, dtype=torch.float32), None
+    capped = logits.float()
+    del logits
+    capped.div_(cap).tanh_().mul_(cap)
+    logs = capped.log_softmax(dim=-1)
+    return logs, capped.div_(cap).square_().neg_().add_(1)
+
+
+def _gradient(logs: Tensor, right: Tensor) -> Tensor:
+    """The gradient of the loss in the logits, softmax - one-hot, in place of `logs`, fp32.
 
     The one-hot is never subtracted: of a probability near 1 that would leave little.
     """
     of_right = logs.gather(1, right).expm1_()
-    gradient = logs.exp_().scatter_(1, right, of_right)
-    return (gradient if through is None else gradient.mul_(through)).to(dtype)
+    return logs.exp_().scatter_(1, right, of_right)

@@ -90,7 +90,9 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
     adopted = adopt(built.peft_model, spec.parent) if spec.parent and runtime.start.checkpoint is None else None
     if adopted is not None:
         reporter.message(f"The adapter is that of {adopted.tuned_name}, step {adopted.step}; the optimizer begins anew.")
-    origins.record(runtime.run, spec, built, train_set, valid_set, adopted)  # a job goes on only on the base that it began with
+    # A job goes on only on the base that it began with.
+    for text in origins.record(runtime.run, spec, built, train_set, valid_set, adopted):
+        reporter.message(text, "warn")
     job = JobState(dict(adapters(built.peft_model)), spec.training)  # on the final parameters: loading replaced them
     schedule = Schedule.of(spec, len(train_set))
     _resume(runtime, reporter, job, schedule)

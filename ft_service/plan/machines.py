@@ -40,6 +40,8 @@ class Machine:
     """What the allocator holds beside live tensors, as a share of them. 0: `USABLE` covers it."""
     allocator_bytes: int = 0
     """The same, whatever the tensors, with what the libraries of matrix products allocate for themselves."""
+    mapped_above: int | None = None
+    """Blocks above so many bytes come from the system and go back to it, beside freed memory that stays. None: none do."""
 
     def memory_of_rank(self, ranks: int) -> int | None:
         if self.memory is None or not self.shared_memory:
@@ -75,6 +77,8 @@ _LOOPBACK_BANDWIDTH = 1e9
 _OLD_HEAP_SHARE, _HEAP_SHARE = 0.24, 0.07
 _HEAP_BYTES = 18 * 2**20
 """What oneDNN's products and the modules of a model take of it beside tensors."""
+_MAPPED_ABOVE = 2**25
+"""`workers.ranks.allocator` sets it, glibc's own limit."""
 
 
 def usable_bytes(machine: Machine, spec: JobSpec) -> int | None:
@@ -104,7 +108,7 @@ def _bare(name: str) -> str:
 def host_cpu() -> Machine:
     """This host without its GPUs: one core a rank, memory shared by all ranks."""
     figures = (_CORE_FLOPS, _CORE_MEMORY_BANDWIDTH, _LOOPBACK_BANDWIDTH)
-    return Machine(CPU, memory_bytes(), *figures, True, heap_share(glibc_version()), _HEAP_BYTES)
+    return Machine(CPU, memory_bytes(), *figures, True, heap_share(glibc_version()), _HEAP_BYTES, _MAPPED_ABOVE)
 
 
 def heap_share(glibc: tuple[int, int] | None) -> float:
@@ -112,8 +116,8 @@ def heap_share(glibc: tuple[int, int] | None) -> float:
 
     To place an aligned block glibc before 2.38 looks for a hole 128 bytes larger than the block, so that none fits where one of
     its size was freed between two that are kept: nearly every tensor that a layer makes and frees leaves a hole for good. Freed
-    memory stays with the process (`workers.ranks.allocator`). Measured over models, types and numbers of tokens: 20 to 33 %; with
-    an allocator that fills such holes 5 to 9 %.
+    memory stays with the process (`workers.ranks.allocator`). Measured over models, types and numbers of tokens: 20 to 33 %;
+    with an allocator that fills such holes 5 to 9 %.
     """
     return _OLD_HEAP_SHARE if glibc is not None and glibc < (2, 38) else _HEAP_SHARE
 

@@ -90,6 +90,8 @@ class RankBytes:
     allocator_share: float = 0.0
     allocator_bytes: int = 0
     """What an allocator holds beside live tensors: a share of them, and bytes whatever they are."""
+    logits_apart: bool = False
+    """The allocator takes a chunk's logits from the system, and keeps what the backward before had for the next."""
 
     @property
     def stored(self) -> int:
@@ -109,7 +111,8 @@ class RankBytes:
     @property
     def gaps(self) -> int:
         """Bytes that the allocator holds at the peak beside those of tensors."""
-        return self.allocator_bytes + int(self.allocator_share * self.live)
+        kept = min(self.logits, self.workspace) if self.logits_apart else 0
+        return kept + self.allocator_bytes + int(self.allocator_share * (self.live + kept))
 
     @property
     def total(self) -> int:
@@ -152,6 +155,8 @@ def rank_bytes(
     numel = sum(a.numel_on_rank(layout) for a in adapters)
     whole = sum(a.numel for a in adapters)
     kept = _kept_by_mode(base.shape, spec, adapters, layout, batches.tokens)
+    rows = max(1, min(batches.tokens - batches.samples, chunk_rows(base.shape.vocabulary)))
+    block = FP32_BYTES * base.shape.vocabulary * rows
     beside = _beside_product(base.shape, spec, [] if machine.shared_memory else stored, adapters) * batches.tokens
     dense = _dense(base.shape, spec, stored)
     backward = _backward_by_mode(base.shape, spec, adapters, layout, batches.tokens, dense + beside)
@@ -173,6 +178,7 @@ def rank_bytes(
         offloaded=spec.distributed.offload,
         allocator_share=machine.allocator_share,
         allocator_bytes=machine.allocator_bytes,
+        logits_apart=machine.mapped_above is not None and block > machine.mapped_above,
     )
 
 

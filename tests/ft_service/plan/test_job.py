@@ -322,3 +322,9 @@ def test_a_processors_allocator_holds_more_than_the_tensors(tmp_path: Path) -> N
     assert rank.total == rank.live + rank.gaps
     on_gpu = plan_job(spec, MACHINES["H100"]).rank
     assert (on_gpu.gaps, on_gpu.total) == (0, on_gpu.live)
+    words = spec_on(save_base(tmp_path / "words", {**TINY, "vocab_size": 40_000}), training={"tokens_per_micro_batch": 2048})
+    heap, mapped = (plan_job(words, replace(find_machine("cpu"), mapped_above=bytes)).rank for bytes in (None, 2**20))
+    least = min(mapped.logits, mapped.workspace)
+    assert least > 0
+    assert mapped.live == heap.live
+    assert mapped.gaps - heap.gaps == pytest.approx(least * (1 + mapped.allocator_share), abs=2)

@@ -51,8 +51,13 @@ def check_data(spec: SpecFile) -> None:
             report = check_lines(path)
         except OSError as error:
             raise SpecError(f"{path} cannot be read: {error.strerror}.", param=param) from None
-        if fault := report.error(param, path.name):
-            raise DataError(f"{fault.message} Nothing was uploaded.", param=param, code=fault.code)
+        if not report.faults_total:
+            continue
+        all_lines = report.faults_total + report.examples
+        head = f"{path.name}: {report.faults_total:,} of {all_lines:,} lines cannot be trained on. Nothing was uploaded."
+        empty = not report.faults[0].line
+        text = f"{path.name}: {report.faults[0]}. Nothing was uploaded." if empty else "\n".join([head, *report.reasons()])
+        raise DataError(text, param=param, code=f"invalid_{param}")
 
 
 def submit_spec(client: Client, spec: SpecFile) -> RemoteJob:

@@ -65,6 +65,20 @@ def test_a_missing_file_stops_submit_before_anything_is_sent(ft: Ft, server: Stu
     assert server.requests == []
 
 
+def test_faults_of_the_data_are_told_before_anything_is_uploaded(ft: Ft, server: StubServer, spec: Path) -> None:
+    (spec.parent / "data/valid.jsonl").write_text(CHAT + '{"instruction": "x", "output": "y"}\n' * 7)
+    ended = ft("submit", spec)
+    alpaca = "is of Alpaca's format: in messages write instruction and input as the user's, output as the assistant's"
+    assert (ended.code, server.requests) == (64, [])
+    assert ended.err.splitlines() == [
+        "ft: valid.jsonl: 7 of 8 lines cannot be trained on. Nothing was uploaded.",
+        f"  7 lines (2, 3, 4, 5, 6, …): instruction {alpaca}",
+    ]
+    assert ft("submit", spec, "--unchecked").code == 0
+    (spec.parent / "data/valid.jsonl").write_text("")
+    assert ft("submit", spec).err == "ft: valid.jsonl: the file holds no examples. Nothing was uploaded.\n"
+
+
 def test_submit_refuses_a_model_by_its_folder(ft: Ft, server: StubServer, spec: Path) -> None:
     spec.write_text(SPEC.replace("model: tiny", "model: ./tiny"))
     ended = ft("submit", spec)

@@ -138,7 +138,7 @@ class JobErrorView(BaseModel):
 
 
 class ProgressView(BaseModel):
-    """The newest numbers that training reported."""
+    """The newest numbers that training reported; `valid_loss`: of the last validation so far."""
 
     step: int
     total_steps: int
@@ -185,6 +185,9 @@ class JobView(BaseModel):
     pending_reason: str | None
     """Why a job does not start although its turn has come, or why nothing is known of it now; null: it waits for its turn, or
     runs."""
+    queue_position: int | None
+    """While queued: 1 starts next; null: it is not queued, or far behind."""
+    suffix: str | None
     priority: int
     lora: dict[str, Any]
     precision: dict[str, Any]
@@ -273,8 +276,17 @@ def upload_part_view(part: UploadPart) -> UploadPartView:
     return UploadPartView(id=part.id, created_at=int(part.created_at), upload_id=part.upload_id)
 
 
-def job_view(job: Job, *, organization: str, metrics: Metrics | None, now: float) -> JobView:
-    """A job as the wire shows it. `metrics`: the job's newest; `now`: database time, for the estimate."""
+def job_view(
+    job: Job,
+    *,
+    organization: str,
+    metrics: Metrics | None,
+    now: float,
+    queue: Sequence[str] = (),
+    valid_loss: float | None = None,
+) -> JobView:
+    """A job as the wire shows it. `metrics`: the job's newest; `now`: database time, for the estimate; `queue`: ids of the
+    queued jobs in their order; `valid_loss`: of the last validation."""
     spec = job.spec
     hyperparameters = _hyperparameters(spec.training)
     return JobView(
@@ -299,8 +311,10 @@ def job_view(job: Job, *, organization: str, metrics: Metrics | None, now: float
         phase=job.phase.value if job.phase else None,
         reason=job.reason.value if job.reason else None,
         attempt=job.attempt,
-        progress=_progress(metrics) if metrics else None,
+        progress=_progress(metrics, valid_loss) if metrics else None,
         pending_reason=job.pending if job.state in (State.QUEUED, State.RUNNING) else None,
+        queue_position=queue.index(job.id) + 1 if job.state is State.QUEUED and job.id in queue else None,
+        suffix=job.request.get("suffix"),
         priority=job.priority,
         lora=spec.lora.model_dump(),
         precision=spec.precision.model_dump(),
@@ -355,9 +369,10 @@ def _hyperparameters(training: TrainingOptions) -> HyperparametersView:
     )
 
 
-def _progress(metrics: Metrics) -> ProgressView:
+def _progress(metrics: Metrics, valid_loss: float | None) -> ProgressView:
     speed = metrics.tokens / metrics.step_seconds if metrics.tokens and metrics.step_seconds else None
-    return ProgressView(tokens_per_second=speed, **metrics.model_dump(include=set(ProgressView.model_fields)))
+    known = metrics.model_dump(include=set(ProgressView.model_fields))
+    return ProgressView(**{**known, "tokens_per_second": speed, "valid_loss": valid_loss})
 
 
 def _estimate(job: Job, metrics: Metrics | None, now: float) -> float | None:

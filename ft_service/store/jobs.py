@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from sqlalchemy import Connection, and_, bindparam, exists, insert, select, update
+from sqlalchemy import Connection, String, and_, bindparam, cast, exists, insert, select, update
 
 from ft_service.errors import ConflictError, NotFoundError
 from ft_service.jobs import verbs
@@ -32,7 +32,7 @@ from ft_service.store.rows import (
     to_job,
     to_metrics,
 )
-from ft_service.store.tables import UNFINISHED, checkpoints, events, job_metadata, jobs
+from ft_service.store.tables import QUEUED, UNFINISHED, checkpoints, events, job_metadata, jobs
 from ft_service.store.webhooks import announce
 
 MAX_TRIES = 20
@@ -216,6 +216,19 @@ class JobStore(Database):
         )
         with self.reading() as connection:
             return to_metrics(connection.scalars(query).one_or_none())
+
+    def latest_validation(self, job_id: str) -> Metrics | None:
+        """Metrics of the newest event of a step with a validation; None if there was none."""
+        measured = cast(events.c.metrics, String).contains('"valid_loss"')
+        query = select(events.c.metrics).where(events.c.job_id == job_id, events.c.metrics.is_not(None), measured)
+        with self.reading() as connection:
+            return to_metrics(connection.scalars(query.order_by(events.c.position.desc()).limit(1)).one_or_none())
+
+    def queue(self, limit: int = 1000) -> list[str]:
+        """Ids of the queued jobs of all projects in the order in which they start: by priority, then by age."""
+        query = select(jobs.c.id).where(QUEUED).order_by(jobs.c.priority.desc(), jobs.c.position).limit(limit)
+        with self.reading() as connection:
+            return list(connection.scalars(query))
 
 
 def _get(connection: Connection, project_id: str, job_id: str) -> Job:

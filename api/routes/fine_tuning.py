@@ -199,7 +199,8 @@ async def _create(body: Any, caller: Principal, services: Services, job_id: str 
 def _view(job: Job, caller: Principal, services: Services) -> JobView:
     metrics = services.store.latest_metrics(job.id) if job.attempt else None
     now = services.store.now() if metrics and job.state is State.RUNNING else 0.0
-    return job_view(job, organization=caller.organization, metrics=metrics, now=now)
+    place = services.forecasts.find(job) if job.state is State.QUEUED else None
+    return job_view(job, organization=caller.organization, metrics=metrics, now=now, place=place)
 
 
 def _metadata(request: Request) -> dict[str, str] | Literal["none"] | None:

@@ -20,6 +20,7 @@ from ft_service.cli.output import (
     print_json,
     print_json_line,
     print_table,
+    queue_text,
 )
 from ft_service.client.answers import RemoteJob
 from ft_service.client.client import PAGE, Client
@@ -85,7 +86,10 @@ def list_jobs(
     if as_json:
         print_json([job.model_dump() for job in newest])
     elif newest:
-        rows = [(job.id, job.status, _progress(job) or "", job.model, local_time(job.created_at)) for job in newest]
+        rows = [
+            (job.id, job.status, _progress(job) or queue_text(job.queue), job.model, local_time(job.created_at))
+            for job in newest
+        ]
         print_table(("ID", "STATUS", "PROGRESS", "MODEL", "CREATED"), rows)
     else:
         print("No jobs yet. Create one: ft submit SPEC")
@@ -102,6 +106,7 @@ def get(job_id: JobId, as_json: Json = False) -> None:
         [
             ("id", job.id),
             ("status", f"{job.status} ({job.phase})" if job.phase else job.status),
+            ("queue", queue_text(job.queue, whole=True)),
             ("pending reason", job.pending_reason),
             ("error", job.error_text),
             ("model", job.model),

@@ -80,5 +80,14 @@ def local_time(seconds: float | None) -> str:
     return "" if seconds is None else datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
 
 
+def queue_text(queue: dict[str, Any] | None, *, whole: bool = False) -> str:
+    """A waiting job's place: `#3 · starts about 14:05`; `whole`: with the reason. Empty without one."""
+    if not queue:
+        return ""
+    starts = queue.get("estimated_start")
+    parts = [f"#{queue.get('position')}", f"starts about {local_time(starts)}" if starts else "start not known yet"]
+    return " · ".join([*parts, str(queue.get("reason"))] if whole else parts)
+
+
 def _console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=1000, no_color=True)

@@ -44,6 +44,8 @@ class RemoteJob(Answer):
     """The newest numbers: step, total_steps, train_loss, …"""
     pending_reason: str | None = None
     """Why it does not start although its turn has come, or why nothing is known of it."""
+    queue: dict[str, Any] | None = None
+    """While it waits: position, reason, estimated_start, share."""
     precision: dict[str, Any] = {}
     training: dict[str, Any] = {}
     distributed: dict[str, Any] = {}

@@ -213,7 +213,8 @@ def _after_failure(job: Job, checkpoint_step: int, reason: Reason, error: ErrorI
         return Become(fail(job, reason, error, now, text), release=True, message=text)
     delay = BACKOFF_SECONDS * 2 ** (failures - 1)
     where = f"from step {checkpoint_step}" if checkpoint_step >= 0 else "from the beginning"
-    rest = replace(_at_rest(job), reason=reason, not_before=now + delay)
+    left_seconds = job.left_seconds if checkpoint_step >= 0 else None
+    rest = replace(_at_rest(job), reason=reason, not_before=now + delay, left_seconds=left_seconds)
     return Become(rest, release=True, message=f"{text} The job goes on {where}.", level="error")
 
 

@@ -80,6 +80,22 @@ class Job:
     pending: str | None = None
     """Why it waits although its turn has come (its host is too small; the cluster has no place yet), or why nothing is known
     of it, for the user; None: it waits for its turn, or does not wait."""
+    key_id: str | None = None
+    """The key that created it; None: an earlier version stored it."""
+    work: float | None = None
+    """FLOP of the whole training, as planned."""
+    planned_seconds: float | None = None
+    """What the plan says the training takes; None: the machine's figures are not known."""
+    left_seconds: float | None = None
+    """What was left of the training when it last reported a step, as its steps were measured."""
+    ends_at: float | None = None
+    """While it holds slots: when it is expected to give them back; None: not known."""
+    taken_at: float | None = None
+    """Since when its attempt holds slots; written by the store. None: it holds none."""
+    held_seconds: float = 0.0
+    """For how long attempts held slots that have given them back; written by the store."""
+    slot_seconds: float = 0.0
+    """The same times the number of slots: what it has used."""
     version: int = 1
     """Raised by every write; a write names the version it read and changes nothing if another came first."""
 

@@ -44,7 +44,7 @@ _WITHOUT = {"": ""}
 ASKED = {Verb.CANCEL: "Cancel requested.", Verb.PAUSE: "Pause requested.", Verb.RESUME: "Resume requested."}
 
 
-_NEW_JOB = [column.name for column in JOB if column.name != "created_at"]
+_NEW_JOB = [*(column.name for column in JOB if column.name != "created_at"), "base"]
 _FIRST_EVENT = ("id", "project_id", "job_id", "created_at", "level", "message")
 
 # Built once: to put such statements together takes longer than to run them.

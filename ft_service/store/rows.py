@@ -31,8 +31,9 @@ JOB = [jobs.c.spec if field.name == "stored_spec" else jobs.c[field.name] for fi
 EVENT = columns_of(StoredEvent, events)
 CHECKPOINT = columns_of(Checkpoint, checkpoints)
 
-# What a job is asked to do never changes after its creation; leases and the time of queueing have writers of their own.
-_FIXED = frozenset({"id", "project_id", "created_at", "request", "stored_spec", "queued_at"})
+# What a job is asked to do never changes after its creation; leases, the time of queueing and use have writers of their own.
+_ASKED = frozenset({"id", "project_id", "created_at", "request", "stored_spec", "key_id", "work", "planned_seconds"})
+_FIXED = _ASKED | {"queued_at", "taken_at", "held_seconds", "slot_seconds"}
 
 
 def to_key(row: RowMapping) -> ApiKey:
@@ -68,7 +69,8 @@ def to_metrics(value: dict[str, Any] | None) -> Metrics | None:
 def new_job_row(job: Job) -> dict[str, Any]:
     """Every column but the time of creation, which is the database's."""
     row = {field.name: _plain(getattr(job, field.name)) for field in fields(Job) if field.name != "created_at"}
-    return row | {"spec": row.pop("stored_spec").document}
+    spec = row.pop("stored_spec").document
+    return row | {"spec": spec, "base": spec.get("model", {}).get("name")}
 
 
 def changed_job_row(old: Job, new: Job) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from ft_service.jobs.states import Phase, State
 from ft_service.store.records import NewEvent
 from ft_service.supervisor import worker_tasks
 from tests.support.creating import create_job
+from tests.support.records import claim_next
 from tests.support.rest.service import METRICS, TRAINING, Service, put, put_state, run_dir, wait_until
 
 
@@ -114,7 +115,7 @@ def test_a_paused_job_goes_on_with_another_number_of_ranks(service: Service, cli
     with pytest.raises(openai.BadRequestError, match=r"distributed\.nproc_per_node = 0"):
         resume(0)
     assert resume(3) == "queued"
-    claim = service.store.claim_next(host="h", owner="test", lease_seconds=60.0, max_slots=4, host_slots=4)
+    claim = claim_next(service.store, host="h", host_slots=4)
     assert claim is not None
     assert claim.job.slots == 3
 

@@ -40,6 +40,14 @@ def test_every_field_comes_back(store):
         result_file="file-r",
         queued_at=4.0,
         pending="why",
+        key_id="key_a",
+        work=1e18,
+        planned_seconds=13.5,
+        left_seconds=14.5,
+        ends_at=15.5,
+        taken_at=16.5,
+        held_seconds=17.5,
+        slot_seconds=18.5,
         version=12,
     )
     before = store.now()

@@ -203,6 +203,7 @@ class JobView(BaseModel):
     queue: QueueView | None
     """While queued."""
     priority: int
+    max_seconds: int | None
     lora: dict[str, Any]
     precision: dict[str, Any]
     training: dict[str, Any]
@@ -321,6 +322,7 @@ def job_view(job: Job, *, organization: str, metrics: Metrics | None, now: float
         pending_reason=job.pending if job.state in (State.QUEUED, State.RUNNING) else None,
         queue=_queue(place) if place and job.state is State.QUEUED else None,
         priority=job.priority,
+        max_seconds=job.max_seconds,
         lora=spec.lora.model_dump(),
         precision=spec.precision.model_dump(),
         training=spec.training.model_dump(),

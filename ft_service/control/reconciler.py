@@ -22,7 +22,7 @@ from ft_service.errors import NotFoundError
 from ft_service.jobs import decisions, reasons
 from ft_service.jobs.decisions import Become, Kill, Launch, Place, Signal, Validate, Wait
 from ft_service.jobs.estimates import Paces
-from ft_service.jobs.queue import next_start
+from ft_service.jobs.queue import Line, displaced, next_start
 from ft_service.jobs.slot_choice import choose_slots
 from ft_service.jobs.states import Absent, Ended, Job, Observation, Running, State
 from ft_service.launcher.base import Launcher, LaunchError
@@ -49,6 +49,8 @@ DROP_SECONDS = 0.5
 """How often it is asked whether a job whose files are being read still wants that."""
 TELL_SECONDS = 5.0
 """How often jobs are looked for that this host can never start."""
+DISPLACE_SECONDS = 1.0
+"""How often jobs are looked for that must make room."""
 MAX_REST_SECONDS = 10.0
 
 
@@ -62,11 +64,13 @@ class Reconciler:
         places: Places,
         *,
         meters: Meters | None = None,
+        displace_after: float | None = None,
         check: Check | None = None,
         idle_seconds: float = IDLE_SECONDS,
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
-        """`meters`: None: counts for nobody. `check`: of a job's data files and adapter; None: `check_data`."""
+        """`meters`: None: counts for nobody. `displace_after`: seconds that a job has held its slots before one of higher
+        priority may take them; None: none may. `check`: of a job's data files and adapter; None: `check_data`."""
         self._store = store
         self._launcher = launcher
         self._places = places
@@ -74,6 +78,8 @@ class Reconciler:
         self._meters.place_away.set_function(lambda: launcher.away_seconds)
         self._idle_seconds = idle_seconds
         self._lease_seconds = lease_seconds
+        self._displace_after = displace_after
+        self._displace_at = 0.0
         self._owner = f"{platform.node()}:{os.getpid()}"
         self._wake = store.stirred
         self._queue_first = False
@@ -174,13 +180,26 @@ class Reconciler:
                 return claim
             self._tell_at = time.monotonic() + TELL_SECONDS
         self._tell_host(host, total)
-        if not self._store.free_slots(host, total):
+        may_displace = self._displace_after is not None and time.monotonic() >= self._displace_at
+        if not may_displace and not self._store.free_slots(host, total):
             return None
-        start = next_start(self._store.line_for(host, total, self._paces))
+        line = self._store.line_for(host, total, self._paces)
+        start = next_start(line)
         if start is None:
+            if may_displace:
+                self._make_room(line)
             return None
         self._expected_seconds = start.job.seconds
         return self._store.claim_queued(start.job.id, **who, host_slots=total)
+
+    def _make_room(self, line: Line) -> None:
+        """Ask jobs to stop that the head of the queue may displace."""
+        assert self._displace_after is not None, "nobody may be displaced"
+        self._displace_at = time.monotonic() + DISPLACE_SECONDS
+        head, holdings = displaced(line, after_seconds=self._displace_after) or (None, [])
+        for holding in holdings:
+            if head and self._store.displace(head, holding.id):
+                log.info("job makes room for %s", head.id, extra={"job_id": holding.id})
 
     def _tell_host(self, host: str, total: int) -> None:
         """Now and then: say that the host is there, and look at how long jobs take."""
@@ -214,7 +233,7 @@ class Reconciler:
             case Launch():
                 self._launch(claim, report, run)
             case Signal():
-                self._launcher.signal(_attempt(run, job), Control(generation=job.generation, desired=job.desired))
+                self._launcher.signal(_attempt(run, job), Control(generation=job.generation, desired=job.wish))
                 self._apply(claim, report, decisions.signalled(job))
             case Kill(reason):
                 self._kill(claim, report, run, reason)

@@ -9,7 +9,8 @@ from typing import Any, Literal
 from sqlalchemy import Connection, and_, bindparam, exists, insert, select, update
 
 from ft_service.errors import ConflictError, NotFoundError
-from ft_service.jobs import verbs
+from ft_service.jobs import decisions, verbs
+from ft_service.jobs.queue import Waiting
 from ft_service.jobs.states import Job, State
 from ft_service.jobs.verbs import Verb
 from ft_service.rundir.events import Metrics
@@ -132,6 +133,20 @@ class JobStore(Database):
                         announce(connection, new)
                     return _get(connection, project_id, job_id)
         raise ConflictError(f"Job {job_id} keeps changing; try again.")
+
+    def displace(self, head: Waiting, job_id: str) -> bool:
+        """Have a running job make room for one that waits. False: it is not running any more, or stops already."""
+        with self.writing() as connection:
+            row = connection.execute(select(*JOB).where(jobs.c.id == job_id)).mappings().one_or_none()
+            old = None if row is None else to_job(row)
+            new = old and decisions.displaced_by(old, head)
+            if old is None or new is None or new == old or not _write(connection, old, new):
+                return False
+            now = connection.scalars(select(database_time())).one()
+            event = NewEvent(level="warn", message=f"The job makes room. {new.pending}")
+            connection.execute(_INSERT_EVENTS, event_row(event, old, now))
+        self.stirred.set()
+        return True
 
     def list_events(
         self, project_id: str, job_id: str, *, after: str | None = None, limit: int = 20, order: Order = "desc"

@@ -132,6 +132,8 @@ jobs = Table(
     # When it entered the queue; NULL: it never did.
     Column("queued_at", Double),
     Column("pending", StorableText),
+    Column("max_seconds", Integer),
+    Column("halt", StorableText),
     Column("key_id", StorableText),
     # Name of the base, which the spec holds too; NULL: an earlier version stored the job.
     Column("base", StorableText),

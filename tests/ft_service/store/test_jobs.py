@@ -9,7 +9,7 @@ import pytest
 from ft_service.errors import ConflictError, NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.jobs.reasons import Reason
-from ft_service.jobs.states import Job, Phase, State
+from ft_service.jobs.states import Halt, Job, Phase, State
 from ft_service.jobs.verbs import Verb
 from ft_service.rundir.documents import Desired
 from ft_service.rundir.events import Metrics
@@ -40,6 +40,8 @@ def test_every_field_comes_back(store):
         result_file="file-r",
         queued_at=4.0,
         pending="why",
+        max_seconds=12,
+        halt=Halt.TIME_LIMIT,
         key_id="key_a",
         work=1e18,
         planned_seconds=13.5,

@@ -11,6 +11,8 @@ down_revision = "0004"
 QUEUED = sa.text("state = 'queued'")
 MEASURED = sa.text("state = 'succeeded' AND work IS NOT NULL")
 OF_JOBS = (
+    ("max_seconds", sa.Integer()),
+    ("halt", sa.Text()),
     ("key_id", sa.Text()),
     ("base", sa.Text()),
     ("work", sa.Double()),

@@ -40,7 +40,7 @@ _PROPERTIES = {
         "attempt",
         "progress",
         "pending_reason",
-        "queue_position",
+        "queue",
         "suffix",
         "chosen",
         *JobOptions.model_fields,

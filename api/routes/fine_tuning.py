@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -71,8 +70,7 @@ def list_jobs(
     """Newest first. `metadata[k]=v`, any number of times: only jobs whose metadata hold all these pairs. `metadata=null`: only
     jobs without metadata."""
     page = services.store.list_jobs(caller.project_id, after=after, limit=limit, metadata=_metadata(request))
-    queue = services.store.queue() if any(job.state is State.QUEUED for job in page.data) else []
-    return list_view([_view(job, caller, services, queue) for job in page.data], page.has_more)
+    return list_view([_view(job, caller, services) for job in page.data], page.has_more)
 
 
 @router.get("/{job_id}")
@@ -198,20 +196,17 @@ async def _create(body: Any, caller: Principal, services: Services, job_id: str 
     return await services.create_job(await run_in_threadpool(reading) if names_tuned(body) else reading())
 
 
-def _view(job: Job, caller: Principal, services: Services, queue: Sequence[str] | None = None) -> JobView:
-    """`queue`: ids of the queued jobs in their order; None: not read yet."""
+def _view(job: Job, caller: Principal, services: Services) -> JobView:
     store = services.store
     metrics = validated = store.latest_metrics(job.id) if job.attempt else None
     if metrics is not None and metrics.valid_loss is None and job.spec.validation_data is not None:
         validated = store.latest_validation(job.id)
-    if queue is None:
-        queue = store.queue() if job.state is State.QUEUED else []
     return job_view(
         job,
         organization=caller.organization,
         metrics=metrics,
         now=store.now() if metrics and job.state is State.RUNNING else 0.0,
-        queue=queue,
+        place=services.forecasts.find(job) if job.state is State.QUEUED else None,
         valid_loss=validated.valid_loss if validated else None,
     )
 

@@ -9,7 +9,8 @@ from typing import Any, Literal
 from sqlalchemy import Connection, String, and_, bindparam, cast, exists, insert, select, update
 
 from ft_service.errors import ConflictError, NotFoundError
-from ft_service.jobs import verbs
+from ft_service.jobs import decisions, verbs
+from ft_service.jobs.queue import Waiting
 from ft_service.jobs.states import Job, State
 from ft_service.jobs.verbs import Verb
 from ft_service.rundir.events import Metrics
@@ -32,7 +33,7 @@ from ft_service.store.rows import (
     to_job,
     to_metrics,
 )
-from ft_service.store.tables import QUEUED, UNFINISHED, checkpoints, events, job_metadata, jobs
+from ft_service.store.tables import UNFINISHED, checkpoints, events, job_metadata, jobs
 from ft_service.store.webhooks import announce
 
 MAX_TRIES = 20
@@ -44,7 +45,7 @@ _WITHOUT = {"": ""}
 ASKED = {Verb.CANCEL: "Cancel requested.", Verb.PAUSE: "Pause requested.", Verb.RESUME: "Resume requested."}
 
 
-_NEW_JOB = [column.name for column in JOB if column.name != "created_at"]
+_NEW_JOB = [*(column.name for column in JOB if column.name != "created_at"), "base"]
 _FIRST_EVENT = ("id", "project_id", "job_id", "created_at", "level", "message")
 
 # Built once: to put such statements together takes longer than to run them.
@@ -132,6 +133,20 @@ class JobStore(Database):
                         announce(connection, new)
                     return _get(connection, project_id, job_id)
         raise ConflictError(f"Job {job_id} keeps changing; try again.")
+
+    def displace(self, head: Waiting, job_id: str) -> bool:
+        """Have a running job make room for one that waits. False: it is not running any more, or stops already."""
+        with self.writing() as connection:
+            row = connection.execute(select(*JOB).where(jobs.c.id == job_id)).mappings().one_or_none()
+            old = None if row is None else to_job(row)
+            new = old and decisions.displaced_by(old, head)
+            if old is None or new is None or new == old or not _write(connection, old, new):
+                return False
+            now = connection.scalars(select(database_time())).one()
+            event = NewEvent(level="warn", message=f"The job makes room. {new.pending}")
+            connection.execute(_INSERT_EVENTS, event_row(event, old, now))
+        self.stirred.set()
+        return True
 
     def list_events(
         self, project_id: str, job_id: str, *, after: str | None = None, limit: int = 20, order: Order = "desc"
@@ -223,12 +238,6 @@ class JobStore(Database):
         query = select(events.c.metrics).where(events.c.job_id == job_id, events.c.metrics.is_not(None), measured)
         with self.reading() as connection:
             return to_metrics(connection.scalars(query.order_by(events.c.position.desc()).limit(1)).one_or_none())
-
-    def queue(self, limit: int = 1000) -> list[str]:
-        """Ids of the queued jobs of all projects in the order in which they start: by priority, then by age."""
-        query = select(jobs.c.id).where(QUEUED).order_by(jobs.c.priority.desc(), jobs.c.position).limit(limit)
-        with self.reading() as connection:
-            return list(connection.scalars(query))
 
 
 def _get(connection: Connection, project_id: str, job_id: str) -> Job:

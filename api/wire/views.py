@@ -185,6 +185,8 @@ class JobView(BaseModel):
     pending_reason: str | None
     """Why a job does not start although its turn has come, or why nothing is known of it now; null: it waits for its turn, or
     runs."""
+    queue_position: int | None
+    """1: it is the next to start, of all projects' queued jobs; null: it is not queued."""
     priority: int
     lora: dict[str, Any]
     precision: dict[str, Any]
@@ -273,8 +275,10 @@ def upload_part_view(part: UploadPart) -> UploadPartView:
     return UploadPartView(id=part.id, created_at=int(part.created_at), upload_id=part.upload_id)
 
 
-def job_view(job: Job, *, organization: str, metrics: Metrics | None, now: float) -> JobView:
-    """A job as the wire shows it. `metrics`: the job's newest; `now`: database time, for the estimate."""
+def job_view(
+    job: Job, *, organization: str, metrics: Metrics | None = None, now: float = 0.0, place: int | None = None
+) -> JobView:
+    """A job as the wire shows it. `metrics`: its newest; `now`: database time, for the estimate; `place`: in the queue."""
     spec = job.spec
     hyperparameters = _hyperparameters(spec.training)
     return JobView(
@@ -301,6 +305,7 @@ def job_view(job: Job, *, organization: str, metrics: Metrics | None, now: float
         attempt=job.attempt,
         progress=_progress(metrics) if metrics else None,
         pending_reason=job.pending if job.state in (State.QUEUED, State.RUNNING) else None,
+        queue_position=place,
         priority=job.priority,
         lora=spec.lora.model_dump(),
         precision=spec.precision.model_dump(),

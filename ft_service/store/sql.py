@@ -17,7 +17,7 @@ from ft_service.store.database import Database
 from ft_service.store.files import FileStore
 from ft_service.store.integrations import IntegrationStore
 from ft_service.store.jobs import JobStore
-from ft_service.store.keys import KeyStore
+from ft_service.store.keys import KeyStore, SessionStore
 from ft_service.store.leases import LeaseStore
 from ft_service.store.models import ModelStore
 from ft_service.store.statistics import StatisticsStore
@@ -32,6 +32,7 @@ MIGRATION_LOCK = 7_316_004_150
 
 class Store(
     KeyStore,
+    SessionStore,
     FileStore,
     UploadStore,
     ModelStore,

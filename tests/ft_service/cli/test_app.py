@@ -31,6 +31,7 @@ COMMANDS = {
         "merge",
         "prune",
         "migrate",
+        "open",
         "reconcile",
     ),
 }

@@ -46,6 +46,8 @@ class Settings(BaseSettings):
     """Address the server listens on."""
     port: int = Field(default=8000, ge=0, le=65535)
     """0: any free port; the chosen one is printed and written to FT_HOME/server.json."""
+    page: Literal["on", "off"] = "on"
+    """The page for browsers below `/`, and their sessions; off: only the REST API."""
     slots: int | None = Field(default=None, ge=1, le=1024)
     """Ranks this host runs at once; None: its GPUs, or without a GPU its processors (at least 2)."""
     preempt_after_minutes: float | None = Field(default=None, ge=0)

@@ -12,6 +12,7 @@ from fastapi import Depends, Request
 from pydantic import ValidationError
 
 from api.http.batching import Batched
+from api.http.curve_cache import CurveCache
 from api.http.key_cache import Holders
 from ft_service.bases.catalogue import Catalogue
 from ft_service.control.admission import Asked, create
@@ -45,6 +46,11 @@ class Services:
     def holders(self) -> Holders:
         """The holders of keys."""
         return Holders(self.store)
+
+    @cached_property
+    def curves(self) -> CurveCache:
+        """The curves of jobs."""
+        return CurveCache(self.store)
 
     @cached_property
     def create_job(self) -> Batched[Asked, Job]:

@@ -296,8 +296,8 @@ def job_view(
     job: Job,
     *,
     organization: str,
-    metrics: Metrics | None,
-    now: float,
+    metrics: Metrics | None = None,
+    now: float = 0.0,
     place: Place | None = None,
     valid_loss: float | None = None,
 ) -> JobView:

@@ -108,6 +108,11 @@ class Client:
     def models(self) -> list[RemoteModel]:
         return [RemoteModel.model_validate(item) for item in self._call("GET", "/models")["data"]]
 
+    def sign_in_link(self, path: str) -> str:
+        """The address of a page of the server's, by which a browser is signed in once. Raises NotFoundError if it has none."""
+        link = self._call("POST", "/sign_in_links")["path"]
+        return f"{self.base_url.rpartition('/')[0]}{link}&to={path}"
+
     # Jobs
 
     def create_job(self, body: dict[str, Any]) -> RemoteJob:

@@ -11,7 +11,7 @@ import hashlib
 import hmac
 
 from fastapi import Request
-from ft_service.store.keys import SESSION_SECONDS
+from ft_service.store.tenants.keys import SESSION_SECONDS
 from starlette.responses import Response
 
 from api.http.key_cache import Holders

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ft_service.store.keys import LINK_SECONDS
+from ft_service.store.tenants.keys import LINK_SECONDS
 from pydantic import BaseModel
 
 from api.http.auth import Caller

@@ -34,7 +34,17 @@ _OPERATIONS = (
 _PARAMETERS = ("stream", "last-event-id", "idempotency-key")
 _PROPERTIES = {
     "JobRequest": tuple(JobOptions.model_fields),
-    "JobView": ("phase", "reason", "attempt", "progress", "pending_reason", "chosen", *JobOptions.model_fields),
+    "JobView": (
+        "phase",
+        "reason",
+        "attempt",
+        "progress",
+        "pending_reason",
+        "queue",
+        "suffix",
+        "chosen",
+        *JobOptions.model_fields,
+    ),
     "ModelView": ("root",),
 }
 _METADATA = {

@@ -197,9 +197,18 @@ async def _create(body: Any, caller: Principal, services: Services, job_id: str 
 
 
 def _view(job: Job, caller: Principal, services: Services) -> JobView:
-    metrics = services.store.latest_metrics(job.id) if job.attempt else None
-    now = services.store.now() if metrics and job.state is State.RUNNING else 0.0
-    return job_view(job, organization=caller.organization, metrics=metrics, now=now)
+    store = services.store
+    metrics = validated = store.latest_metrics(job.id) if job.attempt else None
+    if metrics is not None and metrics.valid_loss is None and job.spec.validation_data is not None:
+        validated = store.latest_validation(job.id)
+    return job_view(
+        job,
+        organization=caller.organization,
+        metrics=metrics,
+        now=store.now() if metrics and job.state is State.RUNNING else 0.0,
+        place=services.forecasts.find(job) if job.state is State.QUEUED else None,
+        valid_loss=validated.valid_loss if validated else None,
+    )
 
 
 def _metadata(request: Request) -> dict[str, str] | Literal["none"] | None:

@@ -6,10 +6,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from sqlalchemy import Connection, and_, bindparam, exists, insert, select, update
+from sqlalchemy import Connection, String, and_, bindparam, cast, exists, insert, select, update
 
 from ft_service.errors import ConflictError, NotFoundError
-from ft_service.jobs import verbs
+from ft_service.jobs import decisions, verbs
+from ft_service.jobs.queue import Waiting
 from ft_service.jobs.states import Job, State
 from ft_service.jobs.verbs import Verb
 from ft_service.rundir.events import Metrics
@@ -44,7 +45,7 @@ _WITHOUT = {"": ""}
 ASKED = {Verb.CANCEL: "Cancel requested.", Verb.PAUSE: "Pause requested.", Verb.RESUME: "Resume requested."}
 
 
-_NEW_JOB = [column.name for column in JOB if column.name != "created_at"]
+_NEW_JOB = [*(column.name for column in JOB if column.name != "created_at"), "base"]
 _FIRST_EVENT = ("id", "project_id", "job_id", "created_at", "level", "message")
 
 # Built once: to put such statements together takes longer than to run them.
@@ -133,6 +134,20 @@ class JobStore(Database):
                     return _get(connection, project_id, job_id)
         raise ConflictError(f"Job {job_id} keeps changing; try again.")
 
+    def displace(self, head: Waiting, job_id: str) -> bool:
+        """Have a running job make room for one that waits. False: it is not running any more, or stops already."""
+        with self.writing() as connection:
+            row = connection.execute(select(*JOB).where(jobs.c.id == job_id)).mappings().one_or_none()
+            old = None if row is None else to_job(row)
+            new = old and decisions.displaced_by(old, head)
+            if old is None or new is None or new == old or not _write(connection, old, new):
+                return False
+            now = connection.scalars(select(database_time())).one()
+            event = NewEvent(level="warn", message=f"The job makes room. {new.pending}")
+            connection.execute(_INSERT_EVENTS, event_row(event, old, now))
+        self.stirred.set()
+        return True
+
     def list_events(
         self, project_id: str, job_id: str, *, after: str | None = None, limit: int = 20, order: Order = "desc"
     ) -> Page[StoredEvent]:
@@ -216,6 +231,13 @@ class JobStore(Database):
         )
         with self.reading() as connection:
             return to_metrics(connection.scalars(query).one_or_none())
+
+    def latest_validation(self, job_id: str) -> Metrics | None:
+        """Metrics of the newest event of a step with a validation; None if there was none."""
+        measured = cast(events.c.metrics, String).contains('"valid_loss"')
+        query = select(events.c.metrics).where(events.c.job_id == job_id, events.c.metrics.is_not(None), measured)
+        with self.reading() as connection:
+            return to_metrics(connection.scalars(query.order_by(events.c.position.desc()).limit(1)).one_or_none())
 
 
 def _get(connection: Connection, project_id: str, job_id: str) -> Job:

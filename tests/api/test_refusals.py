@@ -41,7 +41,6 @@ def test_a_body_that_cannot_be_read_is_a_400(service: Service, subtests: pytest.
 def test_what_openai_has_and_this_service_has_not_is_refused_by_name(client: openai.OpenAI, training_file: str) -> None:
     refused: list[tuple[dict[str, Any], str, str]] = [
         ({"integrations": [{"type": "wandb", "wandb": {"project": "p"}}]}, "integrations", "FT_WANDB_API_KEY"),
-        ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.1}}}}, "method.type", "dpo"),
         ({"method": {"type": "reinforcement"}}, "method.type", "reinforcement"),
     ]
     for more, param, word in refused:

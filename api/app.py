@@ -13,6 +13,7 @@ from api.wire import errors
 from ft_service import __version__
 from ft_service.bases.catalogue import Catalogue
 from ft_service.meters import Meters
+from ft_service.serving.preview import Preview
 from ft_service.settings import Settings
 from ft_service.store.sql import Store
 
@@ -23,8 +24,9 @@ What OpenAI's API does not have says so, and carries the mark `x-beyond-openai`.
 """
 
 
-def create_app(settings: Settings, store: Store, meters: Meters | None = None) -> FastAPI:
+def create_app(settings: Settings, store: Store, meters: Meters | None = None, preview: Preview | None = None) -> FastAPI:
     """The application over a store whose schema is up to date. `meters` None: new ones, for this application alone.
+    `preview`: what answers chat completions; None: nothing here does.
 
     Raises SpecError if FT_MODEL_ALIASES is wrong.
     """
@@ -36,7 +38,7 @@ def create_app(settings: Settings, store: Store, meters: Meters | None = None) -
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.services = Services(settings, store, Catalogue.from_settings(settings), meters)
+    app.state.services = Services(settings, store, Catalogue.from_settings(settings), meters, preview)
     for routes in (fine_tuning, files, uploads, permissions, checkpoints, graders, models, webhooks, inference, health):
         # As they are: a router that FastAPI includes is looked through anew at every request.
         app.router.routes.extend(routes.router.routes)

@@ -23,6 +23,7 @@ from ft_service.cli import (
     verify_command,
 )
 from ft_service.cli.output import Json, complain, print_json
+from ft_service.cli.tuned import chat
 from ft_service.errors import DataError, FtError, SpecError
 
 FAILED = 1
@@ -61,6 +62,7 @@ jobs.register(app)
 convert_command.register(app)
 verify_command.register(app)
 merge_command.register(app)
+chat.register(app)
 prune_command.register(app)
 app.add_typer(keys.app, name="keys")
 

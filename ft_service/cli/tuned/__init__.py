@@ -1,0 +1,1 @@
+"""Commands for tuned models once they are there."""

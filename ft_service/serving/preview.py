@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ from ft_service.store.sql import Store
 
 log = logging.getLogger(__name__)
 
+WORKER = (sys.executable, "-P", "-m", "workers.serving")
 LEAVE_SECONDS = 1.0
 """Between a job's turn and the end of the process that is in its way."""
 BUSY_SECONDS = 30.0
@@ -74,8 +75,9 @@ class Preview:
     end is that of the process.
     """
 
-    def __init__(self, settings: Settings, store: Store) -> None:
-        self._settings, self._store = settings, store
+    def __init__(self, settings: Settings, store: Store, command: Sequence[str] = WORKER) -> None:
+        """`command`: what is started, with a descriptor and a process id behind it."""
+        self._settings, self._store, self._command = settings, store, command
         self._slots = settings.slots or default_slots()
         self._host = host_id()
         self._guard = threading.Lock()
@@ -141,7 +143,7 @@ class Preview:
         try:
             while not stop.is_set():
                 self._look()
-                self._stirred.wait(POLL_SECONDS if self._process or self._waiting else 1.0)
+                self._stirred.wait(POLL_SECONDS if self._process or self._waiting else 2 * POLL_SECONDS)
                 self._stirred.clear()
         finally:
             with self._guard:
@@ -202,7 +204,8 @@ class Preview:
         if not free:
             raise _stepped_aside(f"Training has all {self._slots} slots of this host.")
         slot = free[-1]  # jobs take the lowest
-        process = _Process(served, slot, self._environment(slot), threads=_threads(len(free), self._slots))
+        threads = _threads(len(free), self._slots)
+        process = _Process(self._command, served, slot, self._environment(slot), threads)
         with self._guard:
             self._process = process
         log.info("the preview has started: process %d, slot %d, %s", process.popen.pid, slot, served.path)
@@ -241,7 +244,7 @@ class Preview:
 class _Process:
     """The process, this end of its socket, and whose answers it makes. But for `end` its methods are called under the guard."""
 
-    def __init__(self, served: Served, slot: int, environment: Mapping[str, str], threads: int) -> None:
+    def __init__(self, command: Sequence[str], served: Served, slot: int, environment: Mapping[str, str], threads: int) -> None:
         self.served, self.slot = served, slot
         self.tickets: dict[str, Ticket] = {}
         self.leaving: float | None = None
@@ -252,7 +255,7 @@ class _Process:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self.popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", "workers.serving", str(theirs.fileno()), str(os.getpid())],
+                [*command, str(theirs.fileno()), str(os.getpid())],
                 env=dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -641,3 +641,25 @@ def test_a_failed_attempt_is_told_as_an_error(store: Store, launcher: FakeLaunch
     wait_for(lambda: reconciler.step() and get(store).failures)
     newest = store.list_events(PROJECT, "ftjob-1", limit=1).data[0]
     assert (newest.level, newest.message.endswith("The job goes on from the beginning.")) == ("error", True)
+
+
+class Slow:
+    """A guest that needs to be asked three times."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+
+    def make_way(self, slots: Collection[int]) -> bool:
+        self.asked.append(list(slots))
+        return len(self.asked) >= 3
+
+
+def test_nothing_starts_on_slots_that_a_guest_has_not_left(tmp_path: Path, store: Store, launcher: FakeLauncher) -> None:
+    guest = Slow()
+    reconciler = new_reconciler(tmp_path, store, launcher, guest=guest)
+    add_job(store)
+    while len(guest.asked) < 2:
+        reconciler.step()
+        assert not launcher.started
+    start_running(reconciler, store, launcher)
+    assert guest.asked == [[0, 1]] * 3

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 import uvicorn
 
 from api.app import create_app
-from api.bootstrap import PROJECT, prepare
+from api.bootstrap import PROJECT, local_holder, prepare
 from api.http import probe
 from api.transfer.multipart import TEMPORARY_PREFIX
 from ft_service import logs
@@ -60,7 +60,10 @@ def reconcile_here(
     settings: Settings, store: Store, meters: Meters, stop: threading.Event, preview: Preview | None = None
 ) -> None:
     """Run jobs where FT_LAUNCHER says. `preview`: makes way for them."""
-    Reconciler(store, new_launcher(settings), Places.of(settings), meters=meters, guest=preview).run(stop)
+    minutes = settings.preempt_after_minutes
+    displace_after = None if minutes is None else minutes * 60.0
+    launcher, places = new_launcher(settings), Places.of(settings)
+    Reconciler(store, launcher, places, meters=meters, guest=preview, displace_after=displace_after).run(stop)
 
 
 def serve(settings: Settings, reconcile: Work | None = None, *, api_only: bool = False, as_json: bool = False) -> None:
@@ -90,7 +93,7 @@ def serve(settings: Settings, reconcile: Work | None = None, *, api_only: bool =
             if preview is not None:
                 stack.enter_context(_in_thread("preview", preview.run, web))
             _work_beside(stack, settings, store, meters, reconcile or partial(reconcile_here, preview=preview), web)
-        _greet(url, key, as_json)
+        _greet(url, key, as_json, _link(settings, store))
         _look_for_garbage_less()
         web.run(sockets=[listener])
         if not api_only:
@@ -250,11 +253,23 @@ def _look_for_garbage_less() -> None:
     gc.set_threshold(50_000, 20, 100)
 
 
-def _greet(url: str, key: str | None, as_json: bool) -> None:
+def _greet(url: str, key: str | None, as_json: bool, link: str | None) -> None:
+    private = sys.stdout.isatty()  # else it may be a log, where no key and no link belongs
+    page = None if link is None else f"{url}{link if private else '/'}"
     text = f"Serving {url}/v1 (documentation: {url}/docs)"
-    _say("serving", text, as_json, base_url=f"{url}/v1", documentation=f"{url}/docs", pid=os.getpid())
-    if key and sys.stdout.isatty():  # never into a log
+    if page is not None:
+        text += f"\nPage: {page} ({'signs in once; later' if private else 'sign in'}: ft open)"
+    _say("serving", text, as_json, base_url=f"{url}/v1", documentation=f"{url}/docs", page=page, pid=os.getpid())
+    if key and private:
         _say("first_key", f"First admin key: {key}", as_json, key=key)
+
+
+def _link(settings: Settings, store: Store) -> str | None:
+    """Path of a link that signs in with the key of the credentials file; without one, of the page; None: there is no page."""
+    if settings.page == "off":
+        return None
+    holder = local_holder(settings, store)
+    return "/" if holder is None else f"/sign-in?link={store.new_link(holder)}"
 
 
 def _say_what_goes_on(store: Store, as_json: bool) -> None:

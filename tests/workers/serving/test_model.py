@@ -17,7 +17,7 @@ from workers.serving.adapters import Adapter
 from workers.serving.cached_attention import Memory, Span
 from workers.serving.model import Piece, ServedModel
 
-CLOSE = {"atol": 2e-5, "rtol": 2e-5}
+CLOSE: dict[str, Any] = {"atol": 2e-5, "rtol": 2e-5}
 FP32 = PrecisionOptions(compute="fp32")
 LENGTHS = (19, 11, 23)
 """Longer than the families' windows."""

@@ -1,1 +1,0 @@
-"""Commands for tuned models once they are there."""

@@ -17,6 +17,7 @@ from api.routes import (
     graders,
     health,
     inference,
+    keys,
     metrics,
     models,
     permissions,

@@ -57,7 +57,9 @@ class _Ending(Protocol):
 
 def reconcile_here(settings: Settings, store: Store, meters: Meters, stop: threading.Event) -> None:
     """Run jobs where FT_LAUNCHER says."""
-    Reconciler(store, new_launcher(settings), Places.of(settings), meters=meters).run(stop)
+    minutes = settings.preempt_after_minutes
+    displace_after = None if minutes is None else minutes * 60.0
+    Reconciler(store, new_launcher(settings), Places.of(settings), meters=meters, displace_after=displace_after).run(stop)
 
 
 def serve(settings: Settings, reconcile: Work = reconcile_here, *, api_only: bool = False, as_json: bool = False) -> None:

@@ -11,11 +11,11 @@ import hashlib
 import hmac
 
 from fastapi import Request
+from ft_service.store.keys import SESSION_SECONDS
 from starlette.responses import Response
 
 from api.http.key_cache import Holders
 from ft_service.errors import AuthError, ForbiddenError
-from ft_service.store.keys import SESSION_SECONDS
 from ft_service.store.records import Principal
 
 TOKEN_HEADER = "x-csrf-token"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -79,8 +78,7 @@ def list_jobs(
     page = services.store.list_jobs(
         caller.project_id, after=after, limit=limit, metadata=_metadata(request), state=status, base=base
     )
-    places = services.store.queue_positions(caller.project_id) if any(j.state is State.QUEUED for j in page.data) else {}
-    return list_view([_view(job, caller, services, places) for job in page.data], page.has_more)
+    return list_view([_view(job, caller, services) for job in page.data], page.has_more)
 
 
 @router.get("/{job_id}")
@@ -207,13 +205,19 @@ async def _create(body: Any, caller: Principal, services: Services, job_id: str 
     return await services.create_job(await run_in_threadpool(reading) if names_tuned(body) else reading())
 
 
-def _view(job: Job, caller: Principal, services: Services, places: Mapping[str, int] | None = None) -> JobView:
-    """`places`: in the queue, of the jobs that are in it; None: not read yet."""
-    metrics = services.store.latest_metrics(job.id) if job.attempt else None
-    now = services.store.now() if metrics and job.state is State.RUNNING else 0.0
-    if places is None:
-        places = services.store.queue_positions(caller.project_id) if job.state is State.QUEUED else {}
-    return job_view(job, organization=caller.organization, metrics=metrics, now=now, place=places.get(job.id))
+def _view(job: Job, caller: Principal, services: Services) -> JobView:
+    store = services.store
+    metrics = validated = store.latest_metrics(job.id) if job.attempt else None
+    if metrics is not None and metrics.valid_loss is None and job.spec.validation_data is not None:
+        validated = store.latest_validation(job.id)
+    return job_view(
+        job,
+        organization=caller.organization,
+        metrics=metrics,
+        now=store.now() if metrics and job.state is State.RUNNING else 0.0,
+        place=services.forecasts.find(job) if job.state is State.QUEUED else None,
+        valid_loss=validated.valid_loss if validated else None,
+    )
 
 
 def _metadata(request: Request) -> dict[str, str] | Literal["none"] | None:

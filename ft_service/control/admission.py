@@ -112,6 +112,10 @@ def _new_job(
         state=State.VALIDATING,
         priority=asked.request.priority,
         slots=spec.world_size,
+        max_seconds=asked.request.max_seconds,
+        key_id=asked.principal.key_id,
+        work=admitted.work and admitted.work.flops,
+        planned_seconds=admitted.work and admitted.work.seconds,
     )
     return NewJob(job, told)
 

@@ -7,10 +7,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from sqlalchemy import Connection, and_, bindparam, exists, func, insert, literal_column, or_, select, update
+from sqlalchemy import Connection, String, and_, bindparam, cast, exists, insert, literal_column, or_, select, update
 
 from ft_service.errors import ConflictError, NotFoundError
-from ft_service.jobs import verbs
+from ft_service.jobs import decisions, verbs
+from ft_service.jobs.queue import Waiting
 from ft_service.jobs.states import Job, State
 from ft_service.jobs.verbs import Verb
 from ft_service.rundir.events import Metrics
@@ -33,7 +34,7 @@ from ft_service.store.rows import (
     to_job,
     to_metrics,
 )
-from ft_service.store.tables import QUEUED, UNFINISHED, checkpoints, events, job_metadata, jobs
+from ft_service.store.tables import UNFINISHED, checkpoints, events, job_metadata, jobs
 from ft_service.store.webhooks import announce
 
 MAX_TRIES = 20
@@ -45,7 +46,7 @@ _WITHOUT = {"": ""}
 ASKED = {Verb.CANCEL: "Cancel requested.", Verb.PAUSE: "Pause requested.", Verb.RESUME: "Resume requested."}
 
 
-_NEW_JOB = [column.name for column in JOB if column.name != "created_at"]
+_NEW_JOB = [*(column.name for column in JOB if column.name != "created_at"), "base"]
 _FIRST_EVENT = ("id", "project_id", "job_id", "created_at", "level", "message")
 
 # Built once: to put such statements together takes longer than to run them.
@@ -147,6 +148,20 @@ class JobStore(Database):
                     return _get(connection, project_id, job_id)
         raise ConflictError(f"Job {job_id} keeps changing; try again.")
 
+    def displace(self, head: Waiting, job_id: str) -> bool:
+        """Have a running job make room for one that waits. False: it is not running any more, or stops already."""
+        with self.writing() as connection:
+            row = connection.execute(select(*JOB).where(jobs.c.id == job_id)).mappings().one_or_none()
+            old = None if row is None else to_job(row)
+            new = old and decisions.displaced_by(old, head)
+            if old is None or new is None or new == old or not _write(connection, old, new):
+                return False
+            now = connection.scalars(select(database_time())).one()
+            event = NewEvent(level="warn", message=f"The job makes room. {new.pending}")
+            connection.execute(_INSERT_EVENTS, event_row(event, old, now))
+        self.stirred.set()
+        return True
+
     def list_events(
         self,
         project_id: str,
@@ -240,6 +255,13 @@ class JobStore(Database):
         with self.reading() as connection:
             return to_metrics(connection.scalars(query).one_or_none())
 
+    def latest_validation(self, job_id: str) -> Metrics | None:
+        """Metrics of the newest event of a step with a validation; None if there was none."""
+        measured = cast(events.c.metrics, String).contains('"valid_loss"')
+        query = select(events.c.metrics).where(events.c.job_id == job_id, events.c.metrics.is_not(None), measured)
+        with self.reading() as connection:
+            return to_metrics(connection.scalars(query.order_by(events.c.position.desc()).limit(1)).one_or_none())
+
     def reported_since(self, job_id: str, position: int) -> list[Reported]:
         """What a job's attempts reported of their steps, and the wishes of its users, stored after `position` (0: all)."""
         with self.driving(write=False) as driver:
@@ -249,14 +271,6 @@ class JobStore(Database):
             Reported(position, attempt, time, message, json.loads(metrics) if isinstance(metrics, str) else metrics)
             for position, attempt, time, message, metrics in rows
         ]
-
-    def queue_positions(self, project_id: str) -> dict[str, int]:
-        """Queued jobs of a project → how many jobs of all projects stand before each, and itself."""
-        place = func.row_number().over(order_by=(jobs.c.priority.desc(), jobs.c.position)).label("place")
-        queue = select(jobs.c.id, jobs.c.project_id, place).where(QUEUED).subquery()
-        query = select(queue.c.id, queue.c.place).where(queue.c.project_id == project_id)
-        with self.reading() as connection:
-            return {row[0]: row[1] for row in connection.execute(query)}
 
 
 def _get(connection: Connection, project_id: str, job_id: str) -> Job:

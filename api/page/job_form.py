@@ -67,7 +67,7 @@ def body_of(form: Mapping[str, str]) -> dict[str, Any]:
     for name, value in sections.items():
         section, key = name.split(".")
         body.setdefault(section, {})[key] = _value(value)
-    for name in ("seed", "priority"):
+    for name in ("seed", "priority", "max_seconds"):
         if form.get(name, "").strip():
             body[name] = _value(form[name])
     if metadata := _metadata(form):
@@ -77,7 +77,11 @@ def body_of(form: Mapping[str, str]) -> dict[str, Any]:
 
 def fields_of(body: Mapping[str, Any]) -> dict[str, str]:
     """The fields that a create body fills in, OpenAI's hyperparameters among ours."""
-    fields = {name: str(body[name]) for name in ("model", *_FILES, "suffix", "seed", "priority") if body.get(name) is not None}
+    fields = {
+        name: str(body[name])
+        for name in ("model", *_FILES, "suffix", "seed", "priority", "max_seconds")
+        if body.get(name) is not None
+    }
     for section in SECTIONS:
         fields |= {f"{section}.{name}": _scalar(value) for name, value in (body.get(section) or {}).items()}
     for name, value in _hyperparameters(body).items():
@@ -107,7 +111,7 @@ def command_text(body: Mapping[str, Any], files: Mapping[str, str]) -> str:
 
 def python_text(body: Mapping[str, Any], base_url: str) -> str:
     """A program for the openai client."""
-    theirs = {name: value for name, value in body.items() if name not in SECTIONS and name != "priority"}
+    theirs = {name: value for name, value in body.items() if name not in SECTIONS and name not in ("priority", "max_seconds")}
     ours = {name: value for name, value in body.items() if name not in theirs}
     lines = [f"    {name}={pprint.pformat(value, sort_dicts=False)}," for name, value in theirs.items()]
     if ours:

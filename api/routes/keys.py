@@ -11,8 +11,8 @@ from api.http.dependencies import JsonBody, Svc, body_schema, parse_body
 from api.http.routing import keyed_router
 from ft_service.errors import NotFoundError
 from ft_service.spec import Strict
-from ft_service.store.keys import LINK_SECONDS
 from ft_service.store.records import ApiKey
+from ft_service.store.tenants.keys import LINK_SECONDS
 
 router = keyed_router("/v1", "keys")
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import urlencode
 
 from fastapi import Request
 from fastapi.responses import Response
 
-from api.page.inner_api import Api, InnerApi
+from api.page.inner_api import Api, ApiError, InnerApi
 from api.page.rendering import leave_for, page
+from api.page.words import length_bars
 from api.routes.page.entry import page_router
 from api.routes.page.jobs import JOBS
 
 router = page_router()
 
 _LOOKED_AT = 100
+_SHOWN = 10
+_HISTOGRAM = 100
 
 
 @router.get("/data")
@@ -39,10 +43,36 @@ async def file(request: Request, api: Api, file_id: str, model: str | None = Non
     return page(request, "data_file.html", **values)
 
 
+@router.get("/page/data/{file_id}/samples")
+async def file_samples(request: Request, api: Api, file_id: str, model: str, after: int = 0) -> Response:
+    """As a base sees them; loaded by the page once it is there, since it takes a second."""
+    return await _samples(request, api, f"/v1/files/{file_id}/samples", after, model=model)
+
+
+@router.get("/page/jobs/{job_id}/samples")
+async def job_samples(request: Request, api: Api, job_id: str, file: str = "training", after: int = 0) -> Response:
+    """As the job's model sees them."""
+    return await _samples(request, api, f"{JOBS}/{job_id}/samples", after, file=file)
+
+
 @router.post("/data/{file_id}/delete")
 async def delete(request: Request, api: Api, file_id: str) -> Response:
     await api.delete(f"/v1/files/{file_id}")
     return leave_for(request, "/data")
+
+
+async def _samples(request: Request, api: InnerApi, path: str, after: int, **query: str) -> Response:
+    """A few samples; at the beginning with a histogram of many."""
+    values: dict[str, Any] = {"after": after, "more": f"{request.url.path}?{urlencode(query)}&after=", "lengths": None}
+    try:
+        found = await api.get(path, after=after, limit=_HISTOGRAM if not after else _SHOWN, **query)
+    except ApiError as error:
+        return page(request, "samples.html", found={"fault": error.message}, **values)
+    if not after:
+        values["lengths"] = length_bars(found["data"])
+        found["has_more"] = found["has_more"] or len(found["data"]) > _SHOWN
+        found["data"] = found["data"][:_SHOWN]
+    return page(request, "samples.html", found=found, **values)
 
 
 def _uses(jobs: list[dict[str, Any]]) -> dict[str, int]:

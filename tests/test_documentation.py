@@ -67,12 +67,6 @@ def test_the_architecture_page_names_every_folder() -> None:
     assert not [str(folder.relative_to(ROOT)) for folder in folders if not re.search(rf"\b{folder.name}/", page)]
 
 
-def test_the_readme_names_every_package_of_the_core() -> None:
-    readme = (ROOT / "README.md").read_text()
-    rooms = [folder for package in PACKAGES for folder in _folders(package) if len(folder.relative_to(ROOT).parts) == 2]
-    assert not [str(room.relative_to(ROOT)) for room in rooms if not re.search(rf"\b{room.name}/", readme)]
-
-
 def test_the_glossary_gives_each_word_one_meaning() -> None:
     _, _, glossary = (ROOT / "docs/architecture.md").read_text().partition("## Glossary")
     rows = re.findall(r"^\| ([^|]+?) +\| ([^|]+?) +\|$", glossary, re.MULTILINE)

@@ -108,6 +108,10 @@ class Client:
     def models(self) -> list[RemoteModel]:
         return [RemoteModel.model_validate(item) for item in self._call("GET", "/models")["data"]]
 
+    def model(self, name: str) -> RemoteModel:
+        """A base, an alias, or a tuned model. Raises NotFoundError, which for a base lists those that there are."""
+        return RemoteModel.model_validate(self._call("GET", f"/models/{_part(name)}"))
+
     # Jobs
 
     def create_job(self, body: dict[str, Any]) -> RemoteJob:

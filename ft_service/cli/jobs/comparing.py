@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import typer
 
 from ft_service.cli.jobs.naming import JobId, find_job
 from ft_service.cli.output import Json, connect, print_json, print_table, screen_width
-from ft_service.client.answers import RemoteJob
+from ft_service.client.answers import RemoteJob, shown
 from ft_service.client.progress import Curve, clock
 from ft_service.rundir.events import Metrics
 
@@ -39,9 +38,9 @@ def compare(one: JobId, other: JobId, as_json: Json = False) -> None:
             }
         )
         return
-    shown = [(name, _text(left), _text(right)) for name, left, right in rows]
-    shown += [(name, _text(results[0][name]), _text(results[1][name])) for name in results[0]]
-    print_table(("", jobs[0].id, jobs[1].id), shown)
+    table = [(name, _text(left), _text(right)) for name, left, right in rows]
+    table += [(name, _text(results[0][name]), _text(results[1][name])) for name in results[0]]
+    print_table(("", jobs[0].id, jobs[1].id), table)
     for title, field in (("training loss", "train_loss"), ("validation loss", "valid_loss")):
         _print_curves(title, field, curves)
 
@@ -90,6 +89,4 @@ def _print_curves(title: str, field: str, curves: Sequence[Sequence[Metrics]]) -
 
 
 def _text(value: object) -> str:
-    if value is None:
-        return "-"
-    return value if isinstance(value, str) else json.dumps(value)
+    return "-" if value is None else shown(value)

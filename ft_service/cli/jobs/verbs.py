@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from ft_service.cli.jobs.naming import JobId, find_job, reaching
+from ft_service.cli.jobs.naming import SEARCHED, JobId, find_job, reaching
 from ft_service.cli.output import Json, connect, print_json
-from ft_service.client.answers import RemoteJob
+from ft_service.client.answers import RemoteFile, RemoteJob
 from ft_service.client.client import Client
 from ft_service.errors import SpecError
 from ft_service.jobs.states import State
@@ -56,7 +56,8 @@ def remove(
     `ft prune` or an age limit takes its run directory."""
     with connect() as client:
         if target.startswith("file-"):
-            what, name = f"the file {client.file(target).filename} ({target})", target
+            file = _file(client, target)
+            what, name = f"the file {file.filename} ({file.id})", file.id
         else:
             name = target if is_tuned(target) else _tuned_model(client, target)
             what = f"the tuned model {name}"
@@ -67,6 +68,14 @@ def remove(
         print_json({"id": name, "deleted": True})
     else:
         print(f"Removed {what}.")
+
+
+def _file(client: Client, word: str) -> RemoteFile:
+    """The file whose id is, or begins as, a word."""
+    begun = [file for file in client.files(SEARCHED) if file.id.startswith(word)]
+    if len(begun) > 1 and word not in [file.id for file in begun]:
+        raise SpecError(f"{word!r} means {len(begun)} files. Give more of the id.", param="id")
+    return begun[0] if len(begun) == 1 else client.file(word)
 
 
 def _tuned_model(client: Client, word: str) -> str:

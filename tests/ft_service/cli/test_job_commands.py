@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ft_service.cli.output import shrunk
 from ft_service.client.answers import RemoteJob
 from tests.support.command_line import Ft
 from tests.support.rest.stub_server import StubServer, event_body, job_body, metrics_event
@@ -87,7 +88,7 @@ def test_rm_removes_a_file_or_a_tuned_model_and_asks_first(ft: Ft, server: StubS
     assert (refused.code, len(server.files)) == (64, 1)
     assert "would remove the file train.jsonl (file-1). Say so with --yes" in refused.err
     assert ft("files").out.splitlines()[1].split()[:2] == ["file-1", "train.jsonl"]
-    assert ft("rm", "file-1", "--yes").out == "Removed the file train.jsonl (file-1).\n"
+    assert ft("rm", "file-", "--yes").out == "Removed the file train.jsonl (file-1).\n"
     assert server.files == []
     assert json.loads(ft("rm", "last", "--yes", "--json").out) == {"id": TUNED, "deleted": True}
     assert server.requests[-1].method == "DELETE"
@@ -126,3 +127,9 @@ def test_a_terminal_shows_short_ids_and_the_reason_below(ft: Ft, server: StubSer
     _, row, reason = ft("jobs").out.splitlines()
     assert row.split()[0] == "abcdefgh"
     assert (len(reason), reason[:21], reason[-1]) == (80, "    The disk is full.", "…")
+
+
+def test_a_narrow_screen_takes_from_the_widest_columns() -> None:
+    assert shrunk([2, 5, 60, 40], 107) == [2, 5, 60, 40]
+    assert shrunk([2, 5, 60, 40], 67) == [2, 5, 30, 30]
+    assert shrunk([4, 4], 1) == [1, 1]

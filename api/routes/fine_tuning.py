@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -57,7 +56,7 @@ async def create(
         if not (job_id and (created_before := await run_in_threadpool(earlier))):
             raise
         return created_before
-    return written(job_view(job, organization=caller.organization, metrics=None, now=0.0))
+    return written(job_view(job, organization=caller.organization))
 
 
 _CREATE = {"response_model": JobView, "openapi_extra": body_schema(JobRequest)}
@@ -66,13 +65,20 @@ router.add_api_route("", create, methods=["POST"], route_class_override=BareRout
 
 @router.get("", response_model=ListView[JobView])
 def list_jobs(
-    request: Request, caller: Caller, services: Svc, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
+    request: Request,
+    caller: Caller,
+    services: Svc,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    status: State | None = None,
+    base: Annotated[str | None, Query(description="Name of a base model: only jobs that train on it.")] = None,
 ) -> Any:
     """Newest first. `metadata[k]=v`, any number of times: only jobs whose metadata hold all these pairs. `metadata=null`: only
-    jobs without metadata."""
-    page = services.store.list_jobs(caller.project_id, after=after, limit=limit, metadata=_metadata(request))
-    queue = services.store.queue() if any(job.state is State.QUEUED for job in page.data) else []
-    return list_view([_view(job, caller, services, queue) for job in page.data], page.has_more)
+    jobs without metadata. `status` and `base`, which OpenAI's API has not: only jobs in that state, on that base."""
+    page = services.store.list_jobs(
+        caller.project_id, after=after, limit=limit, metadata=_metadata(request), state=status, base=base
+    )
+    return list_view([_view(job, caller, services) for job in page.data], page.has_more)
 
 
 @router.get("/{job_id}")
@@ -110,13 +116,14 @@ def events(
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     stream: bool = False,
+    kind: Annotated[Literal["message"] | None, Query(alias="type", description="Only messages, no numbers of steps.")] = None,
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> Any:
     """Newest first. `stream=true` (not in OpenAI's API): server-sent events instead, the oldest first, from the one after
     `Last-Event-ID` (or `after`) until the job has ended, then `[DONE]`; `limit` has no effect then."""
     if stream:
         return event_stream.response(services.store, caller.project_id, job_id, last_event_id or after)
-    page = services.store.list_events(caller.project_id, job_id, after=after, limit=limit)
+    page = services.store.list_events(caller.project_id, job_id, after=after, limit=limit, messages=kind is not None)
     return list_view([event_view(event) for event in page.data], page.has_more)
 
 
@@ -198,20 +205,17 @@ async def _create(body: Any, caller: Principal, services: Services, job_id: str 
     return await services.create_job(await run_in_threadpool(reading) if names_tuned(body) else reading())
 
 
-def _view(job: Job, caller: Principal, services: Services, queue: Sequence[str] | None = None) -> JobView:
-    """`queue`: ids of the queued jobs in their order; None: not read yet."""
+def _view(job: Job, caller: Principal, services: Services) -> JobView:
     store = services.store
     metrics = validated = store.latest_metrics(job.id) if job.attempt else None
     if metrics is not None and metrics.valid_loss is None and job.spec.validation_data is not None:
         validated = store.latest_validation(job.id)
-    if queue is None:
-        queue = store.queue() if job.state is State.QUEUED else []
     return job_view(
         job,
         organization=caller.organization,
         metrics=metrics,
         now=store.now() if metrics and job.state is State.RUNNING else 0.0,
-        queue=queue,
+        place=services.forecasts.find(job) if job.state is State.QUEUED else None,
         valid_loss=validated.valid_loss if validated else None,
     )
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, Field
 
+from ft_service.jobs.forecast import Place
 from ft_service.jobs.states import Job, Phase, State
 from ft_service.rundir.events import Metrics
 from ft_service.spec import LEARNING_RATE, Integration, Strict, TrainingOptions, TunedName
@@ -152,6 +153,20 @@ class ProgressView(BaseModel):
     trained_tokens: int | None
 
 
+class QueueView(BaseModel):
+    """Where a waiting job stands."""
+
+    position: int
+    """1: no other waiting job is expected to start before it."""
+    reason: str
+    """Why it does not run yet."""
+    estimated_start: int | None
+    """Seconds since the epoch, by how long jobs took and take here; null: not known yet."""
+    share: float
+    """Its project's part, from 0 to 1, of what all projects have used lately (half of it is forgotten every three days). Of
+    jobs of like priority those start first whose project has the smaller part."""
+
+
 class JobView(BaseModel):
     id: str
     object: Literal["fine_tuning.job"] = "fine_tuning.job"
@@ -185,10 +200,11 @@ class JobView(BaseModel):
     pending_reason: str | None
     """Why a job does not start although its turn has come, or why nothing is known of it now; null: it waits for its turn, or
     runs."""
-    queue_position: int | None
-    """While queued: 1 starts next; null: it is not queued, or far behind."""
+    queue: QueueView | None
+    """While queued."""
     suffix: str | None
     priority: int
+    max_seconds: int | None
     lora: dict[str, Any]
     precision: dict[str, Any]
     training: dict[str, Any]
@@ -280,13 +296,13 @@ def job_view(
     job: Job,
     *,
     organization: str,
-    metrics: Metrics | None,
-    now: float,
-    queue: Sequence[str] = (),
+    metrics: Metrics | None = None,
+    now: float = 0.0,
+    place: Place | None = None,
     valid_loss: float | None = None,
 ) -> JobView:
-    """A job as the wire shows it. `metrics`: the job's newest; `now`: database time, for the estimate; `queue`: ids of the
-    queued jobs in their order; `valid_loss`: of the last validation."""
+    """A job as the wire shows it. `metrics`: the job's newest; `now`: database time, for the estimate; `place`: in the queue,
+    if it is known; `valid_loss`: of the last validation."""
     spec = job.spec
     hyperparameters = _hyperparameters(spec.training)
     return JobView(
@@ -313,9 +329,10 @@ def job_view(
         attempt=job.attempt,
         progress=_progress(metrics, valid_loss) if metrics else None,
         pending_reason=job.pending if job.state in (State.QUEUED, State.RUNNING) else None,
-        queue_position=queue.index(job.id) + 1 if job.state is State.QUEUED and job.id in queue else None,
+        queue=_queue(place) if place and job.state is State.QUEUED else None,
         suffix=job.request.get("suffix"),
         priority=job.priority,
+        max_seconds=job.max_seconds,
         lora=spec.lora.model_dump(),
         precision=spec.precision.model_dump(),
         training=spec.training.model_dump(),
@@ -379,6 +396,16 @@ def _estimate(job: Job, metrics: Metrics | None, now: float) -> float | None:
     if job.state is not State.RUNNING or metrics is None or metrics.step_seconds is None:
         return None
     return now + (metrics.total_steps - metrics.step) * metrics.step_seconds
+
+
+def _queue(place: Place) -> QueueView:
+    forecast = place.forecast
+    return QueueView(
+        position=forecast.position,
+        reason=forecast.reason,
+        estimated_start=_whole(forecast.starts_at),
+        share=round(place.share, 4),
+    )
 
 
 def _whole(seconds: float | None) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -48,8 +49,8 @@ class RemoteJob(Answer):
     """The newest numbers: step, total_steps, train_loss, …"""
     pending_reason: str | None = None
     """Why it does not start although its turn has come, or why nothing is known of it."""
-    queue_position: int | None = None
-    """While queued: 1 starts next."""
+    queue: dict[str, Any] | None = None
+    """While it waits: position, reason, estimated_start, share."""
     suffix: str | None = None
     seed: int | None = None
     lora: dict[str, Any] = {}
@@ -114,14 +115,12 @@ class RemoteJob(Answer):
             return None
         if self.pending_reason:
             return f"queued: {self.pending_reason}"
-        if self.queue_position is None:
+        place = self.queue or {}
+        if not place:
             return "queued"
-        need = f"{self.ranks} slot{'s' if self.ranks != 1 else ''}" if self.ranks else "slots"
-        if self.queue_position == 1:
-            return (
-                f"queued: starts next, when {need} are free" if self.ranks != 1 else "queued: starts next, when a slot is free"
-            )
-        return f"queued: number {self.queue_position} in the queue; needs {need}"
+        at = place.get("estimated_start")
+        starts = f", starts about {datetime.fromtimestamp(at):%Y-%m-%d %H:%M}" if at else ""
+        return f"queued: number {place.get('position')}{starts}. {place.get('reason')}"
 
     def seconds(self, now: float) -> float:
         """From its creation to its end, or to now."""

@@ -112,6 +112,11 @@ class Client:
         """A base, an alias, or a tuned model. Raises NotFoundError, which for a base lists those that there are."""
         return RemoteModel.model_validate(self._call("GET", f"/models/{_part(name)}"))
 
+    def sign_in_link(self, path: str) -> str:
+        """The address of a page of the server's, by which a browser is signed in once. Raises NotFoundError if it has none."""
+        link = self._call("POST", "/sign_in_links")["path"]
+        return f"{self.base_url.rpartition('/')[0]}{link}&to={path}"
+
     # Jobs
 
     def create_job(self, body: dict[str, Any]) -> RemoteJob:

@@ -166,7 +166,7 @@ def test_a_damaged_or_missing_checkpoint_is_not_read(
     assert complete_checkpoints(run) == ["step-2-a1", "step-4-a1"]
 
 
-@pytest.mark.parametrize("to", ["bf16", "fp8"])
+@pytest.mark.parametrize("to", ["bf16", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_a_merge_reports_the_losses_before_and_after(
     finished: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 from ft_service.errors import ConflictError, NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.jobs.reasons import Reason
-from ft_service.jobs.states import Job, Phase, State
+from ft_service.jobs.states import Halt, Job, Phase, State
 from ft_service.jobs.verbs import Verb
 from ft_service.rundir.documents import Desired
 from ft_service.rundir.events import Metrics
@@ -40,6 +40,16 @@ def test_every_field_comes_back(store):
         result_file="file-r",
         queued_at=4.0,
         pending="why",
+        max_seconds=12,
+        halt=Halt.TIME_LIMIT,
+        key_id="key_a",
+        work=1e18,
+        planned_seconds=13.5,
+        left_seconds=14.5,
+        ends_at=15.5,
+        taken_at=16.5,
+        held_seconds=17.5,
+        slot_seconds=18.5,
         version=12,
     )
     before = store.now()
@@ -228,14 +238,6 @@ def test_the_latest_validation_is_found_behind_steps_without_one(store):
     assert store.latest_validation(job.id) is None
     assert store.apply(claimed, JobChange(job=claimed.job, events=events))
     assert store.latest_validation(job.id) == rows[1]
-
-
-def test_the_queue_is_in_the_order_in_which_jobs_start(store):
-    first, urgent, third = (create_job(store, new_job(state=State.QUEUED, priority=priority)).id for priority in (0, 5, 0))
-    create_job(store, new_job(state=State.VALIDATING))
-    create_job(store, new_job(state=State.RUNNING, project_id=OTHER))
-    assert store.queue() == [urgent, first, third]
-    assert store.queue(limit=2) == [urgent, first]
 
 
 def test_checkpoints_highest_step_first_each_from_its_newest_attempt(store):

@@ -27,13 +27,13 @@ def register(app: typer.Typer) -> None:
 
 def cancel(job_id: JobId, as_json: Json = False) -> None:
     """Stop a job for good. Its checkpoints stay."""
-    with reaching(job_id, only_one=True) as (client, found):
+    with reaching(job_id, only_one=True, fit=lambda job: not job.over) as (client, found):
         _show(client.cancel(found), as_json)
 
 
 def pause(job_id: JobId, as_json: Json = False) -> None:
     """Stop a job at a checkpoint and free its processors, until it is resumed."""
-    with reaching(job_id) as (client, found):
+    with reaching(job_id, fit=lambda job: not (job.over or job.paused)) as (client, found):
         job = client.pause(found)
     if as_json or job.status != State.RUNNING:
         _show(job, as_json)
@@ -43,7 +43,7 @@ def pause(job_id: JobId, as_json: Json = False) -> None:
 
 def resume(job_id: JobId, nproc_per_node: Ranks = None, as_json: Json = False) -> None:
     """Let a paused job go on from its checkpoint."""
-    with reaching(job_id) as (client, found):
+    with reaching(job_id, fit=lambda job: not job.over) as (client, found):
         _show(client.resume(found, nproc_per_node), as_json)
 
 
@@ -79,7 +79,7 @@ def _file(client: Client, word: str) -> RemoteFile:
 
 
 def _tuned_model(client: Client, word: str) -> str:
-    job = client.job(find_job(client, word, only_one=True))
+    job = client.job(find_job(client, word, only_one=True, fit=lambda job: job.fine_tuned_model is not None))
     if job.fine_tuned_model is None:
         raise SpecError(f"Job {job.id} is {job.status} and has no tuned model to remove.", param="id")
     return job.fine_tuned_model

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -31,6 +32,7 @@ from workers.base.load import load
 from workers.job.parent_adapter import adopt
 from workers.model.build import build
 from workers.tasks.consolidate import consolidate
+from workers.train import _resume
 
 CPU = torch.device("cpu")
 STEPS = 8
@@ -139,7 +141,10 @@ def test_ranks_that_map_the_services_tokens_train_alike(finished: RunDir, spec: 
 @pytest.mark.parametrize(
     "options",
     [
-        {"prefetch": {"forward": 2, "backward": 2}, "activation_checkpointing": "full", "keep_unsharded": True},
+        pytest.param(
+            {"prefetch": {"forward": 2, "backward": 2}, "activation_checkpointing": "full", "keep_unsharded": True},
+            marks=pytest.mark.slow,
+        ),
         {"wrap": {"min_params": 5000}, "activation_checkpointing": "selective", "ignored": [r".*norm\.weight"]},
     ],
     ids=["gathered ahead, kept, recomputed", "in groups by size, norms whole"],
@@ -172,7 +177,7 @@ def test_resume_on_the_same_ranks_is_bitwise_the_uninterrupted_job(finished: Run
     assert all(torch.equal(tensor, whole[name]) for name, tensor in adapter(run).items())
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_resume_on_other_ranks_goes_on_with_the_same_losses(finished: RunDir, tmp_path: Path, world: int) -> None:
     run = interrupted(finished, tmp_path, "step-3-a1")
     assert run_attempt(run, 2, world, "step-3-a1").kind == "succeeded"
@@ -189,7 +194,7 @@ def test_in_bf16_other_ranks_come_to_nearly_the_same_losses(spec: JobSpec, tmp_p
     assert losses(run) == pytest.approx(losses(whole), rel=1e-3)
 
 
-@pytest.mark.parametrize(("world", "replicate"), [(4, 2), (2, 2)], ids=["2x2", "2x1"])
+@pytest.mark.parametrize(("world", "replicate"), [(4, 2), pytest.param(2, 2, marks=pytest.mark.slow)], ids=["2x2", "2x1"])
 def test_a_job_goes_on_across_hsdp_shapes(finished: RunDir, tmp_path: Path, world: int, replicate: int) -> None:
     """From two ranks that shard to copies of the model, and back from the checkpoint that those wrote."""
     run = interrupted(finished, tmp_path, "step-3-a1")
@@ -365,3 +370,12 @@ def test_a_parent_that_does_not_fit_is_refused(
     assert ref is not None
     with pytest.raises(SpecError, match=says):
         adopt(built.peft_model, ref)
+
+
+@pytest.mark.parametrize(("ranks", "where"), [(1, "1 rank (cpu)"), (3, "3 ranks (cpu)")])
+def test_the_beginning_is_told_in_grammar(ranks: int, where: str) -> None:
+    told: list[str] = []
+    runtime = SimpleNamespace(rank=1, world=ranks, device=CPU, start=SimpleNamespace(checkpoint=None))
+    begin: Any = _resume
+    begin(runtime, SimpleNamespace(message=told.append), None, SimpleNamespace(total_steps=8))
+    assert told == [f"Training starts on {where}: 8 steps."]

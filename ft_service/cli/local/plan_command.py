@@ -1,0 +1,112 @@
+"""`ft plan`: what a SPEC will take, before anything runs."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ft_service.cli.local.data import DataReports, examine_data, messages
+from ft_service.cli.local_store import settings_with_models
+from ft_service.cli.output import Json, print_fields, print_json, print_table
+from ft_service.errors import SpecError
+from ft_service.ids import new_id
+from ft_service.local.spec_file import load_spec_file, resolve_spec_file
+from ft_service.plan.job import Plan, bounded, plan_job, training_time
+from ft_service.plan.lengths import Lengths
+from ft_service.plan.machines import MACHINES, Machine, find_machine, this_host
+from ft_service.plan.quantities import duration_text
+from ft_service.plan.text import memory_table, modules_table, verdict_lines, work_lines
+from ft_service.spec import JobSpec
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+HardwareName = Annotated[
+    str | None,
+    typer.Option("--hardware", metavar="NAME", help=f"{', '.join(MACHINES)} or cpu. Default: this host."),
+]
+Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of one GPU, such as 24GiB, in place of the table's.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("plan")(plan)
+
+
+def plan(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="YAML file; its paths are relative to it.")],
+    hardware: HardwareName = None,
+    memory: Memory = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a SPEC will take on every rank, on the wire and in time, and whether it fits. Nothing is started."""
+    machine = find_machine(hardware) if hardware else this_host()
+    if memory is not None:
+        machine = replace(machine, memory=parse_size(memory))
+    settings = settings_with_models()
+    resolved = resolve_spec_file(load_spec_file(spec), settings, job_id=new_id("ftjob-"), seed=0, to_train=False)
+    resolved = bounded(resolved)
+    plan_job(resolved, machine, to_train=False)  # a base that cannot be used is told of before the data is read
+    data = examine_data(resolved, settings, lambda sentence: print(sentence, file=sys.stderr), need_counts=False)
+    counts = data["training_file"].counts
+    its_plan = plan_job(resolved, machine, Lengths.counted(counts) if counts else None, to_train=False)
+    duration = training_time(its_plan, resolved, data["training_file"].examples)
+    if as_json:
+        counts = {param: report.counts and asdict(report.counts) for param, report in data.items()}
+        print_json(its_plan.as_dict() | {"time": duration, "data": counts})
+    else:
+        _show(its_plan, machine, duration)
+        _show_data(data, resolved)
+
+
+def parse_size(text: str) -> int:
+    """`24GiB`, `80GB` or a number of bytes. Raises SpecError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        raise SpecError(f"--memory = {text!r}: expected a size such as 24GiB or 80GB.", param="memory")
+    return int(float(match[1]) * unit)
+
+
+def _show(plan: Plan, machine: Machine, duration: dict[str, Any]) -> None:
+    print_table(("FROZEN MODULE", "COUNT", "SHAPE", "FORMAT", "BYTES", "PER RANK"), modules_table(plan.modules))
+    print()
+    print_fields(memory_table(plan))
+    print()
+    for line in verdict_lines(plan):
+        print(line)
+    for line in work_lines(plan):
+        print(line)
+    _show_time(duration)
+
+
+def _show_data(data: DataReports, spec: JobSpec) -> None:
+    for level, message in messages(data, spec):
+        print(message if level == "info" else f"Warning: {message}")
+    if data["training_file"].counts is None:
+        print("Tokens are not counted here: transformers is not installed, or the base has no tokenizer.")
+
+
+def _show_time(duration: dict[str, Any]) -> None:
+    text = f"{duration['steps']} steps over {duration['examples']} examples"
+    most, likely = duration["seconds_at_most"], duration["seconds_likely"]
+    if most is None:
+        print(f"{text}.")
+    elif likely is None:
+        print(f"{text}: at most about {duration_text(most)}, were every sample training.max_length tokens long.")
+    else:
+        print(f"{text}: likely about {duration_text(likely)}; {duration_text(most)}, were every sample as long as the longest.")

@@ -1,0 +1,173 @@
+"""`ft run`: a job without a server, in a run directory."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ft_service.cli.display import Display, display_for
+from ft_service.cli.local.data import examine_data, messages
+from ft_service.cli.local_store import settings_with_models
+from ft_service.cli.output import Json, complain, print_json
+from ft_service.control.tracking.door import refuse_without_server
+from ft_service.errors import SpecError
+from ft_service.ids import new_id
+from ft_service.local.parent import prepare_local
+from ft_service.local.run import run_local, wait_begun
+from ft_service.local.spec_file import SpecFile, load_spec_file, resolve_spec_file
+from ft_service.plan.admit import admit
+from ft_service.plan.lengths import Lengths
+from ft_service.plan.machines import this_host
+from ft_service.plan.settle import keep_choices, settle
+from ft_service.rundir.attempt import ATTEMPTS
+from ft_service.rundir.directory import RunDir
+from ft_service.rundir.documents import Exit, ExitReason
+from ft_service.rundir.events import Event
+from ft_service.settings import Settings
+from ft_service.spec import JobRequest, JobSpec
+from ft_service.supervisor.node import Node
+
+RunDirectory = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Train into DIR, going on with what is there. Default: anew, in a new folder of FT_HOME."),
+]
+NodeRank = Annotated[
+    int,
+    typer.Option(
+        metavar="K", min=0, help="For distributed.nnodes above 1: number of this host, from 0. Run it on each, DIR shared."
+    ),
+]
+Endpoint = Annotated[
+    str,
+    typer.Option(metavar="HOST:PORT", help="For distributed.nnodes above 1: where host 0 is reached, and a free port of it."),
+]
+Address = Annotated[
+    str, typer.Option(metavar="HOST", help="By which the other hosts reach this one. Default: what its host name resolves to.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("run")(run)
+
+
+def run(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="YAML file; its paths are relative to it.")],
+    run_dir: RunDirectory = None,
+    node_rank: NodeRank = 0,
+    rdzv_endpoint: Endpoint = "",
+    address: Address = "",
+    as_json: Json = False,
+) -> int:
+    """Run a SPEC on this machine without a server. Ctrl-C stops it at a checkpoint; with the same --run-dir it goes on."""
+    settings = settings_with_models()
+    loaded = load_spec_file(spec)
+    if loaded.request.integrations:
+        refuse_without_server()
+    node = _node(loaded.request, run_dir, node_rank, rdzv_endpoint, address)
+    job_id = new_id("ftjob-")
+    folder = (run_dir or settings.runs_dir / job_id).absolute()
+    if node is not None and node.index:
+        wait_begun(folder)  # its id and its seed are drawn on host 0
+    resolved = resolve_for(loaded, settings, folder, job_id)
+    admitted = admit(resolved, data_bytes=Path(resolved.training_data.path).stat().st_size)
+    if resolved.parent is not None and not RunDir(folder).list(ATTEMPTS):  # one that has begun has its own checkpoints
+        prepare_local(resolved.parent)
+    with display_for(Console(highlight=False, stderr=as_json)) as display:
+        display.status("starting")
+        for level, message in admitted.told:
+            display.message(level, message, time.time())
+        reports = examine_data(admitted.spec, settings, lambda sentence: display.message("info", sentence, time.time()))
+        for level, message in messages(reports, admitted.spec):
+            display.message(level, message, time.time())
+        counts = reports["training_file"].counts
+        settled = settle(admitted.spec, this_host(), Lengths.counted(counts) if counts else None)
+        for sentence in settled.news:  # now that the lengths are known
+            display.message("info", sentence, time.time())
+        with _time_limit(loaded.request.max_seconds) as stop:
+            ended = run_local(
+                settled.spec,
+                folder,
+                lambda event: _show(display, event),
+                stop=stop,
+                node=node,
+                stop_grace_seconds=settings.stop_grace_seconds,
+            )
+    return _report(ended, folder, spec, as_json)
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: int | None) -> Iterator[threading.Event]:
+    """An event that is set after so many seconds; None: never."""
+    over = threading.Event()
+    timer = None if seconds is None else threading.Timer(seconds, over.set)
+    if timer:
+        timer.daemon = True
+        timer.start()
+    try:
+        yield over
+    finally:
+        if timer:
+            timer.cancel()
+
+
+def _node(request: JobRequest, run_dir: Path | None, rank: int, endpoint: str, address: str) -> Node | None:
+    """The number of this host in the job. None: the job has one host. Raises SpecError for options that do not fit the job."""
+    nodes = request.distributed.nnodes
+    if nodes == 1:
+        if rank or endpoint or address:
+            message = "--node-rank, --rdzv-endpoint and --address are for jobs with distributed.nnodes above 1. Leave them out."
+            raise SpecError(message, param="distributed.nnodes")
+        return None
+    if rank >= nodes:
+        raise SpecError(
+            f"--node-rank = {rank}: distributed.nnodes = {nodes}, so it is one of 0 to {nodes - 1}.", param="node-rank"
+        )
+    host, _, port = endpoint.rpartition(":")
+    if run_dir is None or not host or not port.isdigit():
+        raise SpecError(
+            f"distributed.nnodes = {nodes}: give --run-dir with a folder that all {nodes} hosts share, and on each the same "
+            "--rdzv-endpoint HOST:PORT, and --node-rank 0, 1, ….",
+            param="distributed.nnodes",
+        )
+    return Node(rank, endpoint, address, concludes=rank == 0)
+
+
+def resolve_for(loaded: SpecFile, settings: Settings, folder: Path, job_id: str) -> JobSpec:
+    """The spec to train in a run directory. A run that began before keeps its id, and the seed, the format and the length of
+    samples that were drawn and chosen for it.
+    """
+    begun = RunDir(folder).read("spec.json", JobSpec)
+    if begun is None:
+        return resolve_spec_file(loaded, settings, job_id=job_id, seed=secrets.randbelow(2**31))
+    resolved = resolve_spec_file(loaded, settings, job_id=begun.job_id, seed=begun.seed)
+    return keep_choices(resolved, begun)
+
+
+def _show(display: Display, event: Event) -> None:
+    display.status("running")
+    if event.metrics is not None:
+        display.metrics(event.metrics, event.time)
+    if event.kind != "metrics":
+        display.message(event.level, event.message, event.time)
+
+
+def _report(ended: Exit, folder: Path, spec: Path, as_json: bool) -> int:
+    if as_json:
+        print_json({**ended.model_dump(), "run_dir": str(folder)})
+    elif ended.reason is ExitReason.SUCCEEDED:
+        print(f"The adapter is in {folder / 'adapter'}")
+    elif ended.reason is ExitReason.STOPPED:
+        print(f"Stopped at a checkpoint. To go on: ft run {spec} --run-dir {folder}", file=sys.stderr)
+    else:
+        reason = ended.error.message if ended.error else ended.message
+        complain(f"{' '.join(reason.split())} (logs: {folder / ATTEMPTS})", ended.code)
+    return ended.code

@@ -97,7 +97,9 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
     adopted = adopt(built.peft_model, spec.parent) if spec.parent and from_first(needs_parent) else None
     if adopted is not None and not resumes:
         reporter.message(f"The adapter is that of {adopted.tuned_name}, step {adopted.step}; the optimizer begins anew.")
-    origins.record(runtime.run, spec, built, train_set, valid_set, adopted)  # a job goes on only on the base that it began with
+    # A job goes on only on the base that it began with.
+    for text in origins.record(runtime.run, spec, built, train_set, valid_set, adopted):
+        reporter.message(text, "warn")
     job = JobState(dict(adapters(built.peft_model)), spec.training)  # on the final parameters: loading replaced them
     built.peft_model.train()
     limits = settle_limits(built.peft_model, spec, runtime.device, warn=lambda text: reporter.message(text, "warn"))

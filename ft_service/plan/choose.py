@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -147,12 +147,11 @@ def _settings(base: BaseShape, spec: JobSpec, machine: Machine, lengths: Lengths
         for budget in _budgets(shared, machine, layout, lengths):
             sized = with_options(shared, {BUDGET: budget})
             batches = planned_micro_batches(sized, layout, lengths and lengths.longest)
-            rank = rank_bytes(base, sized, layout, stored, adapters, groups, batches)
+            rank = rank_bytes(base, sized, layout, stored, adapters, groups, batches, machine)
             usual = planned_micro_batches(sized, layout, lengths and lengths.mean)
             for mode in modes:
                 tried = with_options(sized, {CHECKPOINTING: mode})
-                held = replace(rank, activations=rank.activations_by_mode[mode])
-                yield Setting(tried, layout, batches, held, clock.pace(mode, usual))
+                yield Setting(tried, layout, batches, rank.in_mode(mode), clock.pace(mode, usual))
 
 
 def _copies(spec: JobSpec) -> list[int]:

@@ -170,7 +170,7 @@ def _copies_reason(setting: Setting) -> str:
 def _checkpointing_reason(setting: Setting, usable: int) -> str:
     tokens, rank = setting.batches.tokens, setting.rank
     mode = setting.spec.distributed.activation_checkpointing
-    without = rank.total - rank.activations + rank.activations_by_mode["none"]
+    without = rank.in_mode("none").total
     if mode == "none":
         return f"activations of {tokens:,} tokens take {bytes_text(rank.activations)}, and fit"
     compared = "more than the" if without > usable else "of the"

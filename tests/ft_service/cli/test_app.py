@@ -73,6 +73,7 @@ def test_every_command_prints_json_if_asked_to() -> None:
         (["fly"], "No such command 'fly'"),
         (["get"], "Missing argument 'ID'"),
         (["jobs", "--limit", "0"], "'--limit'"),
+        (["jobs", "--limit", "x"], "it must be a whole number"),
         (["jobs", "--colour"], "--colour"),
         (["submit", "absent.yaml"], "absent.yaml cannot be read"),
         (["serve", "--port", "70000"], "--port = 70000: "),

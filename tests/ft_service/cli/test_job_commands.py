@@ -136,4 +136,5 @@ def test_a_terminal_shows_short_ids_and_the_reason_below(ft: Ft, server: StubSer
 def test_a_narrow_screen_takes_from_the_widest_columns() -> None:
     assert shrunk([2, 5, 60, 40], 107) == [2, 5, 60, 40]
     assert shrunk([2, 5, 60, 40], 67) == [2, 5, 30, 30]
-    assert shrunk([4, 4], 1) == [1, 1]
+    assert shrunk([29, 16, 16], 41, [False, True, True]) == [9, 16, 16]
+    assert shrunk([29, 16, 16], 30, [False, True, True]) == [4, 13, 13]

@@ -23,6 +23,7 @@ COMMANDS = {
         "events",
         "checkpoints",
         "compare",
+        "chat",
         "rm",
         "download",
         "cancel",

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import typer
+import typer.core
 
 from ft_service.cli.app import app
 from ft_service.convert import names

@@ -11,12 +11,12 @@ import hashlib
 import hmac
 
 from fastapi import Request
-from ft_service.store.keys import SESSION_SECONDS
 from starlette.responses import Response
 
 from api.http.key_cache import Holders
 from ft_service.errors import AuthError, ForbiddenError
 from ft_service.store.records import Principal
+from ft_service.store.tenants.keys import SESSION_SECONDS
 
 TOKEN_HEADER = "x-csrf-token"
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ft_service.store.keys import LINK_SECONDS
 from pydantic import BaseModel
 
 from api.http.auth import Caller
 from api.http.dependencies import Svc
 from api.http.routing import keyed_router
 from ft_service.errors import NotFoundError
+from ft_service.store.tenants.keys import LINK_SECONDS
 
 router = keyed_router("/v1/sign_in_links", "page")
 

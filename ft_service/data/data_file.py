@@ -7,14 +7,15 @@ line.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, TypeVar
 
 from pydantic import TypeAdapter
 
 from ft_service.data.chat_line import MAX_LINE_BYTES, LineError, Sample, parse_line
+from ft_service.data.preference_line import Pair, parse_pair
 from ft_service.rundir.documents import ErrorInfo
 
 SHOWN_FAULTS = 20
@@ -36,6 +37,7 @@ GIVE_UP_AFTER = 3
 """Samples beyond a limit after which the rest of a file is not read: each has cost seconds, and more would tell nothing new."""
 
 Param = Literal["training_file", "validation_file"]
+Parsed = TypeVar("Parsed", Sample, Pair)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,9 @@ class Counts:
     """The samples and tokens of a file that can be trained on, by the base's tokenizer and chat template."""
 
     samples: int = 0
-    """Those that are trained on."""
+    """Those that are trained on; of pairs each answer is one."""
+    pairs: int = 0
+    """Pairs of answers that are trained on; 0: the file holds none."""
     tokens: int = 0
     """Of these, once they were cut."""
     targets: int = 0
@@ -98,7 +102,7 @@ class Counts:
     lost_tokens: int = 0
     """Tokens that they lose."""
     dropped: int = 0
-    """Samples left out because no target is left of them."""
+    """Samples left out because no target is left of them, pairs because none is left of one answer."""
 
 
 @dataclass(frozen=True)
@@ -145,9 +149,10 @@ class DataReport:
         counts = self.counts
         if counts is None:
             return
+        of = f"{counts.pairs:,} pairs of answers" if counts.pairs else f"{counts.samples:,} samples"
         yield (
             "info",
-            f"{name}: {counts.samples:,} samples of {counts.tokens:,} tokens, {counts.targets:,} of them the assistant's to "
+            f"{name}: {of} of {counts.tokens:,} tokens, {counts.targets:,} of them the assistant's to "
             f"learn; the longest sample has {counts.longest:,} tokens.",
         )
         if counts.cut:
@@ -157,7 +162,8 @@ class DataReport:
                 f"{counts.lost_tokens:,} tokens are lost. A larger max_length keeps them.",
             )
         if counts.dropped:
-            yield "warn", f"{name}: {counts.dropped:,} samples are left out: no assistant token within {max_length} tokens."
+            what = "pairs" if counts.pairs else "samples"
+            yield "warn", f"{name}: {counts.dropped:,} {what} are left out: no assistant token within {max_length} tokens."
 
 
 @dataclass(frozen=True)
@@ -175,6 +181,8 @@ class ExamineRequest:
     """From the beginning to the first Progress, and from one to the next."""
     render_seconds: float = RENDER_SECONDS
     memory_bytes: int = MEMORY_BYTES
+    pairs: bool = False
+    """Lines hold pairs of answers (preference_line.py)."""
     tokens: str = ""
     """Folder in which the tokens are kept if no line is at fault, and looked for; empty: they are not."""
 
@@ -233,13 +241,13 @@ class Findings:
         return DataReport(self.examples, self._faults, self.faults_total, None if self.faults_total else counts, unread, groups)
 
 
-def check_lines(path: Path, limit: int = SHOWN_FAULTS) -> DataReport:
-    """Report on a file of chat lines, without counting tokens. Raises OSError if it cannot be read."""
+def check_lines(path: Path, limit: int = SHOWN_FAULTS, *, pairs: bool = False) -> DataReport:
+    """Report on a file of chat lines, or of pairs, without counting tokens. Raises OSError if it cannot be read."""
     findings = Findings(limit)
     with path.open("rb") as file:
-        for _, sample in read_samples(file):
-            if isinstance(sample, Fault):
-                findings.fault(sample)
+        for _, found in read_pairs(file) if pairs else read_samples(file):
+            if isinstance(found, Fault):
+                findings.fault(found)
             else:
                 findings.examples += 1
     return findings.report()
@@ -248,7 +256,13 @@ def check_lines(path: Path, limit: int = SHOWN_FAULTS) -> DataReport:
 def read_samples(file: BinaryIO) -> Iterator[tuple[int, Sample | Fault]]:
     """Every line by its number, from 1: its conversation, or its fault."""
     for number, line in _lines(file):
-        yield number, _parse(number, line)
+        yield number, _parse(number, line, parse_line)
+
+
+def read_pairs(file: BinaryIO) -> Iterator[tuple[int, Pair | Fault]]:
+    """Every line by its number, from 1: its pair of answers, or its fault."""
+    for number, line in _lines(file):
+        yield number, _parse(number, line, parse_pair)
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
@@ -268,7 +282,7 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
         yield number, None if too_long else line.rstrip(b"\r\n")
 
 
-def _parse(number: int, line: bytes | None) -> Sample | Fault:
+def _parse(number: int, line: bytes | None, parse: Callable[[str], Parsed]) -> Parsed | Fault:
     if line is None:
         return Fault(number, "", f"is longer than {MAX_LINE_BYTES} bytes")
     if not line:
@@ -276,7 +290,7 @@ def _parse(number: int, line: bytes | None) -> Sample | Fault:
     if line.startswith(b"\xef\xbb\xbf"):
         return Fault(number, "", "starts with a byte order mark: save the file as UTF-8 without one")
     try:
-        return parse_line(line.decode())
+        return parse(line.decode())
     except UnicodeDecodeError as error:
         return Fault(number, "", f"is not UTF-8: byte 0x{line[error.start]:02x} at position {error.start + 1}")
     except LineError as error:

@@ -39,7 +39,17 @@ def pad_ranks(source: Path, out: Path) -> int:
     config = json.loads((source / CONFIG).read_text())
     config |= {"r": rank, "lora_alpha": rank, "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False}
     (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    _compare(adapter, PeftAdapter(out))
     return rank
+
+
+def _compare(before: PeftAdapter, after: PeftAdapter) -> None:
+    """Raises FtError if what was written, read again, changes a weight otherwise than the adapter did."""
+    for module in before.modules:
+        one, other = before.update(module), after.update(module)
+        exact, written = one.scaling * (one.b @ one.a), other.scaling * (other.b @ other.a)
+        if not torch.allclose(exact, written, rtol=1e-4, atol=1e-6 * float(exact.abs().max())):
+            raise FtError(f"The padded adapter changes {module} otherwise than the adapter does: it is not written.")
 
 
 def main(arguments: list[str]) -> int:

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from ft_service.host.lifetime import die_with_parent, hold_rank_lock
 from workers import keep_torchao_out
@@ -44,6 +45,7 @@ from workers.model.build import BuiltModel, build, token_rows
 from workers.model.compiling import compile_layers
 from workers.output import checkpoint
 from workers.output.export import publish
+from workers.output.probes import measure
 from workers.output.report import Reporter
 from workers.output.saver import WITH_ADAPTERS, Saver
 from workers.ranks import fencing
@@ -122,7 +124,9 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
         reporter.message(f"Validation loss has made no progress {waited} times: training ends at step {job.step}.")
     reporter.flush()  # the metrics table is made from the events
     steps = job.step
-    published = publish(runtime.run, runtime.fence, spec, built, job)
+    probed = valid_set if len(valid_set) else train_set
+    probe = partial(measure, built.peft_model, probed, runtime.device)
+    published = publish(runtime.run, runtime.fence, spec, built, job, probe)
     if runtime.rank == 0:
         remove_own(runtime.run)
     which = "" if published == steps else f" of step {published}, with the lowest validation loss,"

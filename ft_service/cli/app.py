@@ -14,7 +14,17 @@ from typing import Annotated
 import typer
 
 from ft_service import __version__
-from ft_service.cli import chat_command, convert_command, keys, merge_command, models, prune_command, serve, verify_command
+from ft_service.cli import (
+    chat_command,
+    convert_command,
+    export_command,
+    keys,
+    merge_command,
+    models,
+    prune_command,
+    serve,
+    verify_command,
+)
 from ft_service.cli.jobs import comparing, fetching, following, listing, submit, verbs
 from ft_service.cli.local import plan_command, run_command
 from ft_service.cli.output import Json, complain, print_json
@@ -51,7 +61,7 @@ def options(
 PANELS = {
     "Jobs": (submit, listing, following, comparing, verbs, fetching),
     "Before and without a server": (plan_command, run_command, convert_command),
-    "Models": (models, chat_command, merge_command, verify_command),
+    "Models": (models, chat_command, merge_command, export_command, verify_command),
     "The service": (serve, prune_command),
 }
 """Title in `ft --help` → modules, whose commands stand there in the order in which they register them."""

@@ -37,7 +37,10 @@ def register(app: typer.Typer) -> None:
 
 
 def chat(
-    model: Annotated[str, typer.Argument(metavar="ID", help="A job or the beginning of its id, a tuned model, or a base.")],
+    model: Annotated[
+        str,
+        typer.Argument(metavar="ID", help="A job (id, beginning of it, suffix, `last`), a tuned model, or a base."),
+    ],
     message: Annotated[
         str | None, typer.Argument(help="Ask this and leave; without it, or with -, it is a conversation.")
     ] = None,
@@ -71,18 +74,18 @@ def chat(
 
 
 def find_partners(client: Client, wanted: str, step: int | None = None) -> tuple[Partner, Partner]:
-    """The model that an id, a prefix of one or a name means, and its base. Raises SpecError or NotFoundError.
+    """The model that a word for a job, or a model's name, means, and its base. Raises SpecError or NotFoundError.
 
     A job that has not succeeded stands for its newest checkpoint.
     """
     names = {model.id: model for model in client.models()}
     if step is None and wanted in names:
         root = (names[wanted].model_extra or {}).get("root") or wanted
-        return Partner("tuned" if root != wanted else "base", wanted), Partner("base", root)
-    if is_tuned(wanted):
-        raise NotFoundError(f"{wanted}: there is no such tuned model. See ft models.", param="id")
-    job = client.job(find_job(client, wanted))
+        return Partner("tuned" if is_tuned(wanted) else "base", wanted), Partner("base", root)
+    job = client.job(find_job(client, wanted, fit=lambda job: job.fine_tuned_model is not None))
     its_base = Partner("base", job.model)
+    if step is None and is_tuned(wanted):
+        return Partner("checkpoint", wanted), its_base
     if step is None and job.fine_tuned_model is not None:
         return Partner("tuned", job.fine_tuned_model), its_base
     points = client.checkpoints(job.id)

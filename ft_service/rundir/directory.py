@@ -21,6 +21,8 @@ checkpoints.py.)
                                           attempt
     adapter/  metrics.csv  manifest.json  the outcome
     adapters/step-<s>-a<n>/               adapters of checkpoints, made when they are asked for
+    probes.json                           Probes, with the outcome: by which whoever serves the adapter is verified
+    serving.json                          by the service: where the adapter is served (ft_service/serving/handoff.py)
     result.json                           Result, last of all; names the attempt
     tokens/                               token sets that a rank made because it saw none of the service's; gone with success
     ranks.lock                            held (shared) by every living rank of any attempt

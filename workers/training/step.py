@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from workers.data.batches import Batch
 from workers.layers.linear import use_keys
+from workers.layers.noise import use_noise
 from workers.layers.segment_attention import CURRENT
 from workers.ranks.sharding import average_unsharded_gradients, reshard, set_last_micro_batch
 from workers.training.head import Losses, log_probabilities_in_head, loss_in_head, works_in_chunks
@@ -118,6 +119,7 @@ def evaluate(model: nn.Module, batches: Iterable[B], world: int, loss_of: LossOf
 def logits_of(model: nn.Module, batch: Batch) -> Tensor:
     """[rows, length, words], or what the head returns in their place."""
     use_keys(model, batch.keys)
+    use_noise(model, batch.keys, batch.lengths)
     if batch.packing is None:
         CURRENT.use(None)
         return model(input_ids=batch.ids).logits

@@ -99,10 +99,11 @@ class TrainingOptions(Strict):
     mathematics. "auto": enough to keep the machine busy, as far as memory goes: on a GPU up to 16,384, on a CPU about 2,048."""
     max_length: Annotated[int, Field(ge=8, le=1_048_576)] = 2048
     """Tokens kept of a sample; the rest is cut from the end, and counted in a warning. Bounded by the model's own limit."""
-    learning_rate: Annotated[Number, Field(gt=0, le=1)] = LEARNING_RATE
-    """AdamW's peak learning rate."""
+    learning_rate: Annotated[Number, Field(gt=0, le=1)] | Literal["auto"] = LEARNING_RATE
+    """AdamW's peak learning rate. "auto": by the base's width and family and the adapter's scaling (ft_service/plan/rates.py),
+    chosen once, when the job is created; OpenAI's learning_rate_multiplier "auto" is the same."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "warmup_stable_decay"] = "linear"
-    """How the rate falls after the warm-up: to 0 at the last step, not at all, or not before the last decay_ratio of the steps."""
+    """How the rate falls after the warm-up: to 0 at the last step, not at all, or only in the last decay_ratio of the steps."""
     warmup_ratio: Annotated[Number, Field(ge=0, le=1)] = 0.03
     """Share of all steps in which the rate rises from 0."""
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
@@ -116,8 +117,8 @@ class TrainingOptions(Strict):
     """LoRA+: the matrices B, which start as zeros, learn at learning_rate times this, and A at learning_rate; None: alike. Its
     paper uses 16 and more, with a lower learning_rate."""
     neftune_noise_alpha: Annotated[Number, Field(gt=0, le=1000)] | None = None
-    """NEFTune: in training, noise on the embeddings, even between -a and a where a is this / sqrt(tokens of the sample × width);
-    its paper uses 5 to 15. It follows from seed, step and sample, whatever the ranks. None: none."""
+    """NEFTune: in training, noise on the embeddings, even between -a and a, where a is this / sqrt(tokens of the sample times
+    width); its paper uses 5 to 15. It follows from seed, step and sample, whatever the ranks. None: none."""
     group_by_length: bool = False
     """Batches of samples of like length, so that less is padded; their order stays drawn from the seed. Only with packing
     false: packed rows have no padding."""
@@ -133,6 +134,12 @@ class TrainingOptions(Strict):
     load_best_model_at_end: bool = False
     """The job's adapter is that of the step with the lowest validation loss, not the last step's. Implies checkpoint.keep_best.
     Needs a validation file."""
+
+    @property
+    def rate(self) -> float:
+        """`learning_rate` where it was chosen."""
+        assert self.learning_rate != "auto", "a learning rate is chosen before a job is stored"
+        return self.learning_rate
 
 
 class Prefetch(Strict):

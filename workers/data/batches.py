@@ -68,10 +68,8 @@ def batch_of_step(step: int, samples: int, batch_size: int, seed: int, lengths: 
     `lengths` these as well: a batch's samples are then of like length.
     """
     epoch, position = divmod(step, steps_per_epoch(samples, batch_size))
-    if lengths is None:
-        order = _epoch_order(samples, seed, epoch)
-    else:
-        order = _order_by_length(lengths, batch_size, seed, epoch)
+    by_length = lengths is not None
+    order = _order_by_length(lengths, batch_size, seed, epoch) if by_length else _epoch_order(samples, seed, epoch)
     return order[position * batch_size : (position + 1) * batch_size]
 
 
@@ -91,7 +89,7 @@ class Lengths:
 
 @lru_cache(maxsize=2)
 def _order_by_length(lengths: Lengths, batch_size: int, seed: int, epoch: int) -> list[int]:
-    """The epoch's order, of which every window of so many batches is sorted by length and cut into batches, whose order is drawn
+    """The epoch's order, of which every window of some batches is sorted by length and cut into batches, whose order is drawn
     again. A batch that is not full is the last.
     """
     tokens = lengths.tokens

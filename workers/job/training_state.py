@@ -62,14 +62,14 @@ def learning_rate_at(step: int, total_steps: int, options: TrainingOptions) -> f
     """Rate of optimizer step `step` (from 0): a linear warm-up, then the schedule down to 0 after the last step."""
     warmup = math.ceil(options.warmup_ratio * total_steps) if options.warmup_steps is None else options.warmup_steps
     if step < warmup:
-        return options.learning_rate * (step + 1) / warmup
+        return options.rate * (step + 1) / warmup
     if options.lr_scheduler_type == "warmup_stable_decay":
         decay = math.ceil((DECAY_RATIO if options.decay_ratio is None else options.decay_ratio) * total_steps)
-        return options.learning_rate * min(1.0, (total_steps - step) / decay)
+        return options.rate * min(1.0, (total_steps - step) / decay)
     progress = (step - warmup) / max(1, total_steps - warmup)
     factor = {
         "constant": 1.0,
         "linear": 1.0 - progress,
         "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
     }[options.lr_scheduler_type]
-    return options.learning_rate * factor
+    return options.rate * factor

@@ -1,4 +1,4 @@
-"""Noise on embeddings: the same wherever a sample stands, of the size that NEFTune's paper gives it, and none outside training."""
+"""Noise on embeddings: the same wherever a sample stands, as large as NEFTune's paper has it, and none outside training."""
 
 from __future__ import annotations
 

@@ -99,6 +99,8 @@ def _run(home: Path, spec_path: Path) -> int:
     memory = home / "quickstart.json"
     with Evaluation(model, HELD_OUT) as before, Server(home, MODELS) as server:
         _line("server", f"{server.connection.base_url}, for this run only")
+        with Client(server.connection) as ours:
+            _line("page", ours.sign_in_link("/jobs"))
         client = OpenAI(base_url=server.connection.base_url, api_key=server.connection.api_key)
         try:
             job = _follow(client, _begin(client, spec, memory))

@@ -12,6 +12,7 @@ from fastapi import Depends, Request
 from pydantic import ValidationError
 
 from api.http.batching import Batched
+from api.http.curve_cache import CurveCache
 from api.http.key_cache import Holders
 from ft_service.bases.catalogue import Catalogue
 from ft_service.control.admission import Asked, create
@@ -19,6 +20,7 @@ from ft_service.control.forecasts import Forecasts
 from ft_service.errors import SpecError
 from ft_service.jobs.states import Job
 from ft_service.meters import Meters
+from ft_service.serving.preview import Preview
 from ft_service.settings import Settings
 from ft_service.spec import Strict, spec_error
 from ft_service.storage.locations import Places
@@ -40,11 +42,18 @@ class Services:
     store: Store
     catalogue: Catalogue
     meters: Meters = field(default_factory=Meters)
+    preview: Preview | None = None
+    """None: chat completions are not answered here."""
 
     @cached_property
     def holders(self) -> Holders:
         """The holders of keys."""
         return Holders(self.store)
+
+    @cached_property
+    def curves(self) -> CurveCache:
+        """The curves of jobs."""
+        return CurveCache(self.store)
 
     @cached_property
     def create_job(self) -> Batched[Asked, Job]:

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from ft_service import __version__
-from ft_service.cli import convert_command, keys, merge_command, models, prune_command, serve, verify_command
+from ft_service.cli import chat_command, convert_command, keys, merge_command, models, prune_command, serve, verify_command
 from ft_service.cli.jobs import comparing, fetching, following, listing, submit, verbs
 from ft_service.cli.local import plan_command, run_command
 from ft_service.cli.output import Json, complain, print_json
@@ -50,7 +50,7 @@ def options(
 
 for part in (
     *(serve, run_command, plan_command, submit, listing, following, comparing, verbs, fetching, models),
-    *(convert_command, verify_command, merge_command, prune_command),
+    *(convert_command, verify_command, merge_command, chat_command, prune_command),
 ):
     part.register(app)
 app.add_typer(keys.app, name="keys")

@@ -105,6 +105,21 @@ def parse_line(text: str) -> Sample:
     return Sample(tuple(message for message, _ in parsed), tuple(weight for _, weight in parsed), tuple(tools))
 
 
+def parse_conversation(messages: list[Any], tools: list[Any]) -> tuple[list[dict[str, Any]], list[Tool]]:
+    """Messages that an answer is wanted to, and definitions of tools, as a chat template takes them: as in a line, and a field
+    without a value is none. Raises LineError.
+    """
+    given = [_without_nulls(message) if isinstance(message, dict) else message for message in messages]
+    parsed = [parse_message(message, f"messages.{number}") for number, message in enumerate(given)]
+    require_answered_calls(parsed)
+    return [message for message, _ in parsed], parse_tools({"tools": tools})
+
+
+def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without what OpenAI's answers hold and a next request sends back: fields that are null."""
+    return {key: value for key, value in message.items() if value is not None or key == "content"}
+
+
 def load_json(text: str) -> Any:
     """A line's JSON. Raises LineError."""
     try:
@@ -152,7 +167,7 @@ def _parse_content(message: dict[str, Any], place: str) -> str:
 
 def _parse_part(part: Any, place: str) -> str:
     if not isinstance(part, dict) or part.get("type") != "text":
-        raise LineError(place, "only parts of type text can be trained on: no images, audio or files")
+        raise LineError(place, "only parts of type text are taken: no images, audio or files")
     refuse_keys(part, {"type", "text"}, {}, f"{place}.")
     return text_of(part.get("text"), f"{place}.text")
 

@@ -21,7 +21,7 @@ from ft_service.store.leases import LeaseStore
 from ft_service.store.models import ModelStore
 from ft_service.store.queue import QueueStore
 from ft_service.store.statistics import StatisticsStore
-from ft_service.store.tenants.keys import KeyStore
+from ft_service.store.tenants.keys import KeyStore, SessionStore
 from ft_service.store.uploads import UploadStore
 from ft_service.store.webhooks import WebhookStore
 
@@ -33,6 +33,7 @@ MIGRATION_LOCK = 7_316_004_150
 
 class Store(
     KeyStore,
+    SessionStore,
     FileStore,
     UploadStore,
     ModelStore,

@@ -88,7 +88,7 @@ def test_the_client_raises_its_own_classes(service: Service, client: openai.Open
 
 
 def test_unknown_routes_and_wrong_methods_have_the_same_body(service: Service) -> None:
-    for path in ("/v2/files", "/v1/files/", "/v1/fine_tuning", "/"):
+    for path in ("/v2/files", "/v1/files/", "/v1/fine_tuning", "/v1"):
         assert check_error(service.http("GET", path), 404)["code"] == "unknown_url"
     answer = service.http("PUT", "/v1/files")
     assert check_error(answer, 405)["code"] == "method_not_allowed"

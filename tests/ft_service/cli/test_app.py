@@ -36,6 +36,7 @@ COMMANDS = {
         "merge",
         "prune",
         "migrate",
+        "open",
         "reconcile",
     ),
 }

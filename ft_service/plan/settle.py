@@ -33,9 +33,9 @@ from ft_service.plan.choose import (
 from ft_service.plan.lengths import Lengths
 from ft_service.plan.machines import Machine, usable_bytes
 from ft_service.plan.quantities import bytes_text, duration_text
-from ft_service.plan.rates import rate_for
 from ft_service.spec import JobSpec
 from ft_service.spec.options import WrapBySize
+from ft_service.spec.rates import rate_for
 
 COMPILED_SHARE = 0.15
 """Of a training's time that compiling its layers saves: 16 to 27 % were measured."""

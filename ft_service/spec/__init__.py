@@ -7,6 +7,7 @@ integrations  where else the metrics are sent
 request       the whole create body, or a SPEC file
 tuned_name    names of tuned models
 resolved      `spec.json`: every default filled in, every reference a path and a digest
+rates         the learning rate that "auto" stands for
 stored        the same as a row of the store holds it
 faults        what is wrong with a request, in words
 """

@@ -100,7 +100,7 @@ class TrainingOptions(Strict):
     max_length: Annotated[int, Field(ge=8, le=1_048_576)] = 2048
     """Tokens kept of a sample; the rest is cut from the end, and counted in a warning. Bounded by the model's own limit."""
     learning_rate: Annotated[Number, Field(gt=0, le=1)] | Literal["auto"] = LEARNING_RATE
-    """AdamW's peak learning rate. "auto": by the base's width and family and the adapter's scaling (ft_service/plan/rates.py),
+    """AdamW's peak learning rate. "auto": by the base's width and family and the adapter's scaling (ft_service/spec/rates.py),
     chosen once, when the job is created; OpenAI's learning_rate_multiplier "auto" is the same."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "warmup_stable_decay"] = "linear"
     """How the rate falls after the warm-up: to 0 at the last step, not at all, or only in the last decay_ratio of the steps."""

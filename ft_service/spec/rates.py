@@ -8,7 +8,7 @@ with scaling times rate, so that another scaling takes another rate.
 
 from __future__ import annotations
 
-from ft_service.spec import LoraOptions
+from ft_service.spec.options import LoraOptions
 
 OF_FULL_TRAINING = 5e-5
 FOR_LORA = 10.0

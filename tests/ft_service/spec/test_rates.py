@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from ft_service.plan.machines import Machine, host_cpu
-from ft_service.plan.rates import rate_for
 from ft_service.plan.settle import keep_choices, settle
 from ft_service.spec import LoraOptions, parse_request
+from ft_service.spec.rates import rate_for
 from tests.support.training.models import save_tiny_llama, spec_for
 
 HOST = host_cpu()

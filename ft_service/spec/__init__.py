@@ -14,6 +14,7 @@ faults        what is wrong with a request, in words
 
 from __future__ import annotations
 
+from ft_service.spec.evaluation import AnswerMetric, EvaluationOptions
 from ft_service.spec.faults import spec_error
 from ft_service.spec.integrations import Integration, Wandb
 from ft_service.spec.methods import AUTO, DpoHyperparameters, DpoOptions, Hyperparameters, Method, SupervisedMethod
@@ -51,12 +52,14 @@ __all__ = [
     "NOT_YET",
     "NOT_YET_VALUES",
     "AdapterRef",
+    "AnswerMetric",
     "BaseModelRef",
     "CheckpointOptions",
     "DataFileRef",
     "DistributedOptions",
     "DpoHyperparameters",
     "DpoOptions",
+    "EvaluationOptions",
     "Hyperparameters",
     "Integration",
     "JobOptions",

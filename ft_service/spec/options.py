@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from ft_service.spec.evaluation import EvaluationOptions
 from ft_service.spec.values import Number, Pattern, Strict, WeightFormat
 
 LEARNING_RATE = 2e-4
@@ -241,6 +242,8 @@ class JobOptions(Strict):
     training: TrainingOptions = TrainingOptions()
     distributed: DistributedOptions = DistributedOptions()
     checkpoint: CheckpointOptions = CheckpointOptions()
+    evaluation: EvaluationOptions | None = None
+    """Answers to a few prompts before and after training, in the job's events and evaluation.json; None: none."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     """Higher starts first; among equal ones the project that has used less lately, and within it the one created first."""
     max_seconds: Annotated[int, Field(ge=1, le=10_000_000)] | None = None

@@ -32,7 +32,8 @@ BUDGET = "training.tokens_per_micro_batch"
 COPIES = "distributed.replicate"
 FORMAT = "precision.default"
 LENGTH = "training.max_length"
-KEPT = (FORMAT, LENGTH)
+RATE = "training.learning_rate"
+KEPT = (FORMAT, LENGTH, RATE)
 """What results depend on: chosen once, and never again for the same job."""
 COMPILE = "distributed.compile"
 FITTED = (FORMAT, COPIES, CHECKPOINTING, BUDGET)

@@ -80,6 +80,20 @@ def log_probabilities_in_head(model: PreTrainedModel, places: Tensor, targets: T
 
 
 @contextmanager
+def logits_in_head(model: PreTrainedModel, places: Tensor) -> Iterator[None]:
+    """While it is entered, a forward's `logits` are those at these places alone, [places, words]. `places`: int64, as in a
+    `Batch`.
+    """
+
+    def forward(own: Tensor, head: Any, cap: float | None) -> Tensor:
+        logits = F.linear(own, head.weight, head.bias)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    with _in_head(model, places, forward):
+        yield
+
+
+@contextmanager
 def _in_head(model: PreTrainedModel, places: Tensor, act: Callable[[Tensor, Any, float | None], Tensor]) -> Iterator[None]:
     """While it is entered, the head returns what `act` makes of the hidden states [places, hidden], the head, and its cap."""
     head: Any = model.get_output_embeddings()

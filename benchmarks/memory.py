@@ -58,6 +58,7 @@ CASES: dict[str, dict[str, Any]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--save", action="store_true", help="keep the result, also if it is of some cases only")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -71,7 +72,7 @@ def main() -> None:
             if options.only in case:
                 result["cases"][case] = row = measured(case, Path(folder))
                 print(f"{case:45} planned {row['planned_mib']:7.0f} MiB  taken {row['taken_mib']:7.0f}  {row['ratio']:.2f} x")
-    if not options.only:
+    if options.save or not options.only:
         save("memory", result)
 
 
@@ -96,8 +97,12 @@ def measured(case: str, folder: Path) -> dict[str, Any]:
     with ExitStack() as watching:
         for memory in watched:
             watching.enter_context(memory)
+        for process in processes:  # all at once: they wait for each other
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
         for process in processes:
-            process.communicate("\n")
+            process.communicate()
     assert not any(process.returncode for process in processes), "a rank has failed"
     taken = max(max(memory.peaks.values()) - start for memory, start in zip(watched, before, strict=True))
     return {"planned_mib": planned[0] / 2**20, "taken_mib": taken / 2**20, "ratio": planned[0] / taken}

@@ -16,7 +16,7 @@ from PIL import Image
 from selenium import webdriver
 from selenium.webdriver.common.keys import Keys
 
-from tests.support.page.browser import browsing, find, sized, until
+from tests.support.page.browser import attribute, browsing, find, sized, until
 from tests.support.page.place import Place
 from tests.support.page.seeded import seed_all
 
@@ -25,6 +25,8 @@ WIDTHS = {"wide": 1600, "narrow": 360}
 THEMES = ("light", "dark")
 COLOURS = 96
 """Of a picture: a page has few, and a small file loads fast."""
+READING = "Reading the file"
+"""What stands where samples are still to come."""
 _SETTLED_SECONDS = 1.5
 
 
@@ -47,6 +49,7 @@ def _take_all(driver: webdriver.Chrome, place: Place, made: dict[str, str], fold
     until(lambda: driver.current_url.endswith("/jobs"))
     for name, path in views(made).items():
         driver.get(place.url + path)
+        until(lambda: READING not in attribute(driver, "main", "textContent"))
         _take(driver, folder, name)
 
 
@@ -58,6 +61,7 @@ def views(made: dict[str, str]) -> dict[str, str]:
         "job": f"/jobs/{made['running']}?smooth=0.6",
         "logs": f"/jobs/{done}/logs",
         "settings": f"/jobs/{done}/settings",
+        "samples": f"/jobs/{done}/samples",
         "checkpoints": f"/jobs/{done}/checkpoints",
         "events": f"/jobs/{done}/events",
         "new-job": f"/new?again={done}",

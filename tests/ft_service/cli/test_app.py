@@ -33,6 +33,8 @@ COMMANDS = {
         "keys",
         "convert",
         "verify",
+        "chat",
+        "export",
         "merge",
         "prune",
         "migrate",

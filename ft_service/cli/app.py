@@ -91,7 +91,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         code = app(args=list(arguments) or ["--help"], prog_name="ft", standalone_mode=False)
     except typer.TyperException as error:
-        return _tell(SpecError(error.format_message(), code="usage"), WRONG, as_json)
+        return _tell(SpecError(_plain(error.format_message()), code="usage"), WRONG, as_json)
     except (typer.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except (SpecError, DataError) as error:
@@ -99,6 +99,13 @@ def run(arguments: Sequence[str]) -> int:
     except FtError as error:
         return _tell(error, FAILED, as_json)
     return code if isinstance(code, int) else 0
+
+
+def _plain(message: str) -> str:
+    """A usage error without the words of the library that reads numbers."""
+    return re.sub(r"Input should be a valid (integer|number)(, unable to parse.*)?", r"it must be a \1", message).replace(
+        "a integer", "a whole number"
+    )
 
 
 def _tell(error: FtError, code: int, as_json: bool) -> int:

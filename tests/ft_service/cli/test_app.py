@@ -34,6 +34,8 @@ COMMANDS = {
         "keys",
         "convert",
         "verify",
+        "chat",
+        "export",
         "merge",
         "prune",
         "migrate",

@@ -22,7 +22,7 @@ from ft_service.plan.base import BaseShape
 from ft_service.plan.lengths import Lengths
 from ft_service.plan.machines import EFFICIENCY, LINK_EFFICIENCY, Machine, usable_bytes
 from ft_service.plan.memory import MicroBatches, RankBytes, planned_micro_batches, rank_bytes
-from ft_service.plan.speed import flops_per_token, wire_bytes
+from ft_service.plan.speed import flops_per_token, launch_seconds, wire_bytes
 from ft_service.plan.storage import AdapterShape, GatherGroup, Layout, Stored, adapters_of, groups_of, layout_of, stored_weights
 from ft_service.spec import JobSpec, WeightFormat
 
@@ -49,11 +49,6 @@ BUSY = {True: 8192, False: 2048}
 NOTICEABLE = 1.02
 """Settings whose paces differ by less are as fast as each other."""
 
-_LAUNCH_SECONDS = 0.008
-"""A decoder layer's forward and backward take so long to be launched: 197 to 319 ms for 32 layers. A GPU computes meanwhile."""
-_DISPATCH_SECONDS = 0.002
-"""The same on a processor, which computes nothing meanwhile."""
-_LAUNCHED = {"none": 1.0, "selective": 1.3, "full": 1.35}
 _RECOMPUTED = {"none": 1.0, "selective": 1.08, "full": 1.0}
 """Arithmetic beside that which `flops_per_token` counts: norms, activation functions."""
 _SHARDED = 1.03
@@ -204,11 +199,11 @@ class _Clock:
         flops = self._flops(batches.length, checkpointed=mode == "full") * _RECOMPUTED[mode]
         compute = batches.step_tokens * flops / (self._per_second * EFFICIENCY) * self._sharded
         moved = (rounds * PASSES[mode] * self._quantised + 2 * wire.gather) / self._memory_bandwidth
-        launch = rounds * self._layers * _LAUNCHED[mode]
+        launched = launch_seconds(rounds, self._layers, mode, gpu=self._on_gpu)
         wired = wire.total / (self._link * LINK_EFFICIENCY)
         if self._on_gpu:
-            return max(compute + moved, wired, launch * _LAUNCH_SECONDS) / batches.step_tokens
-        return max(compute + moved + launch * _DISPATCH_SECONDS, wired) / batches.step_tokens
+            return max(compute + moved, wired, launched) / batches.step_tokens
+        return max(compute + moved + launched, wired) / batches.step_tokens
 
 
 def _figures(machine: Machine) -> tuple[float, float, float]:

@@ -15,7 +15,7 @@ from ft_service.plan.lengths import Lengths
 from ft_service.plan.machines import Machine, usable_bytes
 from ft_service.plan.memory import MicroBatches, RankBytes, planned_micro_batches, rank_bytes
 from ft_service.plan.settle import sentences, settle_on, within_context
-from ft_service.plan.speed import Speed, Wire, flops_per_token, speed_on, wire_bytes
+from ft_service.plan.speed import Speed, Wire, flops_per_token, launch_seconds, speed_on, wire_bytes
 from ft_service.plan.storage import AdapterShape, Layout, Stored, adapters_of, groups_of, layout_of, stored_weights
 from ft_service.plan.vocabulary import refuse_ids_without_row
 from ft_service.spec import JobSpec, WeightFormat
@@ -148,12 +148,15 @@ def _plan(base: BaseShape, spec: JobSpec, machine: Machine, lengths: Lengths | N
     def cost(batches: MicroBatches) -> Cost:
         wire = wire_bytes(groups, spec, layout, batches.rounds)
         flops = flops_per_token(base, adapters, batches.length, checkpointed=mode == "full")
+        launched = launch_seconds(batches.rounds, base.shape.layers, mode, gpu=not machine.shared_memory)
         return Cost(
             batches=batches,
             rank=rank_bytes(base, spec, layout, stored, adapters, groups, batches, machine),
             wire=wire,
             flops_per_token=flops,
-            speed=speed_on(machine, flops, stored, wire, batches, layout, passes=PASSES[mode]) if known else None,
+            speed=speed_on(machine, flops, stored, wire, batches, layout, passes=PASSES[mode], launched=launched)
+            if known
+            else None,
         )
 
     most = cost(planned_micro_batches(spec, layout, lengths and lengths.longest))

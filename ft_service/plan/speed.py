@@ -12,6 +12,14 @@ from ft_service.plan.storage import COMPUTE_BYTES, AdapterShape, GatherGroup, La
 from ft_service.spec import JobSpec
 
 
+LAUNCH_SECONDS = 0.008
+"""A decoder layer's forward and backward take so long to be launched: 197 to 319 ms for 32 layers. A GPU computes meanwhile."""
+DISPATCH_SECONDS = 0.002
+"""The same on a processor, which computes nothing meanwhile."""
+_LAUNCHED = {"none": 1.0, "selective": 1.3, "full": 1.35}
+"""By activation checkpointing, which launches again what it computes again."""
+
+
 @dataclass(frozen=True)
 class Wire:
     """What one rank's collectives carry in one optimizer step: bytes that it receives from other ranks."""
@@ -40,6 +48,8 @@ class Speed:
     compute_seconds: float
     dequantise_seconds: float
     wire_seconds: float
+    launch_seconds: float
+    """Until all of a step's work is launched. A GPU with less work than that waits for it."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +114,24 @@ def flops_per_token(base: BaseShape, adapters: Sequence[AdapterShape], length: i
     return 4 * (n + h) + 6 * a + 6 * attention
 
 
+def launch_seconds(rounds: int, layers: int, mode: str, *, gpu: bool) -> float:
+    """Seconds until all of a step's work is launched. `mode`: of activation checkpointing."""
+    return rounds * layers * _LAUNCHED[mode] * (LAUNCH_SECONDS if gpu else DISPATCH_SECONDS)
+
+
 def speed_on(
-    machine: Machine, flops: int, stored: Sequence[Stored], wire: Wire, batches: MicroBatches, layout: Layout, *, passes: int
+    machine: Machine,
+    flops: int,
+    stored: Sequence[Stored],
+    wire: Wire,
+    batches: MicroBatches,
+    layout: Layout,
+    *,
+    passes: int,
+    launched: float,
 ) -> Speed | None:
-    """The speed on a machine. `passes`: how often a micro-batch dequantises every weight. Gathers run beside the arithmetic, so
-    that the slower of the two counts.
+    """The speed on a machine. `passes`: how often a micro-batch dequantises every weight; `launched`: as `launch_seconds`.
+    Gathers and launches run beside the arithmetic, so that the slowest of the three counts.
     """
     if machine.flops is None or machine.memory_bandwidth is None or machine.link_bandwidth is None:
         return None
@@ -117,8 +140,8 @@ def speed_on(
     compute = batches.step_tokens * flops / (machine.flops * EFFICIENCY)
     dequantise = batches.rounds * passes * moved / machine.memory_bandwidth
     wired = wire.total / (machine.link_bandwidth * LINK_EFFICIENCY)
-    step = max(compute + dequantise, wired)
-    return Speed(layout.world * batches.step_tokens / step, step, compute, dequantise, wired)
+    step = max(compute + dequantise, wired, launched)
+    return Speed(layout.world * batches.step_tokens / step, step, compute, dequantise, wired, launched)
 
 
 def _met_by_token(base: BaseShape, numel: int, kind: str) -> int:

@@ -8,7 +8,19 @@ from fastapi_offline import FastAPIOffline
 from api import openapi
 from api.http.dependencies import Services
 from api.http.middleware import RequestContext
-from api.routes import checkpoints, files, fine_tuning, graders, health, inference, models, permissions, uploads, webhooks
+from api.routes import (
+    checkpoints,
+    files,
+    fine_tuning,
+    graders,
+    health,
+    inference,
+    models,
+    organization,
+    permissions,
+    uploads,
+    webhooks,
+)
 from api.wire import errors
 from ft_service import __version__
 from ft_service.bases.catalogue import Catalogue
@@ -37,7 +49,20 @@ def create_app(settings: Settings, store: Store, meters: Meters | None = None) -
         redirect_slashes=False,
     )
     app.state.services = Services(settings, store, Catalogue.from_settings(settings), meters)
-    for routes in (fine_tuning, files, uploads, permissions, checkpoints, graders, models, webhooks, inference, health):
+    resources = (
+        fine_tuning,
+        files,
+        uploads,
+        permissions,
+        checkpoints,
+        graders,
+        models,
+        webhooks,
+        organization,
+        inference,
+        health,
+    )
+    for routes in resources:
         # As they are: a router that FastAPI includes is looked through anew at every request.
         app.router.routes.extend(routes.router.routes)
     errors.install_handlers(app)

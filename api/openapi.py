@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from api.http.dependencies import SCHEMAS
+from api.routes.organization import KeyRequest, KeyRotation, ProjectRequest, ProjectUpdate
 from api.routes.permissions import PermissionRequest
 from api.routes.uploads import CompleteRequest, UploadRequest
 from api.routes.webhooks import RotateRequest, WebhookRequest, WebhookTest, WebhookUpdate
@@ -24,18 +25,28 @@ _BODIES: tuple[type[Strict], ...] = (
     WebhookUpdate,
     RotateRequest,
     WebhookTest,
+    ProjectRequest,
+    ProjectUpdate,
+    KeyRequest,
+    KeyRotation,
 )
 _JOBS = "/v1/fine_tuning/jobs"
 _OPERATIONS = (
     *("/livez", "/readyz", "/metrics"),
     *(f"{_JOBS}/{{job_id}}/adapter", f"{_JOBS}/{{job_id}}/logs", f"{_JOBS}/{{job_id}}/checkpoints/{{checkpoint_id}}/adapter"),
     "/v1/fine_tuning/checkpoints/{checkpoint}/adapter",
+    "/v1/organization/projects/{project_id}/api_keys/{api_key_id}/rotate",
+    "/v1/organization/usage/fine_tuning",
 )
 _PARAMETERS = ("stream", "last-event-id", "idempotency-key")
 _PROPERTIES = {
     "JobRequest": tuple(JobOptions.model_fields),
     "JobView": ("phase", "reason", "attempt", "progress", "pending_reason", "queue", "chosen", *JobOptions.model_fields),
     "ModelView": ("root",),
+    "ProjectView": ("limits",),
+    "ApiKeyView": ("scope", "revoked_at"),
+    "ProjectRequest": ("limits",),
+    "ProjectUpdate": ("limits",),
 }
 _METADATA = {
     "name": "metadata",

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from api.http.batching import Batched
 from api.http.key_cache import Holders
+from api.http.rates import Rates
 from ft_service.bases.catalogue import Catalogue
 from ft_service.control.admission import Asked, create
 from ft_service.control.forecasts import Forecasts
@@ -45,6 +46,11 @@ class Services:
     def holders(self) -> Holders:
         """The holders of keys."""
         return Holders(self.store)
+
+    @cached_property
+    def rates(self) -> Rates:
+        """How many requests projects send."""
+        return Rates()
 
     @cached_property
     def create_job(self) -> Batched[Asked, Job]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -15,6 +16,7 @@ from ft_service.errors import (
     DataError,
     ForbiddenError,
     FtError,
+    LimitError,
     NotFoundError,
     SpecError,
     UnavailableError,
@@ -29,6 +31,7 @@ STATUS: dict[type[FtError], tuple[int, str]] = {
     NotFoundError: (404, INVALID),
     AuthError: (401, INVALID),
     ForbiddenError: (403, INVALID),
+    LimitError: (429, "rate_limit_error"),
     ConflictError: (409, "conflict_error"),
     UnavailableError: (503, SERVER),
     FtError: (500, SERVER),
@@ -66,7 +69,13 @@ def internal_error(request_id: str) -> JSONResponse:
 def _ft_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, FtError)
     status, kind = next(STATUS[parent] for parent in type(error).__mro__ if parent in STATUS)
-    return error_response(status, error.message, kind=kind, param=error.param, code=error.code, headers=_headers(status))
+    headers = _limited(error) if isinstance(error, LimitError) else _headers(status)
+    return error_response(status, error.message, kind=kind, param=error.param, code=error.code, headers=headers)
+
+
+def _limited(error: LimitError) -> dict[str, str]:
+    # A client repeats a 429 by default, which helps only where time does.
+    return {"x-should-retry": "false"} if error.retry_after is None else {"retry-after": str(math.ceil(error.retry_after))}
 
 
 def _headers(status: int) -> dict[str, str]:

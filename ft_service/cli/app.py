@@ -14,12 +14,12 @@ from ft_service import __version__
 from ft_service.cli import (
     convert_command,
     jobs,
-    keys,
     merge_command,
     plan_command,
     prune_command,
     run_command,
     serve,
+    tenants,
     verify_command,
 )
 from ft_service.cli.output import Json, complain, print_json
@@ -62,7 +62,9 @@ convert_command.register(app)
 verify_command.register(app)
 merge_command.register(app)
 prune_command.register(app)
-app.add_typer(keys.app, name="keys")
+app.add_typer(tenants.keys, name="keys")
+app.add_typer(tenants.projects, name="projects")
+app.command()(tenants.audit)
 
 
 def run(arguments: Sequence[str]) -> int:

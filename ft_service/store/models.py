@@ -82,6 +82,7 @@ class ModelStore(Database):
         with self.writing() as connection:
             if connection.execute(delete(permissions).where(*mine)).rowcount == 0:
                 raise not_found("permission", permission_id)
+            record(connection, project_id, "permission.deleted", permission_id)
 
     def granted(self, grantee: str, model: str | None = None) -> list[Permission]:
         """What other projects let this one use, newest first. `model`: only this one's."""

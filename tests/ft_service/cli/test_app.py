@@ -19,6 +19,8 @@ from tests.support.command_line import Ft
 COMMANDS = {
     *("version", "serve", "run", "submit", "jobs", "get", "watch", "logs"),
     *(
+        "audit",
+        "projects",
         "download",
         "cancel",
         "pause",

@@ -40,6 +40,8 @@ class ProjectView(BaseModel):
     created_at: int
     archived_at: int | None
     status: Literal["active", "archived"]
+    external_key_id: None = None
+    residency: None = None
 
     limits: LimitsView
 

@@ -12,6 +12,7 @@ from fastapi import Depends, Request
 from pydantic import ValidationError
 
 from api.http.batching import Batched
+from api.http.curve_cache import CurveCache
 from api.http.key_cache import Holders
 from api.http.rates import Rates
 from ft_service.bases.catalogue import Catalogue
@@ -20,6 +21,7 @@ from ft_service.control.forecasts import Forecasts
 from ft_service.errors import SpecError
 from ft_service.jobs.states import Job
 from ft_service.meters import Meters
+from ft_service.serving.preview import Preview
 from ft_service.settings import Settings
 from ft_service.spec import Strict, spec_error
 from ft_service.storage.locations import Places
@@ -41,6 +43,8 @@ class Services:
     store: Store
     catalogue: Catalogue
     meters: Meters = field(default_factory=Meters)
+    preview: Preview | None = None
+    """None: chat completions are not answered here."""
 
     @cached_property
     def holders(self) -> Holders:
@@ -51,6 +55,11 @@ class Services:
     def rates(self) -> Rates:
         """How many requests projects send."""
         return Rates()
+
+    @cached_property
+    def curves(self) -> CurveCache:
+        """The curves of jobs."""
+        return CurveCache(self.store)
 
     @cached_property
     def create_job(self) -> Batched[Asked, Job]:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 from ft_service.jobs.forecast import Place
 from ft_service.jobs.states import Job, Phase, State
 from ft_service.rundir.events import Metrics
-from ft_service.spec import LEARNING_RATE, Integration, Strict, TrainingOptions, TunedName
+from ft_service.spec import DPO_LEARNING_RATE, LEARNING_RATE, Integration, JobSpec, Strict, TunedName
 from ft_service.store.records import Checkpoint, File, Permission, StoredEvent, Upload, UploadPart
 
 View = TypeVar("View")
@@ -123,13 +123,26 @@ class HyperparametersView(BaseModel):
     learning_rate_multiplier: float
 
 
+class DpoHyperparametersView(HyperparametersView):
+    """The same of direct preference optimisation; learning_rate_multiplier is of its own usual rate."""
+
+    beta: float
+    loss_type: str
+    rpo_alpha: float | None
+
+
 class SupervisedView(BaseModel):
     hyperparameters: HyperparametersView
 
 
+class DpoView(BaseModel):
+    hyperparameters: DpoHyperparametersView
+
+
 class MethodView(BaseModel):
-    type: Literal["supervised"] = "supervised"
-    supervised: SupervisedView
+    type: Literal["supervised", "dpo"] = "supervised"
+    supervised: SupervisedView | None = None
+    dpo: DpoView | None = None
 
 
 class JobErrorView(BaseModel):
@@ -139,7 +152,7 @@ class JobErrorView(BaseModel):
 
 
 class ProgressView(BaseModel):
-    """The newest numbers that training reported."""
+    """The newest numbers that training reported; `valid_loss`: of the last validation so far."""
 
     step: int
     total_steps: int
@@ -202,6 +215,7 @@ class JobView(BaseModel):
     runs."""
     queue: QueueView | None
     """While queued."""
+    suffix: str | None
     priority: int
     max_seconds: int | None
     lora: dict[str, Any]
@@ -291,11 +305,19 @@ def upload_part_view(part: UploadPart) -> UploadPartView:
     return UploadPartView(id=part.id, created_at=int(part.created_at), upload_id=part.upload_id)
 
 
-def job_view(job: Job, *, organization: str, metrics: Metrics | None, now: float, place: Place | None = None) -> JobView:
+def job_view(
+    job: Job,
+    *,
+    organization: str,
+    metrics: Metrics | None = None,
+    now: float = 0.0,
+    place: Place | None = None,
+    valid_loss: float | None = None,
+) -> JobView:
     """A job as the wire shows it. `metrics`: the job's newest; `now`: database time, for the estimate; `place`: in the queue,
-    if it is known."""
+    if it is known; `valid_loss`: of the last validation."""
     spec = job.spec
-    hyperparameters = _hyperparameters(spec.training)
+    hyperparameters = _hyperparameters(spec)
     return JobView(
         id=job.id,
         created_at=int(job.created_at),
@@ -314,13 +336,14 @@ def job_view(job: Job, *, organization: str, metrics: Metrics | None, now: float
         estimated_finish=_whole(_estimate(job, metrics, now)),
         integrations=[Integration.model_validate(given) for given in job.request.get("integrations") or ()],
         metadata=job.request.get("metadata"),
-        method=MethodView(supervised=SupervisedView(hyperparameters=hyperparameters)),
+        method=_method(spec, hyperparameters),
         phase=job.phase.value if job.phase else None,
         reason=job.reason.value if job.reason else None,
         attempt=job.attempt,
-        progress=_progress(metrics) if metrics else None,
+        progress=_progress(metrics, valid_loss) if metrics else None,
         pending_reason=job.pending if job.state in (State.QUEUED, State.RUNNING) else None,
         queue=_queue(place) if place and job.state is State.QUEUED else None,
+        suffix=job.request.get("suffix"),
         priority=job.priority,
         max_seconds=job.max_seconds,
         lora=spec.lora.model_dump(),
@@ -339,7 +362,7 @@ def event_view(event: StoredEvent) -> EventView:
         level=event.level,
         message=event.message,
         type="metrics" if event.metrics else "message",
-        data=event.metrics.model_dump(exclude_none=True) if event.metrics else None,
+        data=event.metrics.flat() if event.metrics else None,
     )
 
 
@@ -367,18 +390,27 @@ def permission_view(permission: Permission) -> PermissionView:
     return PermissionView(id=permission.id, created_at=int(permission.created_at), project_id=permission.grantee)
 
 
-def _hyperparameters(training: TrainingOptions) -> HyperparametersView:
+def _method(spec: JobSpec, hyperparameters: HyperparametersView) -> MethodView:
+    if spec.dpo is None:
+        return MethodView(supervised=SupervisedView(hyperparameters=hyperparameters))
+    own = DpoHyperparametersView(**hyperparameters.model_dump(), **spec.dpo.model_dump())
+    return MethodView(type="dpo", dpo=DpoView(hyperparameters=own))
+
+
+def _hyperparameters(spec: JobSpec) -> HyperparametersView:
+    training, of_one = spec.training, LEARNING_RATE if spec.dpo is None else DPO_LEARNING_RATE
     return HyperparametersView(
         n_epochs=training.n_epochs if training.max_steps is None else None,
         batch_size=training.batch_size,
         # Back to the number the user wrote: 1e-4 / 2e-4 and its kind carry the noise of two roundings.
-        learning_rate_multiplier=float(f"{training.learning_rate / LEARNING_RATE:.12g}"),
+        learning_rate_multiplier=float(f"{training.learning_rate / of_one:.12g}"),
     )
 
 
-def _progress(metrics: Metrics) -> ProgressView:
+def _progress(metrics: Metrics, valid_loss: float | None) -> ProgressView:
     speed = metrics.tokens / metrics.step_seconds if metrics.tokens and metrics.step_seconds else None
-    return ProgressView(tokens_per_second=speed, **metrics.model_dump(include=set(ProgressView.model_fields)))
+    known = metrics.model_dump(include=set(ProgressView.model_fields))
+    return ProgressView(**{**known, "tokens_per_second": speed, "valid_loss": valid_loss})
 
 
 def _estimate(job: Job, metrics: Metrics | None, now: float) -> float | None:

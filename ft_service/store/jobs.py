@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from sqlalchemy import Connection, and_, bindparam, exists, func, insert, select, update
+from sqlalchemy import Connection, String, and_, bindparam, cast, exists, func, insert, literal_column, or_, select, update
 
 from ft_service.errors import ConflictError, LimitError, NotFoundError
 from ft_service.jobs import decisions, verbs
@@ -17,7 +18,7 @@ from ft_service.rundir.events import Metrics
 from ft_service.spec import StoredSpec
 from ft_service.store.database import Database, Direct, Driver, database_time, storable_json, storable_text
 from ft_service.store.integrations import CREATE_INTEGRATIONS, integration_rows
-from ft_service.store.records import Checkpoint, NewEvent, NewJob, Order, Page, StoredEvent
+from ft_service.store.records import Checkpoint, NewEvent, NewJob, Order, Page, Reported, StoredEvent
 from ft_service.store.rows import (
     CHECKPOINT,
     EVENT,
@@ -57,6 +58,16 @@ _COUNT_WAITING = Direct(select(func.count()).where(jobs.c.project_id == bindpara
 _LOCK_PROJECT = Direct(select(projects.c.id).where(projects.c.id == bindparam("of_project")).with_for_update())
 _SELECT_JOB = select(*JOB).where(jobs.c.id == bindparam("job_id"), jobs.c.project_id == bindparam("of_project"))
 _INSERT_EVENTS = insert(events)
+_REPORTED = (
+    select(events.c.position, events.c.attempt, events.c.created_at, events.c.message, events.c.metrics)
+    .where(
+        events.c.job_id == bindparam("job_id"),
+        events.c.position > bindparam("position"),
+        or_(events.c.metrics.is_not(None), events.c.message.in_([literal_column(f"'{text}'") for text in ASKED.values()])),
+    )
+    .order_by(events.c.position)
+)
+_SELECT_REPORTED = Direct(_REPORTED)
 
 
 class JobStore(Database):
@@ -100,9 +111,10 @@ class JobStore(Database):
         limit: int = 20,
         metadata: dict[str, str] | Literal["none"] | None = None,
         state: State | None = None,
+        base: str | None = None,
     ) -> Page[Job]:
-        """Newest first. `metadata`: only jobs whose metadata hold all these pairs; "none": only jobs without any. `state`: only
-        jobs in it."""
+        """Newest first. `metadata`: only jobs whose metadata hold all these pairs; "none": only jobs without any. `state`,
+        `base`: only jobs in it, on it."""
         place = jobs.c.position
         query = select(*JOB).where(jobs.c.project_id == project_id).order_by(place.desc())
         for key, value in (_WITHOUT if metadata == "none" else metadata or {}).items():
@@ -111,6 +123,8 @@ class JobStore(Database):
             query = query.join(pair, and_(pair.c.job_position == place, *mine))
         if state is not None:
             query = query.where(jobs.c.state == state.value)
+        if base is not None:
+            query = query.where(jobs.c.spec["model"]["name"].as_string() == base)
         with self.reading() as connection:
             if after is not None:
                 query = query.where(
@@ -155,11 +169,20 @@ class JobStore(Database):
         return True
 
     def list_events(
-        self, project_id: str, job_id: str, *, after: str | None = None, limit: int = 20, order: Order = "desc"
+        self,
+        project_id: str,
+        job_id: str,
+        *,
+        after: str | None = None,
+        limit: int = 20,
+        order: Order = "desc",
+        messages: bool = False,
     ) -> Page[StoredEvent]:
-        """In the order in which they were stored; newest first by default."""
+        """In the order in which they were stored; newest first by default. `messages`: only those without metrics."""
         place = events.c.position
         query = select(*EVENT).where(events.c.job_id == job_id).order_by(place.desc() if order == "desc" else place.asc())
+        if messages:
+            query = query.where(events.c.metrics.is_(None))
         with self.reading() as connection:
             _get(connection, project_id, job_id)
             if after is not None:
@@ -237,6 +260,23 @@ class JobStore(Database):
         )
         with self.reading() as connection:
             return to_metrics(connection.scalars(query).one_or_none())
+
+    def latest_validation(self, job_id: str) -> Metrics | None:
+        """Metrics of the newest event of a step with a validation; None if there was none."""
+        measured = cast(events.c.metrics, String).contains('"valid_loss"')
+        query = select(events.c.metrics).where(events.c.job_id == job_id, events.c.metrics.is_not(None), measured)
+        with self.reading() as connection:
+            return to_metrics(connection.scalars(query.order_by(events.c.position.desc()).limit(1)).one_or_none())
+
+    def reported_since(self, job_id: str, position: int) -> list[Reported]:
+        """What a job's attempts reported of their steps, and the wishes of its users, stored after `position` (0: all)."""
+        with self.driving(write=False) as driver:
+            rows = _SELECT_REPORTED.run(driver, {"job_id": job_id, "position": position})
+        # The driver of SQLite gives JSON as text, PostgreSQL's as what it means.
+        return [
+            Reported(position, attempt, time, message, json.loads(metrics) if isinstance(metrics, str) else metrics)
+            for position, attempt, time, message, metrics in rows
+        ]
 
 
 def _refuse_more_waiting(driver: Driver, new: Sequence[NewJob]) -> None:

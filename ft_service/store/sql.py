@@ -22,7 +22,7 @@ from ft_service.store.models import ModelStore
 from ft_service.store.queue import QueueStore
 from ft_service.store.statistics import StatisticsStore
 from ft_service.store.tenants.audit import AuditStore
-from ft_service.store.tenants.keys import KeyStore
+from ft_service.store.tenants.keys import KeyStore, SessionStore
 from ft_service.store.tenants.projects import ProjectStore
 from ft_service.store.tenants.usage import UsageStore
 from ft_service.store.uploads import UploadStore
@@ -37,6 +37,7 @@ MIGRATION_LOCK = 7_316_004_150
 class Store(
     ProjectStore,
     KeyStore,
+    SessionStore,
     AuditStore,
     UsageStore,
     FileStore,

@@ -169,6 +169,28 @@ def test_a_running_job_shows_progress_and_when_it_may_end(service: Service, clie
     assert newest.data["train_loss"] == 1.25
 
 
+def test_a_job_shows_its_suffix_its_last_validation_and_its_place_in_the_queue(
+    service: Service, client: openai.OpenAI, training_file: str
+) -> None:
+    def create(**more: Any) -> str:
+        return client.fine_tuning.jobs.create(model="tiny", training_file=training_file, **more).id
+
+    first, second = create(), create()
+    for job_id in (first, second):
+        put_state(service.store, job_id, State.QUEUED)
+    running = create(suffix="mine", validation_file=training_file)
+    newer = METRICS.model_copy(update={"step": 6, "valid_loss": None})
+    events = [NewEvent(level="info", message="a step", metrics=known) for known in (METRICS, newer)]
+    put(service, running, *events, state=State.RUNNING, phase=Phase.TRAINING, attempt=1, host="h")
+    job = client.fine_tuning.jobs.retrieve(running).model_extra or {}
+    assert (job["progress"]["step"], job["progress"]["valid_loss"], job["queue"]) == (6, 1.5, None)
+
+    shown = {job.id: job.model_extra or {} for job in client.fine_tuning.jobs.list()}
+    assert [shown[job_id]["queue"]["position"] for job_id in (first, second)] == [1, 2]
+    assert [shown[job_id]["suffix"] for job_id in (running, first)] == ["mine", None]
+    assert (client.fine_tuning.jobs.retrieve(second).model_extra or {})["queue"]["position"] == 2
+
+
 def test_a_job_that_succeeded_names_its_outcome(service: Service, client: openai.OpenAI, training_file: str) -> None:
     job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file, suffix="s").id
     put(

@@ -21,6 +21,11 @@ COMMANDS = {
     *(
         "audit",
         "projects",
+        "files",
+        "events",
+        "checkpoints",
+        "compare",
+        "rm",
         "download",
         "cancel",
         "pause",
@@ -33,6 +38,7 @@ COMMANDS = {
         "merge",
         "prune",
         "migrate",
+        "open",
         "reconcile",
     ),
 }

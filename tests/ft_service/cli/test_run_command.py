@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ft_service.cli import run_command
+from ft_service.cli.local import run_command
 from ft_service.errors import ConflictError
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import ErrorInfo, Exit, ExitReason

@@ -231,6 +231,16 @@ def test_events_newest_first_and_latest_metrics(store):
     assert store.latest_metrics(job.id) == Metrics(step=5, total_steps=9)
 
 
+def test_the_latest_validation_is_found_behind_steps_without_one(store):
+    job = create_job(store, new_job())
+    claimed = claim(store)
+    rows = [Metrics(step=n, total_steps=9, valid_loss=1.5 if n == 2 else None) for n in range(1, 6)]
+    events = [NewEvent(level="info", message="a step", metrics=row, source=(0, row.step)) for row in rows]
+    assert store.latest_validation(job.id) is None
+    assert store.apply(claimed, JobChange(job=claimed.job, events=events))
+    assert store.latest_validation(job.id) == rows[1]
+
+
 def test_checkpoints_highest_step_first_each_from_its_newest_attempt(store):
     job = place(store, create_job(store, new_job(state=State.QUEUED)), [0])
     claimed = claim(store)

@@ -14,8 +14,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ft_service.cli.data import examine_data, messages
 from ft_service.cli.display import Display, display_for
+from ft_service.cli.local.data import examine_data, messages
 from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import Json, complain, print_json
 from ft_service.control.tracking.door import refuse_without_server
@@ -169,5 +169,5 @@ def _report(ended: Exit, folder: Path, spec: Path, as_json: bool) -> int:
         print(f"Stopped at a checkpoint. To go on: ft run {spec} --run-dir {folder}", file=sys.stderr)
     else:
         reason = ended.error.message if ended.error else ended.message
-        complain(f"{reason} (logs: {folder / ATTEMPTS})", ended.code)
+        complain(f"{' '.join(reason.split())} (logs: {folder / ATTEMPTS})", ended.code)
     return ended.code

@@ -7,7 +7,8 @@ from typing import Any
 from fastapi import FastAPI
 
 from api.http.dependencies import SCHEMAS
-from api.routes.organization import KeyRequest, KeyRotation, ProjectRequest, ProjectUpdate
+from api.routes.keys import KeyRequest
+from api.routes.organization import KeyRotation, ProjectKeyRequest, ProjectRequest, ProjectUpdate
 from api.routes.permissions import PermissionRequest
 from api.routes.uploads import CompleteRequest, UploadRequest
 from api.routes.webhooks import RotateRequest, WebhookRequest, WebhookTest, WebhookUpdate
@@ -21,13 +22,14 @@ _BODIES: tuple[type[Strict], ...] = (
     UploadRequest,
     CompleteRequest,
     PermissionRequest,
+    KeyRequest,
     WebhookRequest,
     WebhookUpdate,
     RotateRequest,
     WebhookTest,
     ProjectRequest,
     ProjectUpdate,
-    KeyRequest,
+    ProjectKeyRequest,
     KeyRotation,
 )
 _JOBS = "/v1/fine_tuning/jobs"
@@ -35,7 +37,8 @@ _OPERATIONS = (
     *("/livez", "/readyz", "/metrics"),
     *(f"{_JOBS}/{{job_id}}/adapter", f"{_JOBS}/{{job_id}}/logs", f"{_JOBS}/{{job_id}}/checkpoints/{{checkpoint_id}}/adapter"),
     *(f"{_JOBS}/{{job_id}}/{part}" for part in ("metrics", "plan", "request")),
-    *("/v1/fine_tuning/metrics", "/v1/fine_tuning/plan", "/v1/sign_in_links"),
+    *("/v1/fine_tuning/metrics", "/v1/fine_tuning/plan", "/v1/sign_in_links", "/v1/keys", "/v1/keys/{key_id}"),
+    "/v1/models/{model}/verify",
     "/v1/fine_tuning/checkpoints/{checkpoint}/adapter",
     "/v1/organization/projects/{project_id}/api_keys/{api_key_id}/rotate",
     "/v1/organization/usage/fine_tuning",
@@ -54,7 +57,7 @@ _PROPERTIES = {
         "chosen",
         *JobOptions.model_fields,
     ),
-    "ModelView": ("root",),
+    "ModelView": ("root", "parent", "job_id"),
     "ProjectView": ("limits",),
     "ApiKeyView": ("scope", "revoked_at"),
     "ProjectRequest": ("limits",),

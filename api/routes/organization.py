@@ -75,7 +75,7 @@ class ProjectUpdate(Strict):
     limits: ProjectLimits = ProjectLimits()
 
 
-class KeyRequest(Strict):
+class ProjectKeyRequest(Strict):
     """A new key."""
 
     name: Name
@@ -146,10 +146,10 @@ def list_keys(project_id: str, caller: Admin, services: Svc, after: str | None =
     return list_view([api_key_view(key, now) for key in keys[:limit]], has_more=len(keys) > limit)
 
 
-@router.post("/projects/{project_id}/api_keys", openapi_extra=body_schema(KeyRequest))
+@router.post("/projects/{project_id}/api_keys", openapi_extra=body_schema(ProjectKeyRequest))
 def create_key(project_id: str, body: JsonBody, caller: Admin, services: Svc) -> NewApiKeyView:
     """Make a key, whose `value` is shown this one time."""
-    asked = parse_body(body, KeyRequest)
+    asked = parse_body(body, ProjectKeyRequest)
     _seen(project_id, caller, services)
     now = services.store.now()
     expires_at = None if asked.expires_in_seconds is None else now + asked.expires_in_seconds

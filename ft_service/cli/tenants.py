@@ -22,6 +22,10 @@ DAY_SECONDS = 86_400.0
 keys = typer.Typer(help="Create, list, rotate and revoke API keys, in this machine's database.")
 
 
+def register(app: typer.Typer) -> None:
+    app.command()(audit)
+
+
 KeyId = Annotated[str, typer.Argument(metavar="ID", help="The key, as `ft keys list` shows it.")]
 InProject = Annotated[str, typer.Option("--project", metavar="ID", help="Of this project (`ft projects list`).")]
 

@@ -110,8 +110,8 @@ def parse_conversation(messages: list[Any], tools: list[Any]) -> tuple[list[dict
     without a value is none. Raises LineError.
     """
     given = [_without_nulls(message) if isinstance(message, dict) else message for message in messages]
-    parsed = [_parse_message(message, f"messages.{number}") for number, message in enumerate(given)]
-    _require_answered_calls(parsed)
+    parsed = [parse_message(message, f"messages.{number}") for number, message in enumerate(given)]
+    require_answered_calls(parsed)
     return [message for message, _ in parsed], parse_tools({"tools": tools})
 
 

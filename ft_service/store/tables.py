@@ -85,20 +85,6 @@ keys = Table(
 )
 Index(None, keys.c.project_id)
 
-# Browsers that are signed in, and links that sign in once. Only digests are kept; a row that is gone opens nothing.
-sessions = Table(
-    "sessions",
-    metadata,
-    Column("digest", StorableText, primary_key=True),
-    # "session" or "link".
-    Column("kind", StorableText, nullable=False),
-    _project(),
-    Column("key_id", ForeignKey("keys.id"), nullable=False),
-    Column("created_at", Double, nullable=False),
-    Column("expires_at", Double, nullable=False),
-)
-Index(None, sessions.c.expires_at)
-
 files = Table(
     "files",
     metadata,

@@ -53,6 +53,7 @@ def theirs(service: Service, client: openai.OpenAI, training_file: str) -> dict[
         "webhook_endpoint_id": endpoint.id,
         "project_id": "default",
         "api_key_id": key.id,
+        "key_id": key.id,
     }
 
 

@@ -14,9 +14,10 @@ from ft_service.ids import new_id
 from ft_service.store.database import Database, database_time
 from ft_service.store.records import ApiKey, Principal, Scope
 from ft_service.store.rows import KEY, not_found, to_key
-from ft_service.store.tables import keys, projects, sessions
+from ft_service.store.tables import keys, projects
 from ft_service.store.tenants.audit import record
 from ft_service.store.tenants.projects import limits_of
+from ft_service.store.tenants.tables import sessions
 
 SECRET_BYTES = 32
 MIN_SECRET_CHARACTERS = 20

@@ -1,4 +1,4 @@
-"""Tables of the record of changes and of use, beside those of projects and keys (ft_service/store/tables.py)."""
+"""Tables of changes, of use and of browsers' sessions, beside those of projects and keys (ft_service/store/tables.py)."""
 
 from __future__ import annotations
 
@@ -40,3 +40,17 @@ usage = Table(
     Column("bytes", BigInteger, nullable=False, server_default="0"),
     Column("jobs", Integer, nullable=False, server_default="0"),
 )
+
+# Browsers that are signed in, and links that sign in once. Only digests are kept; a row that is gone opens nothing.
+sessions = Table(
+    "sessions",
+    metadata,
+    Column("digest", StorableText, primary_key=True),
+    # "session" or "link".
+    Column("kind", StorableText, nullable=False),
+    Column("project_id", ForeignKey("projects.id"), nullable=False),
+    Column("key_id", ForeignKey("keys.id"), nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("expires_at", Double, nullable=False),
+)
+Index(None, sessions.c.expires_at)

@@ -21,6 +21,7 @@ COMMANDS = {
     *(
         "audit",
         "projects",
+        "chat",
         "files",
         "events",
         "checkpoints",

@@ -21,6 +21,7 @@ COMMANDS = {
     *(
         "audit",
         "projects",
+        "export",
         "chat",
         "files",
         "events",

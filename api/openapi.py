@@ -8,6 +8,7 @@ from fastapi import FastAPI
 
 from api.http.dependencies import SCHEMAS
 from api.routes.keys import KeyRequest
+from api.routes.organization import KeyRotation, ProjectKeyRequest, ProjectRequest, ProjectUpdate
 from api.routes.permissions import PermissionRequest
 from api.routes.uploads import CompleteRequest, UploadRequest
 from api.routes.webhooks import RotateRequest, WebhookRequest, WebhookTest, WebhookUpdate
@@ -26,6 +27,10 @@ _BODIES: tuple[type[Strict], ...] = (
     WebhookUpdate,
     RotateRequest,
     WebhookTest,
+    ProjectRequest,
+    ProjectUpdate,
+    ProjectKeyRequest,
+    KeyRotation,
 )
 _JOBS = "/v1/fine_tuning/jobs"
 _OPERATIONS = (
@@ -35,6 +40,8 @@ _OPERATIONS = (
     *("/v1/fine_tuning/metrics", "/v1/fine_tuning/plan", "/v1/sign_in_links", "/v1/keys", "/v1/keys/{key_id}"),
     "/v1/models/{model}/verify",
     "/v1/fine_tuning/checkpoints/{checkpoint}/adapter",
+    "/v1/organization/projects/{project_id}/api_keys/{api_key_id}/rotate",
+    "/v1/organization/usage/fine_tuning",
 )
 _PARAMETERS = ("status", "base", "type", "stream", "last-event-id", "idempotency-key")
 _PROPERTIES = {
@@ -51,6 +58,10 @@ _PROPERTIES = {
         *JobOptions.model_fields,
     ),
     "ModelView": ("root", "parent", "job_id"),
+    "ProjectView": ("limits",),
+    "ApiKeyView": ("scope", "revoked_at"),
+    "ProjectRequest": ("limits",),
+    "ProjectUpdate": ("limits",),
 }
 _METADATA = {
     "name": "metadata",

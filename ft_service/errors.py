@@ -6,6 +6,7 @@ FtError
 ├── NotFoundError        no such file, job or model in this project (HTTP 404)
 ├── AuthError            missing, malformed, unknown or expired API key (HTTP 401)
 ├── ForbiddenError       the key is valid but may not do this (HTTP 403)
+├── LimitError           the project or the key has used what it may (HTTP 429)
 ├── ConflictError        two writers raced and this one lost; trying again may help (HTTP 409)
 └── UnavailableError     a part the service needs does not answer (HTTP 503)
 """
@@ -54,6 +55,17 @@ class ForbiddenError(FtError):
     """The API key may not do this."""
 
     code = "insufficient_permissions"
+
+
+class LimitError(FtError):
+    """The project has used what it may."""
+
+    code = "limit_exceeded"
+
+    def __init__(self, message: str, *, code: str | None = None, retry_after: float | None = None) -> None:
+        """`retry_after`: seconds after which the same request succeeds; None: time alone does not help."""
+        super().__init__(message, code=code)
+        self.retry_after = retry_after
 
 
 class ConflictError(FtError):

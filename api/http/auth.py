@@ -9,8 +9,9 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from api.http import sessions
 from api.http.dependencies import Services, Svc
-from ft_service.errors import AuthError, ForbiddenError
+from ft_service.errors import AuthError, ForbiddenError, LimitError
 from ft_service.store.records import Principal
+from ft_service.store.tenants.audit import Actor, act_as
 
 bearer = HTTPBearer(auto_error=False, description="An API key of this service: `ft keys create`.")
 _Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
@@ -22,9 +23,21 @@ async def authenticated(request: Request, credentials: _Credentials, services: S
         principal = await sessions.holder(request, secret, services.holders)
     else:
         principal = await _holder(credentials, services)
+    request.state.principal = principal  # for the log
     if principal.scope == "metrics":
         raise ForbiddenError("A key of scope metrics reads /metrics and nothing else.")
-    request.state.principal = principal  # for the log
+    if principal.limits.max_requests_per_minute is not None:
+        request.state.rate = rate = services.rates.take(principal.project_id, principal.limits.max_requests_per_minute)
+        if rate.wait:
+            raise LimitError(
+                f"This project may send {rate.limit} requests a minute (its limit max_requests_per_minute). Try again in "
+                f"{rate.wait:.1f} s.",
+                code="rate_limit_exceeded",
+                retry_after=rate.wait,
+            )
+    if principal.scope == "read" and request.method not in ("GET", "HEAD"):
+        raise ForbiddenError("A key of scope read changes nothing: `ft keys create --scope submit` makes one that does.")
+    act_as(Actor(principal.key_id, request.client.host if request.client else None))
     return principal
 
 

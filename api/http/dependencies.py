@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from api.http.batching import Batched
 from api.http.curve_cache import CurveCache
 from api.http.key_cache import Holders
+from api.http.rates import Rates
 from ft_service.bases.catalogue import Catalogue
 from ft_service.control.admission import Asked, create
 from ft_service.control.forecasts import Forecasts
@@ -49,6 +50,11 @@ class Services:
     def holders(self) -> Holders:
         """The holders of keys."""
         return Holders(self.store)
+
+    @cached_property
+    def rates(self) -> Rates:
+        """How many requests projects send."""
+        return Rates()
 
     @cached_property
     def remembered(self) -> dict[Any, Any]:

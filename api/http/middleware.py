@@ -49,6 +49,8 @@ class RequestContext:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = [*message["headers"], (b"x-request-id", request_id.encode()), _NOSNIFF]
+                if rate := scope.get("state", {}).get("rate"):
+                    headers += rate.headers()
                 message["headers"] = headers if any(name == b"cache-control" for name, _ in headers) else [*headers, _NO_STORE]
             await send(message)
 

@@ -24,7 +24,7 @@ class KeyRequest(Strict):
 
     name: Annotated[str, Field(min_length=1, max_length=100)]
     """By which it is listed, such as whose it is."""
-    scope: Literal["admin", "user", "metrics"] = "user"
+    scope: Literal["admin", "submit", "user", "read", "metrics"] = "user"
     expires_days: Annotated[int, Field(ge=1, le=3650)] | None = None
     """Days until it expires; None: never."""
 

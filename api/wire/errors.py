@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -15,6 +16,7 @@ from ft_service.errors import (
     DataError,
     ForbiddenError,
     FtError,
+    LimitError,
     NotFoundError,
     SpecError,
     UnavailableError,
@@ -29,6 +31,7 @@ STATUS: dict[type[FtError], tuple[int, str]] = {
     NotFoundError: (404, INVALID),
     AuthError: (401, INVALID),
     ForbiddenError: (403, INVALID),
+    LimitError: (429, "rate_limit_error"),
     ConflictError: (409, "conflict_error"),
     UnavailableError: (503, SERVER),
     FtError: (500, SERVER),
@@ -85,7 +88,10 @@ def _headers(status: int, error: FtError) -> dict[str, str]:
     if status == 503:
         return {"retry-after": str(error.retry_after if isinstance(error, UnavailableError) else 1)}
     # The rest of 5xx comes again however often it is tried; a 409 is a lost race and may be tried again.
-    return {"x-should-retry": "false"} if status >= 500 else {}
+    if isinstance(error, LimitError) and error.retry_after is not None:
+        return {"retry-after": str(math.ceil(error.retry_after))}
+    # A client repeats a 429 too, which helps only where time does.
+    return {"x-should-retry": "false"} if status >= 500 or status == 429 else {}
 
 
 def _invalid_parameter(request: Request, error: Exception) -> JSONResponse:

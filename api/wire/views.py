@@ -237,6 +237,7 @@ class JobView(BaseModel):
     training: dict[str, Any]
     distributed: dict[str, Any]
     checkpoint: dict[str, Any]
+    evaluation: dict[str, Any] | None
     chosen: dict[str, str]
     """Options that were "auto" → why they are what they are."""
 
@@ -365,6 +366,7 @@ def job_view(
         training=spec.training.model_dump(),
         distributed=spec.distributed.model_dump(),
         checkpoint=spec.checkpoint.model_dump(),
+        evaluation=spec.evaluation.model_dump() if spec.evaluation else None,
         chosen=spec.chosen,
     )
 

@@ -18,11 +18,11 @@ from ft_service.cli import (
     chat_command,
     convert_command,
     export_command,
-    keys,
     merge_command,
     models,
     prune_command,
     serve,
+    tenants,
     verify_command,
 )
 from ft_service.cli.jobs import comparing, fetching, following, listing, submit, verbs
@@ -62,7 +62,7 @@ PANELS = {
     "Jobs": (submit, listing, following, comparing, verbs, fetching),
     "Before and without a server": (plan_command, run_command, convert_command),
     "Models": (models, chat_command, merge_command, export_command, verify_command),
-    "The service": (serve, prune_command),
+    "The service": (serve, prune_command, tenants),
 }
 """Title in `ft --help` → modules, whose commands stand there in the order in which they register them."""
 
@@ -80,7 +80,8 @@ for panel, parts in PANELS.items():
     for part in parts:
         _register(panel, part.register)
 _register("The service", lambda typer_app: typer_app.command()(version))
-app.add_typer(keys.app, name="keys", rich_help_panel="The service")
+app.add_typer(tenants.keys, name="keys", rich_help_panel="The service")
+app.add_typer(tenants.projects, name="projects", rich_help_panel="The service")
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -10,8 +10,9 @@ from typing import Any
 from ft_service.bases.catalogue import Catalogue
 from ft_service.control import tuned_models
 from ft_service.control.capacity import Capacity, capacity_of, refuse_too_many
+from ft_service.control.limits import allowed_priority, refuse_beyond, refuse_too_many_ranks
 from ft_service.control.tracking.door import refuse_unless_possible
-from ft_service.errors import ConflictError, NotFoundError, SpecError
+from ft_service.errors import ConflictError, LimitError, NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.jobs.states import Job, State
 from ft_service.plan.admit import admit
@@ -30,7 +31,7 @@ from ft_service.spec import (
 )
 from ft_service.storage.locations import Places
 from ft_service.store.database import UNSTORABLE
-from ft_service.store.records import File, NewEvent, NewJob, Principal
+from ft_service.store.records import File, Limits, NewEvent, NewJob, Principal
 from ft_service.store.sql import Store
 
 _NO_FILE = DataFileRef(name="", path="", sha256="")
@@ -90,7 +91,7 @@ def create(asked: Sequence[Asked], *, store: Store, settings: Settings, catalogu
 def _create(store: Store, new: Sequence[NewJob]) -> list[Job | Exception]:
     try:
         return [*store.create_jobs(new)] if new else []
-    except ConflictError as error:  # one id is taken: each alone, so that nobody bears another's fault
+    except (ConflictError, LimitError) as error:  # one id is taken: each alone, so that nobody bears another's fault
         return [error] if len(new) == 1 else [outcome for one in new for outcome in _create(store, [one])]
 
 
@@ -103,6 +104,13 @@ def _new_job(
         spec, told = admitted.spec, [NewEvent(level=level, message=message) for level, message in admitted.told]
     except Exception as error:
         return error
+    limits = asked.principal.limits
+    priority = allowed_priority(limits, asked.request.priority)
+    if priority != asked.request.priority:
+        message = (
+            f"Its priority is {priority}, the highest that this project's jobs may have; {asked.request.priority} was asked."
+        )
+        told.append(NewEvent(level="warn", message=message))
     job = Job(
         id=spec.job_id,
         project_id=asked.principal.project_id,
@@ -110,14 +118,14 @@ def _new_job(
         request=asked.body,
         stored_spec=StoredSpec.of(spec),
         state=State.VALIDATING,
-        priority=asked.request.priority,
+        priority=priority,
         slots=spec.world_size,
         max_seconds=asked.request.max_seconds,
         key_id=asked.principal.key_id,
         work=admitted.work and admitted.work.flops,
         planned_seconds=admitted.work and admitted.work.seconds,
     )
-    return NewJob(job, told)
+    return NewJob(job, told, limits.max_queued)
 
 
 def resolve_asked(
@@ -147,16 +155,18 @@ def resolve_asked(
         parent=asked.parent,
     )
     refuse_too_many(spec, capacity)
+    refuse_beyond(asked.principal.limits, request, spec)
     return spec
 
 
-def slots_to_resume_with(job: Job, nproc_per_node: int, settings: Settings) -> int:
+def slots_to_resume_with(job: Job, nproc_per_node: int, settings: Settings, limits: Limits) -> int:
     """Ranks of the job with so many per node, if it can go on with them. Raises SpecError."""
     capacity, spec = capacity_of(settings), job.spec
     again: dict[str, Any] = {"replicate": "auto"} if "distributed.replicate" in spec.chosen else {}
     options = spec.distributed.model_copy(update={"nproc_per_node": nproc_per_node, **again})
     spec = spec.model_copy(update={"distributed": options})
     refuse_too_many(spec, capacity)
+    refuse_too_many_ranks(limits, spec)
     check_distributed(spec.distributed, spec.world_size, capacity.gpus)
     return spec.world_size
 

@@ -22,6 +22,8 @@ from ft_service.store.records import Checkpoint, File, NewEvent
 
 SEGMENTS_PER_PASS = 50
 """Bound on what one change writes; the rest follows in the next pass."""
+_MOST_TOKENS = 2**62
+"""What a worker reports beyond it is no count, and no database keeps it."""
 RESULTS_PURPOSE = "fine-tune-results"
 RESULTS_NAME = "step_metrics.csv"
 
@@ -49,8 +51,13 @@ def read_report(run: RunDir, job: Job, now: float) -> Intake:
 
 
 def _measured(job: Job, events: Sequence[Event], now: float) -> Job:
-    """The job with what is left of it, as its newest steps took. One step alone may have waited for a checkpoint."""
+    """The job with the tokens it has trained on and what is left of it, as its newest steps took (one step alone may have
+    waited for a checkpoint)."""
     steps = [event.metrics for event in events if event.kind == "metrics" and event.metrics is not None]
+    if steps:
+        job = replace(
+            job, seen_tokens=min(_MOST_TOKENS, max(job.seen_tokens, *(metrics.trained_tokens or 0 for metrics in steps)))
+        )
     seconds = [metrics.step_seconds for metrics in steps if metrics.step_seconds is not None]
     if not seconds:
         return job
@@ -92,7 +99,7 @@ def collect_result(run: RunDir, job: Job, places: Places) -> tuple[Job, list[Fil
     result = run.read("result.json", Result)
     if result is None:
         return job, []
-    job = replace(job, trained_tokens=result.trained_tokens)
+    job = replace(job, trained_tokens=result.trained_tokens, seen_tokens=max(job.seen_tokens, result.trained_tokens or 0))
     metrics = run.plain(result.metrics)
     if metrics is None or not metrics.is_file():
         return job, []

@@ -109,6 +109,8 @@ class Job:
     """For how long attempts held slots that have given them back; written by the store."""
     slot_seconds: float = 0.0
     """The same times the number of slots: what it has used."""
+    seen_tokens: int = 0
+    """Tokens trained, as far as its attempts have reported; steps repeated after a resume count once."""
     version: int = 1
     """Raised by every write; a write names the version it read and changes nothing if another came first."""
 

@@ -10,6 +10,9 @@ from ft_service.store.database import Database, Direct, database_time, storable_
 from ft_service.store.records import File, Order, Page
 from ft_service.store.rows import FILE, cursor, file_row, not_found, page, to_file
 from ft_service.store.tables import TO_FREE, UNFINISHED, VISIBLE, files, jobs
+from ft_service.store.tenants.audit import acting_key, record
+from ft_service.store.tenants.projects import refuse_bytes_beyond
+from ft_service.store.tenants.usage import add_use
 
 LIVE = and_(VISIBLE, or_(files.c.expires_at.is_(None), files.c.expires_at > database_time()))
 
@@ -70,6 +73,7 @@ class FileStore(Database):
         with self.writing() as connection:
             if connection.execute(update(files).where(*mine, LIVE).values(deleted_at=database_time())).rowcount == 0:
                 raise not_found("file", file_id)
+            record(connection, project_id, "file.deleted", file_id)
             return connection.scalars(select(~_referring()).where(*mine)).one()
 
     def freeable_files(self, limit: int = 100) -> list[str]:
@@ -103,9 +107,11 @@ class FileStore(Database):
 
 
 def insert_file(connection: Connection, file: File, seconds: int | None) -> File:
-    """What `add_file` does, within a transaction."""
+    """What `add_file` does, within a transaction. Raises LimitError if the project may not keep so much."""
+    refuse_bytes_beyond(connection, file.project_id, file.bytes)
     now = connection.scalars(select(database_time())).one()
     row = file_row(file) | {"created_at": now, "expires_at": None if seconds is None else now + seconds}
+    add_use(connection, file.project_id, acting_key(), now, bytes=file.bytes)
     return to_file(connection.execute(insert(files).values(row).returning(*FILE)).mappings().one())
 
 

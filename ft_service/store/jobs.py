@@ -7,16 +7,16 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from sqlalchemy import Connection, String, and_, bindparam, cast, exists, insert, literal_column, or_, select, update
+from sqlalchemy import Connection, String, and_, bindparam, cast, exists, func, insert, literal_column, or_, select, update
 
-from ft_service.errors import ConflictError, NotFoundError
+from ft_service.errors import ConflictError, LimitError, NotFoundError
 from ft_service.jobs import decisions, verbs
 from ft_service.jobs.queue import Waiting
 from ft_service.jobs.states import Job, State
 from ft_service.jobs.verbs import Verb
 from ft_service.rundir.events import Metrics
 from ft_service.spec import StoredSpec
-from ft_service.store.database import Database, Direct, database_time, storable_json, storable_text
+from ft_service.store.database import Database, Direct, Driver, database_time, storable_json, storable_text
 from ft_service.store.integrations import CREATE_INTEGRATIONS, integration_rows
 from ft_service.store.records import Checkpoint, NewEvent, NewJob, Order, Page, Reported, StoredEvent
 from ft_service.store.rows import (
@@ -34,7 +34,8 @@ from ft_service.store.rows import (
     to_job,
     to_metrics,
 )
-from ft_service.store.tables import UNFINISHED, checkpoints, events, job_metadata, jobs
+from ft_service.store.tables import UNFINISHED, WAITING, checkpoints, events, job_metadata, jobs, projects
+from ft_service.store.tenants.audit import record
 from ft_service.store.webhooks import announce
 
 MAX_TRIES = 20
@@ -53,6 +54,8 @@ _FIRST_EVENT = ("id", "project_id", "job_id", "created_at", "level", "message")
 _CREATE_JOB = Direct(insert(jobs).values(created_at=database_time()).returning(jobs.c.created_at, jobs.c.position), _NEW_JOB)
 _CREATE_EVENTS = Direct(insert(events), _FIRST_EVENT)
 _CREATE_PAIRS = Direct(insert(job_metadata), ("job_position", "project_id", "key", "value"))
+_COUNT_WAITING = Direct(select(func.count()).where(jobs.c.project_id == bindparam("of_project"), UNFINISHED, WAITING))
+_LOCK_PROJECT = Direct(select(projects.c.id).where(projects.c.id == bindparam("of_project")).with_for_update())
 _SELECT_JOB = select(*JOB).where(jobs.c.id == bindparam("job_id"), jobs.c.project_id == bindparam("of_project"))
 _INSERT_EVENTS = insert(events)
 _MEASURED = (
@@ -82,7 +85,8 @@ class JobStore(Database):
     def create_jobs(self, new: Sequence[NewJob]) -> list[Job]:
         """Store new jobs, all or none; `created_at` is set by the database. Their first events and `told` are written too.
 
-        Raises ConflictError if an id is taken or there is no such project.
+        Raises ConflictError if an id is taken or there is no such project, LimitError if more jobs of a project would wait than
+        may (`NewJob.max_queued`).
         """
         created: list[Job] = []
         pairs: list[dict[str, Any]] = []
@@ -90,6 +94,7 @@ class JobStore(Database):
         asked: list[dict[str, Any]] = []
         given = [_as_stored(one.job) for one in new]
         with self.driving(write=True) as driver:
+            _refuse_more_waiting(driver, new)
             for (job, row), one in zip(given, new, strict=True):
                 [(created_at, position)] = _CREATE_JOB.run(driver, row)
                 created.append(replace(job, created_at=created_at))
@@ -152,6 +157,7 @@ class JobStore(Database):
                     return old
                 if _write(connection, old, new):
                     connection.execute(_INSERT_EVENTS, event_row(NewEvent(level="info", message=ASKED[verb]), old, now))
+                    record(connection, project_id, f"job.{verb.value}", job_id)
                     if new.state is not old.state:
                         announce(connection, new)
                     return _get(connection, project_id, job_id)
@@ -273,6 +279,22 @@ class JobStore(Database):
         return [
             Reported(position, attempt, time, message, _loaded(metrics)) for position, attempt, time, message, metrics in rows
         ]
+
+
+def _refuse_more_waiting(driver: Driver, new: Sequence[NewJob]) -> None:
+    """Count in the transaction that adds to the count; only for projects that have such a limit."""
+    limits = {one.job.project_id: one.max_queued for one in new if one.max_queued is not None}
+    for project_id, limit in limits.items():
+        if driver.dialect.name == "postgresql":  # SQLite's writers exclude each other anyway
+            _LOCK_PROJECT.run(driver, {"of_project": project_id})
+        [(waiting,)] = _COUNT_WAITING.run(driver, {"of_project": project_id})
+        more = sum(one.job.project_id == project_id for one in new)
+        if waiting + more > limit:
+            raise LimitError(
+                f"{waiting} jobs of this project wait, and {limit} may (its limit max_queued). Wait until one has started, or "
+                "cancel one.",
+                code="queue_limit",
+            )
 
 
 def _loaded(value: Any) -> Any:

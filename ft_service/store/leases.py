@@ -11,11 +11,12 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.sql.dml import ReturningUpdate
 
 from ft_service.jobs.queue import accrued, remembered
-from ft_service.jobs.states import Job
+from ft_service.jobs.states import Job, State
 from ft_service.store.database import Database, database_time, upsert
 from ft_service.store.records import Claim, JobChange
 from ft_service.store.rows import JOB, changed_job_row, checkpoint_row, event_row, file_row, to_job
 from ft_service.store.tables import NEEDS_ATTENTION, QUEUED, checkpoints, events, files, jobs, projects, slots
+from ft_service.store.tenants.usage import add_use, exact
 from ft_service.store.webhooks import announce
 
 
@@ -146,6 +147,11 @@ def _write_rest(connection: Connection, claim: Claim, change: JobChange) -> None
         connection.execute(upsert(connection, checkpoints).on_conflict_do_nothing(), rows)
     for file in change.files:
         connection.execute(insert(files).values(file_row(file)))
+    if claim.job.state is State.VALIDATING and job.state is not State.VALIDATING:
+        add_use(connection, job.project_id, job.key_id, claim.now, jobs=1)
+    if job.seen_tokens > claim.job.seen_tokens:
+        more = job.seen_tokens - claim.job.seen_tokens
+        add_use(connection, job.project_id, job.key_id, claim.now, tokens=more)
     if job.state is not claim.job.state:
         announce(connection, job)
     if change.take_slots:
@@ -176,7 +182,8 @@ def _release_slots(connection: Connection, job: Job) -> None:
     number, taken_at, now = connection.execute(held).one()
     if not number:
         return
-    seconds = 0.0 if taken_at is None else max(0.0, now - taken_at)
+    seconds = exact(0.0 if taken_at is None else max(0.0, now - taken_at))
+    add_use(connection, job.project_id, job.key_id, now, slot_seconds=number * seconds)
     connection.execute(delete(slots).where(slots.c.job_id == job.id))
     used = {"held_seconds": jobs.c.held_seconds + seconds, "slot_seconds": jobs.c.slot_seconds + number * seconds}
     connection.execute(update(jobs).where(jobs.c.id == job.id).values(**used, taken_at=None, ends_at=None))

@@ -13,6 +13,7 @@ from ft_service.store.database import Database, database_time, upsert
 from ft_service.store.records import NewEvent, Order, Page, Permission
 from ft_service.store.rows import columns_of, cursor, event_row, not_found, page
 from ft_service.store.tables import deleted_models, events, jobs, permissions, projects
+from ft_service.store.tenants.audit import record
 
 PERMISSION = columns_of(Permission, permissions)
 
@@ -25,6 +26,7 @@ class ModelStore(Database):
         row = {"model": model, "project_id": project_id, "deleted_at": database_time()}
         with self.writing() as connection:
             connection.execute(upsert(connection, deleted_models).values(row).on_conflict_do_nothing())
+            record(connection, project_id, "model.deleted", model)
 
     def is_deleted(self, model: str) -> bool:
         with self.reading() as connection:
@@ -64,6 +66,7 @@ class ModelStore(Database):
                 row = {"id": new_id("cp_"), "project_id": project_id, "model": model, "grantee": grantee}
                 statement = upsert(connection, permissions).values({**row, "created_at": database_time()})
                 connection.execute(statement.on_conflict_do_nothing())
+            record(connection, project_id, "permission.created", model, project_ids=list(grantees))
             query = select(*PERMISSION).where(permissions.c.model == model, permissions.c.grantee.in_(grantees))
             found = {row["grantee"]: Permission(**row) for row in connection.execute(query).mappings()}
         return [found[grantee] for grantee in dict.fromkeys(grantees)]
@@ -96,6 +99,7 @@ class ModelStore(Database):
         with self.writing() as connection:
             if connection.execute(delete(permissions).where(*mine)).rowcount == 0:
                 raise not_found("permission", permission_id)
+            record(connection, project_id, "permission.deleted", permission_id)
 
     def granted(self, grantee: str, model: str | None = None) -> list[Permission]:
         """What other projects let this one use, newest first. `model`: only this one's."""

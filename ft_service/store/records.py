@@ -9,8 +9,9 @@ from typing import Any, Generic, Literal, TypeVar
 from ft_service.jobs.states import Job
 from ft_service.rundir.events import Metrics
 
-Scope = Literal["admin", "user", "metrics"]
-"""admin: everything in its project; user: all but who else may use its models; metrics: only GET /metrics, of all projects."""
+Scope = Literal["admin", "submit", "user", "read", "metrics"]
+"""admin: everything in its project, and in the first project also all projects of its organisation; submit (user, in earlier
+versions): all but who else may use its models; read: nothing but looking; metrics: only GET /metrics, of all projects."""
 Order = Literal["asc", "desc"]
 Item = TypeVar("Item")
 
@@ -32,6 +33,70 @@ class ApiKey:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a project may use; None: no limit."""
+
+    max_slots: int | None = None
+    """Ranks that it runs at once."""
+    max_queued: int | None = None
+    """Jobs that wait."""
+    max_bytes: int | None = None
+    """Bytes of its files."""
+    max_requests_per_minute: int | None = None
+    """Of all its keys together, to one API process."""
+    max_priority: int | None = None
+    """Highest priority of its jobs; a higher one is lowered to it."""
+    bases: tuple[str, ...] | None = None
+    """Names of bases that it may train on."""
+    wandb_entities: tuple[str, ...] | None = None
+    """Weights & Biases entities to which its jobs may send metrics."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Project:
+    id: str
+    organization: str
+    name: str
+    created_at: float
+    archived_at: float | None = None
+    """From then on its keys open nothing."""
+    limits: Limits = Limits()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditEntry:
+    """A change that somebody has made."""
+
+    id: str
+    project_id: str
+    created_at: float
+    type: str
+    """What was done: `key.created`."""
+    target: str
+    """Id of what was changed."""
+    key_id: str | None
+    """By which key; None: on the service's own machine."""
+    address: str | None
+    detail: dict[str, Any] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What was used on a day, by a project or a key, or all."""
+
+    day: int
+    """Days since 1970-01-01 (UTC)."""
+    project_id: str | None
+    key_id: str | None
+    slot_seconds: float
+    tokens: int
+    bytes: int
+    """Uploaded."""
+    jobs: int
+    """Created."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Principal:
     """Who is asking."""
 
@@ -39,6 +104,8 @@ class Principal:
     project_id: str
     organization: str
     scope: Scope
+    limits: Limits = Limits()
+    """The project's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +139,8 @@ class NewJob:
 
     job: Job
     told: Sequence[NewEvent] = ()
+    max_queued: int | None = None
+    """Jobs of its project that may wait, this one included; None: any number."""
 
 
 @dataclass(frozen=True, kw_only=True)

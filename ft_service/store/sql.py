@@ -21,7 +21,10 @@ from ft_service.store.leases import LeaseStore
 from ft_service.store.models import ModelStore
 from ft_service.store.queue import QueueStore
 from ft_service.store.statistics import StatisticsStore
+from ft_service.store.tenants.audit import AuditStore
 from ft_service.store.tenants.keys import KeyStore, SessionStore
+from ft_service.store.tenants.projects import ProjectStore
+from ft_service.store.tenants.usage import UsageStore
 from ft_service.store.uploads import UploadStore
 from ft_service.store.webhooks import WebhookStore
 
@@ -32,8 +35,11 @@ MIGRATION_LOCK = 7_316_004_150
 
 
 class Store(
+    ProjectStore,
     KeyStore,
     SessionStore,
+    AuditStore,
+    UsageStore,
     FileStore,
     UploadStore,
     ModelStore,
@@ -59,8 +65,8 @@ class Store(
         wanted = _newest_revisions()
         if found != wanted and not _is_newer(found):
             raise UnavailableError(
-                f"The database has schema {_named(found)}, and this version of the service needs {_named(wanted)}: "
-                "run its migrations."
+                f"The database has schema {_named(found)}, and this version of the service needs {_named(wanted)}. Bring it up "
+                "to date: ft migrate"
             )
 
 

@@ -56,7 +56,12 @@ projects = Table(
     metadata,
     Column("id", StorableText, primary_key=True),
     Column("organization", StorableText, nullable=False),
+    # NULL: its id.
+    Column("name", StorableText),
     Column("created_at", Double, nullable=False),
+    Column("archived_at", Double),
+    # Beside max_slots (ft_service/store/records.py: Limits).
+    Column("limits", StorableJson),
     # Ranks that it may run at once; NULL: no limit.
     Column("max_slots", Integer),
     # Slot-seconds that it has used and that are not forgotten, as of used_at (ft_service/jobs/queue.py).
@@ -79,20 +84,6 @@ keys = Table(
     Column("revoked_at", Double),
 )
 Index(None, keys.c.project_id)
-
-# Browsers that are signed in, and links that sign in once. Only digests are kept; a row that is gone opens nothing.
-sessions = Table(
-    "sessions",
-    metadata,
-    Column("digest", StorableText, primary_key=True),
-    # "session" or "link".
-    Column("kind", StorableText, nullable=False),
-    _project(),
-    Column("key_id", ForeignKey("keys.id"), nullable=False),
-    Column("created_at", Double, nullable=False),
-    Column("expires_at", Double, nullable=False),
-)
-Index(None, sessions.c.expires_at)
 
 files = Table(
     "files",
@@ -160,6 +151,7 @@ jobs = Table(
     # For how long it held slots, and times their number: over its attempts that have given them back.
     Column("held_seconds", Double, nullable=False, server_default="0"),
     Column("slot_seconds", Double, nullable=False, server_default="0"),
+    Column("seen_tokens", BigInteger, nullable=False, server_default="0"),
     Column("version", Integer, nullable=False),
     Column("lease_owner", StorableText),
     Column("lease_token", StorableText),
@@ -172,6 +164,7 @@ jobs = Table(
 # A job has processes, or may have, as long as it has a phase.
 NEEDS_ATTENTION = or_(jobs.c.phase.is_not(None), jobs.c.state == literal_column(f"'{State.VALIDATING.value}'"))
 QUEUED = jobs.c.state == literal_column(f"'{State.QUEUED.value}'")
+WAITING = jobs.c.state.in_([literal_column(f"'{state.value}'") for state in (State.VALIDATING, State.QUEUED)])
 MEASURED = and_(jobs.c.state == literal_column(f"'{State.SUCCEEDED.value}'"), jobs.c.work.is_not(None))
 UNFINISHED = or_(jobs.c.finished_at.is_(None), jobs.c.phase.is_not(None))
 Index(None, jobs.c.project_id, jobs.c.position)

@@ -17,6 +17,7 @@ from ft_service.store.database import Database, database_time
 from ft_service.store.records import Delivery, Page, WebhookEndpoint
 from ft_service.store.rows import columns_of, cursor, not_found, page
 from ft_service.store.tables import UNSENT, webhook_deliveries, webhook_endpoints
+from ft_service.store.tenants.audit import record
 
 EVENT_TYPES = tuple(f"fine_tuning.job.{state}" for state in sorted(TERMINAL, reverse=True))
 MAX_ENDPOINTS = 100
@@ -46,6 +47,7 @@ class WebhookStore(Database):
                 "created_at": now,
                 "updated_at": now,
             }
+            record(connection, endpoint.project_id, "webhook.created", endpoint.id, url=endpoint.url)
             return _endpoint(
                 connection.execute(insert(webhook_endpoints).values(row).returning(*ENDPOINT)).mappings().one(), now
             )
@@ -70,6 +72,7 @@ class WebhookStore(Database):
             old = _get(connection, project_id, endpoint_id, lock=True)
             if replace(old, **changes) != old:
                 _update(connection, endpoint_id, **changes)
+                record(connection, project_id, "webhook.updated", endpoint_id, **changes)
             return _get(connection, project_id, endpoint_id)
 
     def rotate_webhook_secret(self, project_id: str, endpoint_id: str, *, keep_seconds: float) -> WebhookEndpoint:
@@ -80,6 +83,7 @@ class WebhookStore(Database):
             if keep_seconds:
                 kept = {"old_secret": old.secret, "old_secret_expires_at": database_time() + keep_seconds}
             _update(connection, endpoint_id, secret=_new_secret(), **kept)
+            record(connection, project_id, "webhook.secret_rotated", endpoint_id)
             return _get(connection, project_id, endpoint_id)
 
     def delete_webhook(self, project_id: str, endpoint_id: str) -> None:
@@ -88,6 +92,7 @@ class WebhookStore(Database):
             _get(connection, project_id, endpoint_id, lock=True)
             connection.execute(delete(webhook_deliveries).where(webhook_deliveries.c.endpoint_id == endpoint_id))
             connection.execute(delete(webhook_endpoints).where(webhook_endpoints.c.id == endpoint_id))
+            record(connection, project_id, "webhook.deleted", endpoint_id)
 
     def claim_deliveries(self, *, limit: int, lease_seconds: float) -> list[Delivery]:
         """Deliveries that are due, longest first. Nobody else gets them for `lease_seconds`; each claim counts as a try."""

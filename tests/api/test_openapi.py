@@ -15,6 +15,8 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, strategies
 from hypothesis.errors import Unsatisfiable
 from openai.types import fine_tuning, webhooks
+from openai.types.admin.organization import Project
+from openai.types.admin.organization.projects import ProjectAPIKey
 from openai.types.fine_tuning.checkpoints import PermissionListResponse
 from openai.types.fine_tuning.job_create_params import JobCreateParams
 from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
@@ -46,6 +48,8 @@ SAME: dict[str, Any] = {
     "PermissionView": PermissionListResponse,
     "WebhookView": webhooks.WebhookEndpoint,
     "WebhookSecretView": webhooks.WebhookEndpointWithSecret,
+    "ProjectView": Project,
+    "ApiKeyView": ProjectAPIKey,
     "WebhookTestView": webhooks.WebhookEndpointTestResult,
 }
 
@@ -110,6 +114,8 @@ def prepared(service: Service, client: openai.OpenAI, receiver: Receiver, file_i
         "fine_tuned_model_checkpoint": name,
         "permission_id": granted.id,
         "webhook_endpoint_id": endpoint.id,
+        "project_id": "default",
+        "api_key_id": service.store.create_key(project_id="default", name="spare", scope="read")[0].id,
     }
 
 

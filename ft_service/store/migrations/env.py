@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from alembic import context
 
-from ft_service.store.tables import metadata
+from ft_service.store.tenants.tables import metadata  # with these tables, which stand on the others
 
 context.configure(connection=context.config.attributes["connection"], target_metadata=metadata, transactional_ddl=True)
 with context.begin_transaction():

@@ -1,20 +1,23 @@
-"""Projects, the keys that let somebody act in one, and what stands for a key for a while: sessions of browsers, and links."""
+"""Keys, which let somebody act in a project, and what stands for a key for a while: sessions of browsers, and links."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import secrets
-from typing import Literal
+from typing import Any, Literal
 
 from sqlalchemy import Connection, delete, exists, func, insert, or_, select, update
 
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
-from ft_service.store.database import Database, database_time, upsert
+from ft_service.store.database import Database, database_time
 from ft_service.store.records import ApiKey, Principal, Scope
 from ft_service.store.rows import KEY, not_found, to_key
-from ft_service.store.tables import keys, projects, sessions
+from ft_service.store.tables import keys, projects
+from ft_service.store.tenants.audit import record
+from ft_service.store.tenants.projects import limits_of
+from ft_service.store.tenants.tables import sessions
 
 SECRET_BYTES = 32
 MIN_SECRET_CHARACTERS = 20
@@ -30,14 +33,7 @@ Kind = Literal["session", "link"]
 
 
 class KeyStore(Database):
-    """Projects and keys."""
-
-    def ensure_project(self, project_id: str, organization: str) -> None:
-        """Create a project, or give it this organization's name."""
-        row = {"id": project_id, "organization": organization, "created_at": database_time()}
-        with self.writing() as connection:
-            statement = upsert(connection, projects).values(row)
-            connection.execute(statement.on_conflict_do_update(index_elements=["id"], set_={"organization": organization}))
+    """Keys."""
 
     def has_keys(self) -> bool:
         """Whether any key was ever made, in any project: a service without one needs its first."""
@@ -55,21 +51,40 @@ class KeyStore(Database):
             secret = f"ft-{secrets.token_urlsafe(SECRET_BYTES)}"
         if len(secret) < MIN_SECRET_CHARACTERS:
             raise SpecError(f"The key has {len(secret)} characters; give it at least {MIN_SECRET_CHARACTERS}.", param="secret")
-        row = {
-            "id": new_id("key_"),
-            "project_id": project_id,
-            "name": name,
-            "scope": scope,
-            "prefix": secret[:SHOWN_CHARACTERS],
-            "digest": _digest(secret),
-            "created_at": database_time(),
-            "expires_at": expires_at,
-        }
         with self.writing() as connection:
             if connection.scalars(select(projects.c.id).where(projects.c.id == project_id)).one_or_none() is None:
                 raise NotFoundError(f"There is no project {project_id!r}.")
-            stored = connection.execute(insert(keys).values(row).returning(*KEY)).mappings().one()
-        return to_key(stored), secret
+            key = _insert(connection, project_id, name, scope, secret, expires_at)
+            record(connection, project_id, "key.created", key.id, name=name, scope=scope)
+        return key, secret
+
+    def rotate_key(self, project_id: str, key_id: str, *, keep_seconds: float) -> tuple[ApiKey, str]:
+        """A new key in place of another, of its name and scope, and its secret. The old one goes on for `keep_seconds`, so that
+        whoever uses it has time to change. Raises SpecError for a key that opens nothing any more."""
+        secret = f"ft-{secrets.token_urlsafe(SECRET_BYTES)}"
+        mine = (keys.c.id == key_id, keys.c.project_id == project_id)
+        with self.writing() as connection:
+            row = connection.execute(select(*KEY, database_time().label("now")).where(*mine)).mappings().one_or_none()
+            if row is None:
+                raise not_found("key", key_id)
+            values = dict(row)
+            now = values.pop("now")
+            old = ApiKey(**values)
+            if old.revoked_at is not None or (old.expires_at is not None and old.expires_at <= now):
+                raise SpecError(f"Key {key_id} opens nothing any more: create a new one.", param="key_id", code="invalid_state")
+            ends = now + keep_seconds if old.expires_at is None else min(old.expires_at, now + keep_seconds)
+            connection.execute(update(keys).where(*mine).values(expires_at=ends))
+            key = _insert(connection, project_id, old.name, old.scope, secret, old.expires_at)
+            record(connection, project_id, "key.rotated", key_id, replaced_by=key.id)
+        return key, secret
+
+    def get_key(self, project_id: str, key_id: str) -> ApiKey:
+        with self.reading() as connection:
+            query = select(*KEY).where(keys.c.id == key_id, keys.c.project_id == project_id)
+            row = connection.execute(query).mappings().one_or_none()
+        if row is None:
+            raise not_found("key", key_id)
+        return to_key(row)
 
     def list_keys(self, project_id: str) -> list[ApiKey]:
         """Oldest first, revoked and expired ones too."""
@@ -87,19 +102,21 @@ class KeyStore(Database):
         )
         with self.writing() as connection:
             row = connection.execute(statement).mappings().one_or_none()
-        if row is None:
-            raise not_found("key", key_id)
+            if row is None:
+                raise not_found("key", key_id)
+            record(connection, project_id, "key.revoked", key_id)
         return to_key(row)
 
     def authenticate(self, secret: str) -> Principal | None:
         """Who holds this secret; None if nobody does (unknown, revoked, expired)."""
         digest = _digest(secret)
         query = (
-            select(keys, projects.c.organization, database_time().label("now"))
+            select(keys, projects.c.organization, projects.c.max_slots, projects.c.limits, database_time().label("now"))
             .join(projects)
             .where(
                 keys.c.digest == digest,
                 keys.c.revoked_at.is_(None),
+                projects.c.archived_at.is_(None),
                 or_(keys.c.expires_at.is_(None), keys.c.expires_at > database_time()),
             )
         )
@@ -109,7 +126,7 @@ class KeyStore(Database):
             return None
         if row.last_used_at is None or row.last_used_at <= row.now - LAST_USED_SECONDS:
             self._mark_used(row.id)
-        return Principal(key_id=row.id, project_id=row.project_id, organization=row.organization, scope=row.scope)
+        return _principal(row)
 
     def _mark_used(self, key_id: str) -> None:
         with self.writing() as connection:
@@ -157,7 +174,7 @@ class SessionStore(Database):
 
 def _holder(connection: Connection, digest: str, kind: Kind) -> Principal | None:
     query = (
-        select(keys.c.id, keys.c.project_id, keys.c.scope, projects.c.organization)
+        select(keys.c.id, keys.c.project_id, keys.c.scope, projects.c.organization, projects.c.max_slots, projects.c.limits)
         .join_from(sessions, keys, sessions.c.key_id == keys.c.id)
         .join(projects, projects.c.id == keys.c.project_id)
         .where(
@@ -165,13 +182,38 @@ def _holder(connection: Connection, digest: str, kind: Kind) -> Principal | None
             sessions.c.kind == kind,
             sessions.c.expires_at > database_time(),
             keys.c.revoked_at.is_(None),
+            projects.c.archived_at.is_(None),
             or_(keys.c.expires_at.is_(None), keys.c.expires_at > database_time()),
         )
     )
     row = connection.execute(query).one_or_none()
     if row is None:
         return None
-    return Principal(key_id=row.id, project_id=row.project_id, organization=row.organization, scope=row.scope)
+    return _principal(row)
+
+
+def _principal(row: Any) -> Principal:
+    return Principal(
+        key_id=row.id,
+        project_id=row.project_id,
+        organization=row.organization,
+        scope=row.scope,
+        limits=limits_of(row.max_slots, row.limits),
+    )
+
+
+def _insert(connection: Connection, project_id: str, name: str, scope: Scope, secret: str, expires_at: float | None) -> ApiKey:
+    row = {
+        "id": new_id("key_"),
+        "project_id": project_id,
+        "name": name,
+        "scope": scope,
+        "prefix": secret[:SHOWN_CHARACTERS],
+        "digest": _digest(secret),
+        "created_at": database_time(),
+        "expires_at": expires_at,
+    }
+    return to_key(connection.execute(insert(keys).values(row).returning(*KEY)).mappings().one())
 
 
 def _digest(secret: str) -> str:

@@ -19,6 +19,10 @@ from tests.support.command_line import Ft
 COMMANDS = {
     *("version", "serve", "run", "submit", "jobs", "get", "watch", "logs"),
     *(
+        "audit",
+        "projects",
+        "export",
+        "chat",
         "files",
         "events",
         "checkpoints",

@@ -27,7 +27,7 @@ def test_a_key_is_for_a_user_unless_said_otherwise_and_is_shown_once(ft: Ft) -> 
     secret = ft("keys", "create").out.strip()
     listed = ft("keys", "list")
     [key] = json.loads(ft("keys", "list", "--json").out)
-    assert (key["scope"], key["state"]) == ("user", "active")
+    assert (key["scope"], key["state"]) == ("submit", "active")
     assert secret.startswith(key["prefix"])
     assert secret not in listed.out
 

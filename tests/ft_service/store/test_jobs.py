@@ -50,6 +50,7 @@ def test_every_field_comes_back(store):
         taken_at=16.5,
         held_seconds=17.5,
         slot_seconds=18.5,
+        seen_tokens=19,
         version=12,
     )
     before = store.now()

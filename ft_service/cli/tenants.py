@@ -1,0 +1,287 @@
+"""`ft keys`, `ft projects` and `ft audit`: tenants of the local database, and what was changed (no server needs to run)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import asdict, replace
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from ft_service.cli.local_store import PROJECT, local_store, settings_of_server
+from ft_service.cli.output import Json, local_time, print_json, print_table
+from ft_service.errors import SpecError
+from ft_service.host.servers import living_servers
+from ft_service.settings import Settings
+from ft_service.store.records import ApiKey, AuditEntry, Limits
+
+DAY_SECONDS = 86_400.0
+
+keys = typer.Typer(help="Create, list, rotate and revoke API keys, in this machine's database.")
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(audit)
+
+
+KeyId = Annotated[str, typer.Argument(metavar="ID", help="The key, as `ft keys list` shows it.")]
+InProject = Annotated[str, typer.Option("--project", metavar="ID", help="Of this project (`ft projects list`).")]
+
+
+class ScopeName(StrEnum):
+    ADMIN = "admin"
+    SUBMIT = "submit"
+    READ = "read"
+    USER = "user"
+    """What submit was called."""
+    METRICS = "metrics"
+
+
+@keys.command()
+def create(
+    name: Annotated[str, typer.Option(help="A name by which `ft keys list` shows it, such as whose it is.")] = "cli",
+    scope: Annotated[ScopeName, typer.Option(help="What it may do.")] = ScopeName.SUBMIT,
+    expires_days: Annotated[float | None, typer.Option(min=0, help="Days until it expires; default: never.")] = None,
+    project: InProject = PROJECT,
+    as_json: Json = False,
+) -> None:
+    """Create a key. It is shown this one time."""
+    settings = settings_of_server()
+    with local_store(settings) as store:
+        expires_at = None if expires_days is None else store.now() + expires_days * DAY_SECONDS
+        key, secret = store.create_key(project_id=project, name=name, scope=scope.value, expires_at=expires_at)
+    _show_secret(key, secret, settings, as_json)
+
+
+@keys.command("list")
+def list_keys(project: InProject = PROJECT, as_json: Json = False) -> None:
+    """List a project's keys, without their secrets."""
+    with local_store(settings_of_server()) as store:
+        all_keys, now = store.list_keys(project), store.now()
+    if as_json:
+        print_json([_as_dict(key, now) for key in all_keys])
+    elif all_keys:
+        rows = [
+            (
+                key.id,
+                key.name,
+                key.scope,
+                f"{key.prefix}…",
+                local_time(key.created_at),
+                local_time(key.last_used_at),
+                _state(key, now),
+            )
+            for key in all_keys
+        ]
+        print_table(("ID", "NAME", "SCOPE", "KEY", "CREATED", "LAST USED", "STATE"), rows)
+    else:
+        print("No keys yet. Create one: ft keys create")
+
+
+@keys.command()
+def rotate(
+    key_id: KeyId,
+    keep_hours: Annotated[float, typer.Option(min=0, help="For so long the old key goes on beside the new one.")] = 24.0,
+    project: InProject = PROJECT,
+    as_json: Json = False,
+) -> None:
+    """Replace a key by a new one of its name and scope, which is shown this one time."""
+    settings = settings_of_server()
+    with local_store(settings) as store:
+        key, secret = store.rotate_key(project, key_id, keep_seconds=keep_hours * 3600.0)
+    _show_secret(key, secret, settings, as_json)
+
+
+@keys.command()
+def revoke(key_id: KeyId, project: InProject = PROJECT, as_json: Json = False) -> None:
+    """Revoke a key: from now on it opens nothing."""
+    with local_store(settings_of_server()) as store:
+        key, now = store.revoke_key(project, key_id), store.now()
+    if as_json:
+        print_json(_as_dict(key, now))
+    else:
+        print(f"{key.id} ({key.name}) is revoked.")
+
+
+def _show_secret(key: ApiKey, secret: str, settings: Settings, as_json: bool) -> None:
+    if as_json:
+        print_json({"key": secret, "id": key.id, "name": key.name, "scope": key.scope, "expires_at": key.expires_at})
+    else:
+        print(secret)
+        print(_opens(settings), file=sys.stderr)
+
+
+def _opens(settings: Settings) -> str:
+    if settings.database_url or settings.database_url_file:
+        return "It opens the service whose database FT_DATABASE_URL names."
+    how = "FT_HOME" if "FT_HOME" in os.environ else "FT_HOME is not set"
+    servers = living_servers(settings.home)
+    running = f"which runs at {servers[0].url}" if servers else "which does not run now"
+    return f"It opens the service that keeps its state in {settings.home} ({how}), {running}."
+
+
+def _state(key: ApiKey, now: float) -> str:
+    if key.revoked_at is not None:
+        return "revoked"
+    return "expired" if key.expires_at is not None and key.expires_at <= now else "active"
+
+
+def _as_dict(key: ApiKey, now: float) -> dict[str, object]:
+    return {
+        "id": key.id,
+        "name": key.name,
+        "scope": key.scope,
+        "prefix": key.prefix,
+        "created_at": key.created_at,
+        "expires_at": key.expires_at,
+        "last_used_at": key.last_used_at,
+        "state": _state(key, now),
+    }
+
+
+_MOST = 10_000
+
+projects = typer.Typer(help="Create, list, limit and archive projects, in this machine's database.")
+
+ProjectId = Annotated[str, typer.Argument(metavar="ID", help="The project, as `ft projects list` shows it.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--limit",
+        metavar="NAME=VALUE",
+        help="max_slots, max_queued, max_bytes, max_requests_per_minute, max_priority: a number; bases, wandb_entities: names, "
+        "with commas between them. NAME= takes the limit away. May be given several times.",
+    ),
+]
+_LISTS = ("bases", "wandb_entities")
+
+
+@projects.command("create")
+def create_project(
+    name: Annotated[str, typer.Argument(help="What people call it.")], limit: Set = None, as_json: Json = False
+) -> None:
+    """Create a project. Make it a key: ft keys create --project ID"""
+    limits = replace(Limits(), **parse_limits(limit or []))
+    settings = settings_of_server()
+    with local_store(settings) as store:
+        project = store.create_project(name=name, organization=settings.organization, limits=limits)
+    if as_json:
+        print_json(asdict(project))
+    else:
+        print(f"{project.id} ({project.name}) is there. Make it a key: ft keys create --project {project.id}")
+
+
+@projects.command("list")
+def list_projects(
+    archived: Annotated[bool, typer.Option("--archived", help="Those that have ended, too.")] = False, as_json: Json = False
+) -> None:
+    """List projects and their limits."""
+    with local_store(settings_of_server()) as store:
+        found = store.list_projects(archived=archived, limit=_MOST).data
+    if as_json:
+        print_json([asdict(project) for project in found])
+        return
+    rows = [
+        (
+            project.id,
+            project.name,
+            project.organization,
+            "active" if project.archived_at is None else "archived",
+            local_time(project.created_at),
+            _limits_text(project.limits),
+        )
+        for project in found
+    ]
+    print_table(("ID", "NAME", "ORGANIZATION", "STATE", "CREATED", "LIMITS"), rows)
+
+
+@projects.command("update")
+def update_project(
+    project_id: ProjectId,
+    name: Annotated[str | None, typer.Option(help="A new name.")] = None,
+    limit: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Change a project's name and limits. What is not named stays."""
+    with local_store(settings_of_server()) as store:
+        project = store.update_project(project_id, name=name, limits=parse_limits(limit or []))
+    if as_json:
+        print_json(asdict(project))
+    else:
+        print(f"{project.id} ({project.name}): {_limits_text(project.limits) or 'no limits'}")
+
+
+@projects.command("archive")
+def archive_project(project_id: ProjectId, as_json: Json = False) -> None:
+    """End a project: its keys open nothing any more. What it has stays."""
+    with local_store(settings_of_server()) as store:
+        project = store.archive_project(project_id)
+    if as_json:
+        print_json(asdict(project))
+    else:
+        print(f"{project.id} ({project.name}) is archived.")
+
+
+def audit(
+    project: Annotated[str | None, typer.Option(metavar="ID", help="Of this project; default: of all.")] = None,
+    limit: Annotated[int, typer.Option("--lines", "-n", min=1, max=_MOST, help="How many, the newest first.")] = 50,
+    as_json: Json = False,
+) -> None:
+    """Show what was changed in this machine's database, by which key, and from where."""
+    with local_store(settings_of_server()) as store:
+        entries = store.list_audit(project_id=project, limit=limit).data
+    if as_json:
+        print_json([asdict(entry) for entry in entries])
+        return
+    rows = [
+        (
+            local_time(one.created_at),
+            one.project_id,
+            one.type,
+            one.target,
+            one.key_id or "this machine",
+            one.address or "",
+            _detail(one),
+        )
+        for one in entries
+    ]
+    print_table(("WHEN", "PROJECT", "WHAT", "TARGET", "KEY", "FROM", "DETAIL"), rows)
+
+
+def parse_limits(given: list[str]) -> dict[str, Any]:
+    """`NAME=VALUE` as limits. Raises SpecError."""
+    known = list(asdict(Limits()))
+    limits: dict[str, Any] = {}
+    for pair in given:
+        name, is_there, value = pair.partition("=")
+        if not is_there or name not in known:
+            raise SpecError(f"--limit {pair!r}: write NAME=VALUE, with a name of {', '.join(known)}.", param="limit")
+        if not value:
+            limits[name] = None
+        elif name in _LISTS:
+            limits[name] = tuple(part.strip() for part in value.split(",") if part.strip())
+        else:
+            limits[name] = _number(name, value)
+    return limits
+
+
+def _number(name: str, value: str) -> int:
+    lowest = -1000 if name == "max_priority" else 1
+    try:
+        number = int(value)
+    except ValueError:
+        number = None
+    if number is None or not lowest <= number <= 2**53:
+        raise SpecError(f"--limit {name}={value}: it must be a whole number from {lowest} on.", param="limit")
+    return number
+
+
+def _limits_text(limits: Limits) -> str:
+    values = ((name, value) for name, value in asdict(limits).items() if value is not None)
+    return " ".join(f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in values)
+
+
+def _detail(entry: AuditEntry) -> str:
+    return " ".join(f"{name}={value}" for name, value in (entry.detail or {}).items())

@@ -1,0 +1,278 @@
+"""Two tenants and every route of the description: a route that is added is tried by itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from ft_service.jobs.reasons import Reason
+from ft_service.jobs.states import State
+from ft_service.store.records import Limits
+from tests.support.creating import create_job
+from tests.support.records import new_job
+from tests.support.rest.refusals import check_error
+from tests.support.rest.service import TRAINING, Service, put, run_dir
+
+OPEN = {"/livez", "/readyz", "/metrics"}
+MAKES = {
+    "/v1/fine_tuning/jobs/{job_id}/checkpoints/{checkpoint_id}/adapter",
+    "/v1/fine_tuning/checkpoints/{checkpoint}/adapter",
+}
+"""Have a process make an adapter, for those who may have it: left out where that would be."""
+MARKS = ("secret-name", "secret.example")
+
+
+@pytest.fixture
+def theirs(service: Service, client: openai.OpenAI, training_file: str) -> dict[str, str]:
+    """Values of path parameters: everything that the first tenant has. Names hold a mark."""
+    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file, suffix="secret-name").id
+    job = put(service, job_id, checkpoints=(5,), state=State.SUCCEEDED, reason=Reason.SUCCEEDED, attempt=1, finished_at=1e9)
+    run_dir(service, job_id).put("adapter/adapter_config.json", b"{}")
+    run_dir(service, job_id).put("attempts/1/logs/supervisor.log", b"secret-name\n")
+    client.files.create(file=("secret-name.jsonl", TRAINING), purpose="fine-tune")
+    upload = client.uploads.create(bytes=9, filename="secret-name.jsonl", mime_type="text/plain", purpose="fine-tune")
+    service.store.ensure_project("third", "local")
+    granted = client.fine_tuning.checkpoints.permissions.create(job.spec.tuned_name, project_ids=["third"]).data[0]
+    service.use(service.settings.model_copy(update={"webhook_allow_private": True}))
+    endpoint = client.webhooks.create(name="secret-name", url="http://secret.example", event_types=["fine_tuning.job.failed"])
+    key, _ = service.store.create_key(project_id="default", name="secret-name", scope="submit")
+    [checkpoint] = client.fine_tuning.jobs.checkpoints.list(job_id).data
+    return {
+        "job_id": job_id,
+        "file_id": training_file,
+        "upload_id": upload.id,
+        "model": job.spec.tuned_name,
+        "fine_tuned_model_checkpoint": job.spec.tuned_name,
+        "checkpoint": f"{job.spec.tuned_name}:ckpt-step-5",
+        "checkpoint_id": checkpoint.id,
+        "permission_id": granted.id,
+        "webhook_endpoint_id": endpoint.id,
+        "project_id": "default",
+        "api_key_id": key.id,
+        "key_id": key.id,
+    }
+
+
+@pytest.fixture(params=["rival", "local"])
+def rival(request: pytest.FixtureRequest, service: Service) -> str:
+    """An admin key of another project, of another organisation or of the same."""
+    service.store.ensure_project("rival", request.param)
+    return service.store.create_key(project_id="rival", name="k", scope="admin")[1]
+
+
+def operations(service: Service) -> Iterator[tuple[str, str]]:
+    for path, methods in service.http("GET", "/openapi.json").json()["paths"].items():
+        for method in methods if path not in OPEN else ():
+            yield method.upper(), path
+
+
+def filled(path: str, values: dict[str, str]) -> str:
+    """The path with these values. Fails for a parameter that `theirs` lacks: give it one."""
+    return re.sub(r"{(\w+)}", lambda match: values[match[1]], path)
+
+
+def ask(service: Service, method: str, path: str, key: str) -> Any:
+    body = {"json": {}} if method == "POST" else {}
+    return service.http(method, path, key=key, **body)
+
+
+def test_what_another_tenant_has_does_not_exist(
+    service: Service, theirs: dict[str, str], rival: str, subtests: pytest.Subtests
+) -> None:
+    secrets = [*MARKS, *(value for name, value in theirs.items() if name != "project_id")]
+    before = everything(service, theirs)
+    missing = {name: f"none-{name.replace('_', '-')}" for name in theirs} | {"model": "ft:tiny:x::none"}
+    missing |= {"fine_tuned_model_checkpoint": "ft:tiny:x::none", "checkpoint": "ft:tiny:x::none:ckpt-step-5"}
+    for method, path in operations(service):
+        with subtests.test(method=method, path=path):
+            answer = ask(service, method, filled(path, theirs), rival)
+            assert "{" in path or answer.status_code in (200, 400, 403, 404), answer.text
+            assert not [secret for secret in secrets if secret in neutral(answer.text, path, theirs)], answer.text
+            if "{" in path:
+                nothing = ask(service, method, filled(path, missing), rival)
+                assert answer.status_code in (400, 403, 404), answer.text
+                assert answer.status_code == nothing.status_code
+                same = neutral(answer.text, path, theirs) == neutral(nothing.text, path, missing)
+                assert same, "a foreign object and one that is not there are told apart"
+                assert method == "POST" or answer.status_code == 404
+    assert everything(service, theirs) == before
+
+
+def neutral(text: str, path: str, values: dict[str, str]) -> str:
+    """An answer without the names that were asked for."""
+    for name in re.findall(r"{(\w+)}", path):
+        text = text.replace(values[name], "…")
+    return text
+
+
+def everything(service: Service, theirs: dict[str, str]) -> list[Any]:
+    """What the first tenant sees of its own."""
+    seen = []
+    for method, path in operations(service):
+        if method == "GET" and "audit" not in path and path not in MAKES:
+            answer = service.http(method, filled(path, theirs))
+            assert answer.status_code in (200, 400, 404), answer.text
+            seen.append(
+                (path, answer.status_code, answer.text if "json" in answer.headers["content-type"] else len(answer.content))
+            )
+    assert sum(status == 200 for _, status, _ in seen) > 15
+    return [(path, status, re.sub(r'"last_used_at":\w+', "", str(text))) for path, status, text in seen]
+
+
+def test_another_tenants_ids_are_not_found_in_queries_and_bodies_either(
+    service: Service, theirs: dict[str, str], rival: str
+) -> None:
+    curves = service.http("GET", f"/v1/fine_tuning/metrics?job={theirs['job_id']}", key=rival)
+    check_error(curves, 404)
+    body = {"model": "tiny", "training_file": theirs["file_id"]}
+    for path in ("plan", "jobs"):
+        error = check_error(service.http("POST", f"/v1/fine_tuning/{path}", key=rival, json=body), 400)
+        assert error["code"] == "file_not_found"
+
+
+def test_what_is_shared_is_the_model_alone(service: Service, client: openai.OpenAI, theirs: dict[str, str], rival: str) -> None:
+    client.fine_tuning.checkpoints.permissions.create(theirs["model"], project_ids=["rival"])
+    opened = set()
+    for method, path in operations(service):
+        if method != "DELETE" and "{" in path:
+            answer = ask(service, method, filled(path, theirs), rival)
+            if answer.status_code == 200:
+                opened.add(path)
+    assert opened == {"/v1/models/{model}"}
+    assert theirs["model"] in service.http("GET", "/v1/models", key=rival).text
+
+
+def test_a_key_that_has_ended_opens_nothing(service: Service, theirs: dict[str, str], subtests: pytest.Subtests) -> None:
+    store = service.store
+    revoked, secret = store.create_key(project_id="default", name="k", scope="admin")
+    store.revoke_key("default", revoked.id)
+    expired = store.create_key(project_id="default", name="k", scope="admin", expires_at=store.now() - 1)[1]
+    project = store.create_project(name="ended", organization="local")
+    archived = store.create_key(project_id=project.id, name="k", scope="admin")[1]
+    store.archive_project(project.id)
+    for method, path in operations(service):
+        for kind, key in (("revoked", secret), ("expired", expired), ("archived", archived)):
+            with subtests.test(method=method, path=path, kind=kind):
+                answer = ask(service, method, filled(path, theirs), key)
+                assert check_error(answer, 401)["code"] == "invalid_api_key"
+
+
+def test_a_key_of_scope_read_changes_nothing(service: Service, theirs: dict[str, str], subtests: pytest.Subtests) -> None:
+    read = service.store.create_key(project_id="default", name="k", scope="read")[1]
+    for method, path in operations(service):
+        with subtests.test(method=method, path=path):
+            if path in MAKES:
+                continue
+            answer = ask(service, method, filled(path, theirs), read)
+            if method != "GET" or path.startswith(("/v1/organization/", "/v1/keys")) or path.endswith("/permissions"):
+                assert check_error(answer, 403)["code"] == "insufficient_permissions"
+            else:
+                assert answer.status_code in (200, 400, 404), answer.text
+
+
+def test_an_organisation_is_managed_by_the_client_of_openai(service: Service, client: openai.OpenAI) -> None:
+    admin = openai.OpenAI(
+        base_url=f"{service.url}/v1",
+        admin_api_key=service.key,
+        api_key=service.key,
+        max_retries=0,
+        http_client=service.connections,
+    ).admin.organization
+    made = admin.projects.create(name="alpha", extra_body={"limits": {"max_slots": 2, "bases": ["tiny"]}})
+    assert made.name == "alpha"
+    assert (made.model_extra or {})["limits"]["max_slots"] == 2
+    changed = admin.projects.update(made.id, name="beta", extra_body={"limits": {"max_slots": None, "max_queued": 3}})
+    assert service.store.get_project(made.id).limits == Limits(max_queued=3, bases=("tiny",))
+    assert changed.name == "beta"
+    path = f"/v1/organization/projects/{made.id}/api_keys"
+    created = service.http("POST", path, json={"name": "mine", "scope": "read", "expires_in_seconds": 60}).json()
+    own = service.client(created["value"])
+    assert own.files.list().data == []
+    rotated = service.http("POST", f"{path}/{created['id']}/rotate", json={"keep_seconds": 30}).json()
+    for secret in (created["value"], rotated["value"]):
+        assert service.client(secret).files.list().data == [], "both open for a while"
+    assert [key.name for key in admin.projects.api_keys.list(made.id)] == ["mine", "mine"]
+    admin.projects.api_keys.delete(rotated["id"], project_id=made.id)
+    assert [p.id for p in admin.projects.list()] == ["default", made.id]
+    assert admin.projects.archive(made.id).status == "archived"
+    assert [p.id for p in admin.projects.list()] == ["default"]
+    told = [entry.type for entry in admin.audit_logs.list()]
+    expected = ["project.archived", "key.revoked", "key.rotated", "key.created", "project.updated", "project.created"]
+    assert told[:6] == expected
+    [newest] = service.http("GET", "/v1/organization/audit_logs?limit=1").json()["data"]
+    assert newest["actor"]["session"]["ip_address"] == "127.0.0.1"
+    assert newest["actor"]["api_key"]["id"] is not None
+    assert check_error(service.http("POST", "/v1/organization/projects/default/archive", json={}), 400)
+
+
+def test_a_tenants_admin_manages_its_keys_and_not_its_limits(service: Service, rival: str) -> None:
+    def post(path: str, **body: Any) -> Any:
+        return service.http("POST", f"/v1/organization/{path}", key=rival, json=body)
+
+    assert post("projects/rival/api_keys", name="mine").status_code == 200
+    assert check_error(post("projects/rival", limits={"max_slots": 99}), 403)
+    assert check_error(post("projects", name="more"), 403)
+    assert check_error(post("projects/rival/archive"), 403)
+    [own] = service.http("GET", "/v1/organization/projects", key=rival).json()["data"]
+    assert own["id"] == "rival"
+
+
+def limited(service: Service, **limits: Any) -> openai.OpenAI:
+    project = service.store.create_project(name="limited", organization="local", limits=Limits(**limits))
+    return service.client(service.store.create_key(project_id=project.id, name="k", scope="submit")[1])
+
+
+def test_requests_beyond_what_a_project_may_send_wait(service: Service) -> None:
+    client = limited(service, max_requests_per_minute=2)
+    first = client.files.with_raw_response.list()
+    assert (first.headers["x-ratelimit-limit-requests"], first.headers["x-ratelimit-remaining-requests"]) == ("2", "1")
+    client.files.list()
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.files.list()
+    assert caught.value.code == "rate_limit_exceeded"
+    assert 1 <= int(caught.value.response.headers["retry-after"]) <= 30
+    assert caught.value.response.headers["x-ratelimit-remaining-requests"] == "0"
+    assert "x-ratelimit-limit-requests" not in service.http("GET", "/v1/files").headers, "who has no limit is not counted"
+
+
+def test_what_a_project_may_not_use_is_refused_by_name(service: Service) -> None:
+    client = limited(service, max_queued=2, max_bytes=2 * len(TRAINING), bases=("tiny",), max_slots=2, max_priority=1)
+    jobs = client.fine_tuning.jobs
+    file_id = client.files.create(file=("a.jsonl", TRAINING), purpose="fine-tune").id
+    with pytest.raises(openai.PermissionDeniedError, match="may train on tiny"):
+        jobs.create(model="meta-llama/Llama-3.2-1B", training_file=file_id)
+    with pytest.raises(openai.BadRequestError, match="may run 2 at once"):
+        jobs.create(model="tiny", training_file=file_id, extra_body={"distributed": {"nproc_per_node": 3}})
+    made: Any = jobs.create(model="tiny", training_file=file_id, extra_body={"priority": 9})
+    assert made.priority == 1
+    jobs.create(model="tiny", training_file=file_id)
+    with pytest.raises(openai.RateLimitError, match="2 jobs of this project wait, and 2 may") as caught:
+        jobs.create(model="tiny", training_file=file_id)
+    assert (caught.value.code, caught.value.response.headers["x-should-retry"]) == ("queue_limit", "false")
+    jobs.cancel(made.id)
+    jobs.create(model="tiny", training_file=file_id)
+    client.files.create(file=("b.jsonl", TRAINING), purpose="fine-tune")
+    with pytest.raises(openai.RateLimitError, match=f"keeps {2 * len(TRAINING)} and may keep {2 * len(TRAINING)}"):
+        client.files.create(file=("c.jsonl", TRAINING), purpose="fine-tune")
+    assert len(list((service.settings.files_dir).iterdir())) == 2, "what was refused is not kept"
+
+
+def test_use_is_shown_by_day_project_and_key(service: Service, client: openai.OpenAI) -> None:
+    client.files.create(file=("a.jsonl", TRAINING), purpose="fine-tune")
+    create_job(service.store, new_job(project_id="default", state=State.SUCCEEDED))
+    answer = service.http("GET", "/v1/organization/usage/fine_tuning?group_by=project_id&group_by=api_key_id&limit=7").json()
+    assert len(answer["data"]) == 7
+    [result] = answer["data"][-1]["results"]
+    assert (result["uploaded_bytes"], result["project_id"]) == (len(TRAINING), "default")
+    assert result["api_key_id"] == service.store.list_keys("default")[0].id
+    table = service.http("GET", "/v1/organization/usage/fine_tuning?format=csv").text.splitlines()
+    assert table[0].startswith("day,project_id,api_key_id,trained_tokens")
+    assert table[1].split(",")[5] == str(len(TRAINING))
+    first = service.http("GET", "/v1/organization/usage/fine_tuning?limit=3").json()
+    assert (first["has_more"], len(first["data"])) == (True, 3)
+    second = service.http("GET", f"/v1/organization/usage/fine_tuning?limit=3&page={first['next_page']}").json()
+    assert second["data"][0]["start_time"] == first["data"][-1]["end_time"]

@@ -11,7 +11,6 @@ from ft_service.plan.memory import MicroBatches
 from ft_service.plan.storage import COMPUTE_BYTES, AdapterShape, GatherGroup, Layout, Stored
 from ft_service.spec import JobSpec
 
-
 LAUNCH_SECONDS = 0.008
 """A decoder layer's forward and backward take so long to be launched: 197 to 319 ms for 32 layers. A GPU computes meanwhile."""
 DISPATCH_SECONDS = 0.002

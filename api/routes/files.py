@@ -19,6 +19,7 @@ from api.transfer.multipart import ReceivedFile, keep, received
 from api.wire import expiry
 from api.wire.views import DeletedView, FileView, ListView, file_view, list_view
 from ft_service.control.housekeeping import free
+from ft_service.data.formats.recognise import DATA_ENDINGS, may_hold_data
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.store.records import File, Order
@@ -59,7 +60,9 @@ async def _upload(request: Request, caller: Caller, services: Svc) -> AsyncItera
 
 @router.post("", openapi_extra=_FORM)
 def create(request: Request, caller: Caller, services: Svc, upload: Annotated[ReceivedFile, Depends(_upload)]) -> FileView:
-    """Upload a `.jsonl` file of chat lines (purpose `fine-tune`). Its contents are checked when a job uses it."""
+    """Upload a data file (purpose `fine-tune`): OpenAI's chat lines or preference pairs, prompts with completions, text,
+    ShareGPT, Alpaca or TRL's pairs, as JSON lines, a JSON array, CSV or Parquet, also compressed by gzip or zstd. What it is
+    is seen from its contents, which are checked when a job uses it."""
     _check_form(upload)
     seconds = expiry.from_form(upload.fields)
     new = File(
@@ -140,8 +143,8 @@ def require_chat_file(filename: str, param: str, purpose: str) -> None:
     if purpose != PURPOSE:
         message = f"purpose = {purpose[:80]!r}: only {PURPOSE!r} is available in this version."
         raise SpecError(message, param="purpose", code="not_available")
-    if not filename.lower().endswith(".jsonl"):
-        message = f"{param}: the name must end in .jsonl, and {filename!r} does not."
+    if not may_hold_data(filename):
+        message = f"{param}: the name must end in {' or '.join(DATA_ENDINGS)}, and {filename!r} does not."
         raise SpecError(message, param=param, code="invalid_filename")
 
 

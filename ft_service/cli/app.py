@@ -22,6 +22,7 @@ from ft_service.cli import (
     serve,
     verify_command,
 )
+from ft_service.cli.data_files import commands
 from ft_service.cli.output import Json, complain, print_json
 from ft_service.errors import DataError, FtError, SpecError
 
@@ -62,6 +63,7 @@ convert_command.register(app)
 verify_command.register(app)
 merge_command.register(app)
 prune_command.register(app)
+app.add_typer(commands.app, name="data")
 app.add_typer(keys.app, name="keys")
 
 

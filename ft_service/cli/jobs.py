@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ft_service.cli.data_files.commands import uploadable
 from ft_service.cli.display import Display, display_for
 from ft_service.cli.output import (
     JobId,
@@ -70,8 +71,12 @@ def submit_spec(client: Client, spec: SpecFile) -> RemoteJob:
     if spec.model_folder is not None:
         message = f"model = {spec.request.model!r}: a server knows models by name (`ft models`); folders are for `ft run`."
         raise SpecError(message, param="model")
-    paths = {"training_file": spec.training_file, "validation_file": spec.validation_file}
-    uploaded = {field: client.upload_file(path).id for field, path in paths.items() if path}
+    given = {"training_file": spec.training_file, "validation_file": spec.validation_file}
+    uploaded: dict[str, str] = {}
+    for field, data in given.items():
+        if data is not None:
+            with uploadable(data) as path:
+                uploaded[field] = client.upload_file(path).id
     return client.create_job({**spec.body, **uploaded})
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ft_service.cli.data import DataReports, examine_data, messages
+from ft_service.cli.data_files.reports import DataReports, examine_data, messages
 from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import Json, print_fields, print_json, print_table
 from ft_service.errors import SpecError

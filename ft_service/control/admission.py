@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from ft_service.bases.catalogue import Catalogue
@@ -131,6 +132,7 @@ def _resolve(asked: Asked, files: Mapping[str, File], settings: Settings, catalo
         seed=secrets.randbelow(2**31),
         gpus=capacity.gpus,
         parent=asked.parent,
+        date=datetime.now(UTC).date().isoformat(),
     )
     refuse_too_many(spec, capacity)
     return spec

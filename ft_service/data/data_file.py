@@ -1,19 +1,20 @@
-"""Data files line by line, and reports on them: lines at fault, and tokens to train on.
-
-Shared by the service and the workers, so that what one accepts the other trains on. One pass, in memory bounded by the longest
-line.
+"""Reports on data files: their format, the lines at fault, and the tokens to train on; and what is asked of the process that
+makes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 from pydantic import TypeAdapter
 
-from ft_service.data.chat_line import MAX_LINE_BYTES, LineError, Sample, parse_line
+from ft_service.data.formats.reading import Shape, open_data
+from ft_service.data.formats.recognise import Container, Format
+from ft_service.data.line_errors import Fault
+from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.rundir.documents import ErrorInfo
 
 SHOWN_FAULTS = 20
@@ -30,26 +31,6 @@ GIVE_UP_AFTER = 3
 """Samples beyond a limit after which the rest of a file is not read: each has cost seconds, and more would tell nothing new."""
 
 Param = Literal["training_file", "validation_file"]
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One line's fault."""
-
-    line: int
-    """From 1; 0: the file as a whole."""
-    field: str
-    """Dotted place in the line; empty: the line as a whole."""
-    reason: str
-    last_line: int = 0
-    """Where it is one of several lines, and not known which; 0: it is this one."""
-    over_limit: bool = False
-    """A limit of time or memory was exceeded, which another host may not find."""
-
-    def __str__(self) -> str:
-        several = self.last_line > self.line
-        place = f"lines {self.line} to {self.last_line}: " if several else f"line {self.line}: " if self.line else ""
-        return f"{place}{self.field} {self.reason}" if self.field else f"{place}{self.reason}"
 
 
 @dataclass(frozen=True)
@@ -85,6 +66,14 @@ class DataReport:
     """None: no tokens were counted, or there are faults."""
     unread: bool = False
     """Reading was given up: what is behind the last fault is not known."""
+    shape: str = ""
+    """The file's format and container, in words; empty: OpenAI's chat lines."""
+    unused: tuple[str, ...] = ()
+    """Keys or columns that its format has not, and that are left out."""
+    word: str = "line"
+    """What one of its records is called."""
+    is_bare: bool = False
+    """It holds text or prompts with completions, which no chat template writes."""
 
     @property
     def is_lasting(self) -> bool:
@@ -95,10 +84,10 @@ class DataReport:
         """The job's error, naming file, lines and reasons; None if every line is fine."""
         if not self.faults_total:
             return None
-        shown = "; ".join(str(fault) for fault in self.faults)
+        shown = "; ".join(fault.text(self.word) for fault in self.faults)
         hidden = self.faults_total - len(self.faults)
         more = f"; and {hidden} more" if hidden else ""
-        lines = "line" if self.faults_total == 1 else "lines"
+        lines = self.word if self.faults_total == 1 else f"{self.word}s"
         count = f" ({self.faults_total} {lines} at fault, {self.examples} fine)" if self.faults[0].line else ""
         if self.unread:
             count = "; the rest was not read"
@@ -106,12 +95,18 @@ class DataReport:
 
     def messages(self, name: str, max_length: int) -> Iterator[tuple[Literal["info", "warn"], str]]:
         """Level and sentence for events: what is trained on, and what is left out and why. `name`: the file's."""
+        if self.shape:
+            yield "info", f"{name}: {self.shape}."
+        if self.unused:
+            columns = "column is" if len(self.unused) == 1 else "columns are"
+            yield "warn", f"{name}: {len(self.unused)} {columns} not of this format, and left out: {', '.join(self.unused)}."
         counts = self.counts
         if counts is None:
             return
+        whose = "" if self.is_bare else "the assistant's "
         yield (
             "info",
-            f"{name}: {counts.samples:,} samples of {counts.tokens:,} tokens, {counts.targets:,} of them the assistant's to "
+            f"{name}: {counts.samples:,} samples of {counts.tokens:,} tokens, {counts.targets:,} of them {whose}to "
             f"learn; the longest sample has {counts.longest:,} tokens.",
         )
         if counts.cut:
@@ -141,6 +136,9 @@ class ExamineRequest:
     memory_bytes: int = MEMORY_BYTES
     tokens: str = ""
     """Folder in which the tokens are kept if no line is at fault, and looked for; empty: they are not."""
+    files: tuple[str, ...] = ()
+    """Of a folder, in their order; empty: `path` is a file."""
+    options: TokenOptions = DEFAULT
 
 
 @dataclass(frozen=True)
@@ -183,58 +181,31 @@ class Findings:
         if len(self._faults) < self._limit:
             self._faults.append(fault)
 
-    def report(self, counts: Counts | None = None, *, unread: bool = False) -> DataReport:
+    def report(self, shape: Shape, counts: Counts | None = None, *, unread: bool = False) -> DataReport:
         """The report, at the end of the file or where reading was given up."""
         if not self.examples and not self.faults_total:
             self.fault(Fault(0, "", "the file holds no examples"))
-        return DataReport(self.examples, self._faults, self.faults_total, None if self.faults_total else counts, unread)
+        usual = shape.format in (None, Format.CHAT) and shape.container is Container.LINES and shape.compression is None
+        return DataReport(
+            self.examples,
+            self._faults,
+            self.faults_total,
+            None if self.faults_total else counts,
+            unread,
+            shape="" if usual else str(shape),
+            unused=shape.unused,
+            word=shape.word,
+            is_bare=shape.format in (Format.TEXT, Format.PROMPT_COMPLETION),
+        )
 
 
-def check_lines(path: Path, limit: int = SHOWN_FAULTS) -> DataReport:
-    """Report on a file of chat lines, without counting tokens. Raises OSError if it cannot be read."""
+def check_lines(path: Path, limit: int = SHOWN_FAULTS, files: Sequence[str] = ()) -> DataReport:
+    """Report on a data file, without counting tokens. `files`: of a folder. Raises OSError if it cannot be read."""
     findings = Findings(limit)
-    with path.open("rb") as file:
-        for _, sample in read_samples(file):
-            if isinstance(sample, Fault):
-                findings.fault(sample)
+    with open_data(path, files) as reader:
+        for _, record in reader:
+            if isinstance(record, Fault):
+                findings.fault(record)
             else:
                 findings.examples += 1
-    return findings.report()
-
-
-def read_samples(file: BinaryIO) -> Iterator[tuple[int, Sample | Fault]]:
-    """Every line by its number, from 1: its conversation, or its fault."""
-    for number, line in _lines(file):
-        yield number, _parse(number, line)
-
-
-def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
-    """Numbered lines without their ends; None for one that is too long. Blank lines count only when something follows them."""
-    blank: list[int] = []
-    number = 0
-    while line := file.readline(MAX_LINE_BYTES + 2):
-        number += 1
-        too_long = len(line.rstrip(b"\r\n")) > MAX_LINE_BYTES
-        while too_long and line and not line.endswith(b"\n"):
-            line = file.readline(MAX_LINE_BYTES)
-        if not too_long and not line.strip():
-            blank.append(number)
-            continue
-        yield from ((earlier, b"") for earlier in blank)
-        blank.clear()
-        yield number, None if too_long else line.rstrip(b"\r\n")
-
-
-def _parse(number: int, line: bytes | None) -> Sample | Fault:
-    if line is None:
-        return Fault(number, "", f"is longer than {MAX_LINE_BYTES} bytes")
-    if not line:
-        return Fault(number, "", "is blank; blank lines may only stand at the end")
-    if line.startswith(b"\xef\xbb\xbf"):
-        return Fault(number, "", "starts with a byte order mark: save the file as UTF-8 without one")
-    try:
-        return parse_line(line.decode())
-    except UnicodeDecodeError as error:
-        return Fault(number, "", f"is not UTF-8: byte 0x{line[error.start]:02x} at position {error.start + 1}")
-    except LineError as error:
-        return Fault(number, error.field, error.reason)
+    return findings.report(reader.shape)

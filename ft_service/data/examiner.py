@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -31,10 +31,11 @@ from ft_service.data.data_file import (
     DataReport,
     ExamineReply,
     ExamineRequest,
-    Fault,
     Param,
     ReadProgress,
 )
+from ft_service.data.line_errors import Fault
+from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokenizer_files import tokenizer_state
 from ft_service.data.whereabouts import Doing, Task, Whereabouts
 from ft_service.errors import SpecError, UnavailableError
@@ -106,7 +107,7 @@ class Known:
     def __init__(self, limit: int = KNOWN_REPORTS) -> None:
         self._limit = limit
         self._guard = threading.Lock()
-        self._reports: OrderedDict[tuple[str, str, int], DataReport] = OrderedDict()
+        self._reports: OrderedDict[Hashable, DataReport] = OrderedDict()
 
     def get(self, request: ExamineRequest) -> DataReport | None:
         with self._guard:
@@ -200,21 +201,27 @@ class Examiner:
         `tell`: called with the progress if reading takes long.
         """
         try:
-            path.stat()
+            for name in data.files or ("",):
+                (path / name).stat()
         except OSError as error:
             return unreadable(param, data, error)
-        tokenizer = tokenizer_state(spec.model.path)
-        request = ExamineRequest(
-            *(str(path), data.sha256, spec.model.path, tokenizer, spec.training.max_length),
-            render_seconds=RENDER_SECONDS,
-            memory_bytes=min(MEMORY_BYTES, memory_bytes() // 2),
-            tokens=str(self._tokens or ""),
-        )
+        request = self.request(data, path, spec.model.path, spec.training.max_length, TokenOptions.of(spec))
         try:
             report = self.examine(request, lambda progress: tell(progress.message(param)))
         except SpecError as error:
             return ErrorInfo(code=error.code, message=error.message, param=error.param)
         return report.error(param, data.name) or report
+
+    def request(self, data: DataFileRef, path: Path, model_path: str, max_length: int, options: TokenOptions) -> ExamineRequest:
+        """A request for a file that lies at `path` on this host."""
+        return ExamineRequest(
+            *(str(path), data.sha256, model_path, tokenizer_state(model_path), max_length),
+            render_seconds=RENDER_SECONDS,
+            memory_bytes=min(MEMORY_BYTES, memory_bytes() // 2),
+            tokens=str(self._tokens or ""),
+            files=data.files,
+            options=options,
+        )
 
     def examine(self, request: ExamineRequest, note: Callable[[ReadProgress], object] = lambda _: None) -> DataReport:
         """The report on a file; blocks until it is read. `note`: called with the progress if that takes long.
@@ -318,5 +325,5 @@ def unreadable(param: Param, data: DataFileRef, error: OSError) -> ErrorInfo:
     return ErrorInfo(code=f"invalid_{param}", message=f"{data.name} cannot be read: {error.strerror}.", param=param)
 
 
-def _key(request: ExamineRequest) -> tuple[str, str, int]:
-    return request.sha256, request.tokenizer, request.max_length
+def _key(request: ExamineRequest) -> Hashable:
+    return request.sha256, request.tokenizer, request.max_length, request.options

@@ -98,8 +98,8 @@ def _length_given(spec: JobSpec) -> bool:
 
 
 def keep_choices(spec: JobSpec, before: JobSpec) -> JobSpec:
-    """The spec with the format that was chosen for the same job before, if it is still "auto", and its length of samples,
-    unless that is given.
+    """The spec with the format that was chosen for the same job before, if it is still "auto", its length of samples, unless
+    that is given, and its date.
     """
     if not _length_given(spec):
         spec = with_options(spec, {LENGTH: before.training.max_length})
@@ -108,7 +108,7 @@ def keep_choices(spec: JobSpec, before: JobSpec) -> JobSpec:
         kept.pop(FORMAT, None)
     elif FORMAT in kept:
         spec = with_options(spec, {FORMAT: before.precision.default})
-    return spec.model_copy(update={"chosen": kept})
+    return spec.model_copy(update={"chosen": kept, "date": before.date})
 
 
 def sentences(spec: JobSpec) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ft_service.spec.values import Number, Pattern, Strict, WeightFormat
+from ft_service.spec.values import Number, Pattern, Strict, TrainOn, WeightFormat
 
 LEARNING_RATE = 2e-4
 """The learning rate that `learning_rate_multiplier: 1` stands for; the usual one for LoRA with AdamW."""
@@ -95,6 +95,10 @@ class TrainingOptions(Strict):
     mathematics. "auto": enough to keep the machine busy, as far as memory goes: on a GPU up to 16,384, on a CPU about 2,048."""
     max_length: Annotated[int, Field(ge=8, le=1_048_576)] = 2048
     """Tokens kept of a sample; the rest is cut from the end, and counted in a warning. Bounded by the model's own limit."""
+    train_on: TrainOn = "all_assistant"
+    """What is learned of a conversation: every answer of the assistant's that has not weight 0, only its last one, or
+    everything, users' words and system prompts included. "everything" learns the prompts of bare text too; documents are
+    always learned whole."""
     learning_rate: Annotated[Number, Field(gt=0, le=1)] = LEARNING_RATE
     """AdamW's peak learning rate."""
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"

@@ -10,6 +10,7 @@ from ft_service.errors import SpecError
 from ft_service.spec.mesh import check_reshard_size, mesh_shape
 from ft_service.spec.options import CheckpointOptions, DistributedOptions, LoraOptions, PrecisionOptions, TrainingOptions
 from ft_service.spec.request import AUTO, JobRequest
+from ft_service.spec.templates import named_template
 from ft_service.spec.tuned_name import TunedName
 
 
@@ -38,7 +39,9 @@ class DataFileRef(Resolved):
     path: str
     """Absolute path, as the worker sees it."""
     sha256: str
-    """Digest of the bytes at submission: the worker refuses anything else."""
+    """Digest of the bytes at submission: the worker refuses anything else. Of several files, of the digests of each."""
+    files: tuple[str, ...] = ()
+    """Where `path` is a folder: its data files in their order, named from it. Empty: `path` is a file."""
 
 
 class AdapterRef(Resolved):
@@ -68,6 +71,11 @@ class JobSpec(Resolved):
     distributed: DistributedOptions
     """nproc_per_node is a number here."""
     checkpoint: CheckpointOptions
+    chat_template: str = ""
+    """The text of the chat template to use in place of the base's; empty: the base's."""
+    date: str = ""
+    """Year, month and day (ISO 8601) for chat templates that write today's date, so that a resume makes the same tokens; empty:
+    a job of an earlier version, whose templates write the date of the day."""
     parent: AdapterRef | None = None
     """The tuned model whose adapter training starts from; None: a new one. Optimizer, schedule and data are the job's own."""
     chosen: dict[str, str] = {}
@@ -91,9 +99,10 @@ def resolve(
     seed: int,
     gpus: int,
     parent: AdapterRef | None = None,
+    date: str = "",
 ) -> JobSpec:
     """Fill in every default. `gpus`: GPUs of the host that will train, for `nproc_per_node: auto`. What depends on the base and
-    the machine's memory stays "auto", for `ft_service.plan.choose`.
+    the machine's memory stays "auto", for `ft_service.plan.choose`. `date`: JobSpec's.
 
     Raises SpecError for options that do not fit the number of ranks.
     """
@@ -111,13 +120,15 @@ def resolve(
         training=request.resolved_training(),
         distributed=distributed,
         checkpoint=request.checkpoint,
+        chat_template=named_template(request.chat_template or ""),
+        date=date,
         parent=parent,
     )
 
 
 def inherit(request: JobRequest, parent: JobSpec, name: str) -> JobRequest:
     """A request that goes on from the adapter `name`, which `parent` trained: the adapter's shape is kept, and so is the base's
-    precision unless the request says another.
+    precision and its chat template unless the request says another.
 
     Raises SpecError naming an option of lora that asks for another shape.
     """
@@ -132,9 +143,10 @@ def inherit(request: JobRequest, parent: JobSpec, name: str) -> JobRequest:
     given = request.lora.model_fields_set & {"lora_dropout"}
     lora = parent.lora.model_copy(update={field: getattr(request.lora, field) for field in given})
     precision = request.precision if "precision" in request.model_fields_set else parent.precision
+    chat_template = request.chat_template if request.chat_template is not None else parent.chat_template or None
     if precision.default == AUTO:
         precision = precision.model_copy(update={"default": parent.precision.default})
-    return request.model_copy(update={"lora": lora, "precision": precision})
+    return request.model_copy(update={"lora": lora, "precision": precision, "chat_template": chat_template})
 
 
 def _resolve_distributed(options: DistributedOptions, gpus: int) -> DistributedOptions:

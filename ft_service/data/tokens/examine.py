@@ -37,11 +37,12 @@ from ft_service.data.data_file import (
     DataReport,
     ExamineReply,
     ExamineRequest,
-    Fault,
     Findings,
     ReadProgress,
-    read_samples,
 )
+from ft_service.data.formats.reading import DataReader, open_data
+from ft_service.data.line_errors import Fault
+from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.data.tokens.identity import tokens_key
 from ft_service.data.tokens.keeping import Recording, find
 from ft_service.data.tokens.limits import SampleLimits, go_first, held_memory, limit_memory
@@ -51,7 +52,6 @@ from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.tokenize import load_tokenizer, nothing_to_learn, tokenize
 from ft_service.data.whereabouts import Task, Whereabouts
 from ft_service.errors import SpecError
-from ft_service.rundir.directory import sha256_of
 from ft_service.rundir.documents import ErrorInfo
 
 
@@ -81,22 +81,24 @@ class Teller:
         self._tell = tell
         self._due = time.monotonic() + seconds
 
-    def at(self, lines: int, file: BinaryIO) -> None:
-        """Note that `lines` lines were examined. `file` may have been read a little further."""
+    def at(self, lines: int, reader: DataReader) -> None:
+        """Note that `lines` lines were examined. The file may have been read a little further."""
         if time.monotonic() >= self._due:
-            self._tell(ReadProgress(lines, file.tell() / os.fstat(file.fileno()).st_size))
+            self._tell(ReadProgress(lines, reader.share))
             self._due = time.monotonic() + self._seconds
 
 
 def answer(request: ExamineRequest, teller: Teller, whereabouts: Whereabouts) -> ExamineReply:
     try:
         with whereabouts.at(Task.LOADING):
-            tokenizer = _tokenizer(request.model_path, request.tokenizer)
+            tokenizer = _tokenizer(request.model_path, request.tokenizer, request.options.chat_template)
+        key = tokens_key(request.model_path, request.sha256, request.options)
+        keep = Keep(Path(request.tokens), key) if request.tokens else None
+        with SampleLimits(whereabouts, request.render_seconds, request.memory_bytes) as limits:
+            data = open_data(Path(request.path), request.files)
+            report = examine(tokenizer, data, request.sha256, request.max_length, teller, limits, keep, request.options)
     except SpecError as error:
         return ExamineReply(error=ErrorInfo(code=error.code, message=error.message, param=error.param))
-    keep = Keep(Path(request.tokens), tokens_key(request.model_path, request.sha256)) if request.tokens else None
-    with SampleLimits(whereabouts, request.render_seconds, request.memory_bytes) as limits:
-        report = examine(tokenizer, Path(request.path), request.sha256, request.max_length, teller, limits, keep)
     return ExamineReply(report=report)
 
 
@@ -110,12 +112,13 @@ class Keep:
 
 def examine(
     tokenizer: PreTrainedTokenizerBase,
-    path: Path,
+    data: DataReader,
     sha256: str,
     max_length: int,
     teller: Teller,
     limits: SampleLimits | None = None,
     keep: Keep | None = None,
+    options: TokenOptions = DEFAULT,
 ) -> DataReport:
     """The report on a file, in memory bounded by a chunk of it. Raises OSError if it cannot be read.
 
@@ -123,40 +126,42 @@ def examine(
     go if no line is at fault, and are counted without making them anew; None: nowhere.
     """
     findings = Findings()
-    if sha256_of(path) != sha256:
+    if data.digest() != sha256:
         findings.fault(Fault(0, "", "the file has changed since it was uploaded"))
-        return findings.report()
+        return findings.report(data.shape)
     found = find(keep.folder, keep.key) if keep is not None else None
     if found is not None:
+        data.look()
         findings.examples = len(found.samples)
         counts, exceeded = _counts_of(found.samples, max_length), 0
         found.entry.close()
     else:
-        with _recording(keep, path) as recording:
-            counts, exceeded = _read(tokenizer, path, max_length, teller, limits, findings, recording)
+        with _recording(keep, data) as recording:
+            counts, exceeded = _read(tokenizer, data, max_length, teller, limits, findings, recording, options)
             if recording is not None and not findings.faults_total:
                 recording.publish(dated=writes_date(tokenizer))
     if findings.examples and not counts.samples and not findings.faults_total:
         findings.fault(Fault(0, "", nothing_to_learn(max_length)))
-    return findings.report(counts, unread=exceeded >= GIVE_UP_AFTER)
+    return findings.report(data.shape, counts, unread=exceeded >= GIVE_UP_AFTER)
 
 
-def _recording(keep: Keep | None, path: Path) -> AbstractContextManager[Recording | None]:
-    return nullcontext() if keep is None else Recording(Cache(keep.folder), keep.key, path.stat().st_size)
+def _recording(keep: Keep | None, data: DataReader) -> AbstractContextManager[Recording | None]:
+    return nullcontext() if keep is None else Recording(Cache(keep.folder), keep.key, data.size)
 
 
 def _read(
     tokenizer: PreTrainedTokenizerBase,
-    path: Path,
+    data: DataReader,
     max_length: int,
     teller: Teller,
     limits: SampleLimits | None,
     findings: Findings,
     recording: Recording | None,
+    options: TokenOptions,
 ) -> tuple[Counts, int]:
     """Counts of all samples, and how many exceeded a limit. Faults go into `findings`, and end the recording."""
     counts, exceeded = Counts(), 0
-    with path.open("rb") as file, closing(tokenize(tokenizer, read_samples(file), limits)) as samples:
+    with data as reader, closing(tokenize(tokenizer, reader, limits, options)) as samples:
         for sample in samples:
             if isinstance(sample, Fault):
                 findings.fault(sample)
@@ -168,7 +173,7 @@ def _read(
                 counts = _counted(counts, sample, max_length)
                 if recording is not None:
                     recording.add(sample)
-            teller.at(findings.examples + findings.faults_total, file)
+            teller.at(findings.examples + findings.faults_total, reader)
     return counts, exceeded
 
 
@@ -202,9 +207,9 @@ def _counted(counts: Counts, sample: Tokens, max_length: int) -> Counts:
 
 
 @lru_cache(maxsize=1)
-def _tokenizer(model_path: str, digest: str) -> PreTrainedTokenizerBase:
-    """A base's tokenizer. `digest`: of its files, so that a replaced one is read again."""
-    return load_tokenizer(model_path)
+def _tokenizer(model_path: str, digest: str, chat_template: str) -> PreTrainedTokenizerBase:
+    """A base's tokenizer. `digest`: of its files, so that a replaced one is read again. `chat_template`: TokenOptions'."""
+    return load_tokenizer(model_path, chat_template)
 
 
 def _answers() -> BinaryIO:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ft_service.cli import data, jobs
+from ft_service.cli import jobs
+from ft_service.cli.data_files import reports
 from ft_service.data.data_file import Counts, DataReport, ExamineRequest, ReadProgress, check_lines
 from ft_service.data.examiner import Examiner
 from tests.support.command_line import ft, home
@@ -24,14 +25,14 @@ class LinesOnly(Examiner):
     def examine(self, request: ExamineRequest, note: Callable[[ReadProgress], object] = print) -> DataReport:
         if Path(request.path).stem == "large":
             note(ReadProgress(7, 0.5))
-        report = check_lines(Path(request.path))
+        report = check_lines(Path(request.path), files=request.files)
         return report if report.faults_total else replace(report, counts=Counts(samples=report.examples, tokens=7))
 
 
 @pytest.fixture
 def no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines are checked, and no tokens counted."""
-    monkeypatch.setattr(data, "Examiner", LinesOnly)
+    monkeypatch.setattr(reports, "Examiner", LinesOnly)
 
 
 @pytest.fixture

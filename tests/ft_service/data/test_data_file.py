@@ -5,7 +5,8 @@ import tracemalloc
 from pathlib import Path
 
 from ft_service.data.chat_line import MAX_LINE_BYTES
-from ft_service.data.data_file import Fault, check_lines
+from ft_service.data.data_file import check_lines
+from ft_service.data.line_errors import Fault
 
 GOOD = json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}).encode()
 

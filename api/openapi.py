@@ -28,7 +28,13 @@ _BODIES: tuple[type[Strict], ...] = (
 _JOBS = "/v1/fine_tuning/jobs"
 _OPERATIONS = (
     *("/livez", "/readyz", "/metrics"),
-    *(f"{_JOBS}/{{job_id}}/adapter", f"{_JOBS}/{{job_id}}/logs", f"{_JOBS}/{{job_id}}/checkpoints/{{checkpoint_id}}/adapter"),
+    *(
+        f"{_JOBS}/{{job_id}}/adapter",
+        f"{_JOBS}/{{job_id}}/logs",
+        f"{_JOBS}/{{job_id}}/samples",
+        f"{_JOBS}/{{job_id}}/checkpoints/{{checkpoint_id}}/adapter",
+    ),
+    "/v1/files/{file_id}/samples",
     "/v1/fine_tuning/checkpoints/{checkpoint}/adapter",
 )
 _PARAMETERS = ("stream", "last-event-id", "idempotency-key")

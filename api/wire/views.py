@@ -185,6 +185,8 @@ class JobView(BaseModel):
     pending_reason: str | None
     """Why a job does not start although its turn has come, or why nothing is known of it now; null: it waits for its turn, or
     runs."""
+    chat_template: str | None
+    """The text of the chat template in place of the base's; null: the base's."""
     priority: int
     lora: dict[str, Any]
     precision: dict[str, Any]
@@ -301,6 +303,7 @@ def job_view(job: Job, *, organization: str, metrics: Metrics | None, now: float
         attempt=job.attempt,
         progress=_progress(metrics) if metrics else None,
         pending_reason=job.pending if job.state in (State.QUEUED, State.RUNNING) else None,
+        chat_template=spec.chat_template or None,
         priority=job.priority,
         lora=spec.lora.model_dump(),
         precision=spec.precision.model_dump(),

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from ft_service.data.formats.reading import Shape, open_data
 from ft_service.data.formats.recognise import Container, Format
 from ft_service.data.line_errors import Fault
+from ft_service.data.samples import Page, SamplePage
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.rundir.documents import ErrorInfo
 
@@ -139,6 +140,8 @@ class ExamineRequest:
     files: tuple[str, ...] = ()
     """Of a folder, in their order; empty: `path` is a file."""
     options: TokenOptions = DEFAULT
+    show: Page | None = None
+    """Samples that are asked for in place of a report. The file's digest is not looked at."""
 
 
 @dataclass(frozen=True)
@@ -155,12 +158,14 @@ class ReadProgress:
 
 @dataclass(frozen=True)
 class ExamineReply:
-    """One of the three. `progress` comes before the report, once or more often for a file that takes long."""
+    """One of the four. `progress` comes before the report, once or more often for a file that takes long."""
 
     report: DataReport | None = None
     error: ErrorInfo | None = None
     """The base's tokenizer cannot be used."""
     progress: ReadProgress | None = None
+    page: SamplePage | None = None
+    """Asked for by `show`."""
 
 
 REQUEST = TypeAdapter(ExamineRequest)

@@ -35,6 +35,7 @@ from ft_service.data.data_file import (
     ReadProgress,
 )
 from ft_service.data.line_errors import Fault
+from ft_service.data.samples import SamplePage, ShownSample
 from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokenizer_files import tokenizer_state
 from ft_service.data.whereabouts import Doing, Task, Whereabouts
@@ -230,18 +231,36 @@ class Examiner:
         """
         if (known := self._known.get(request)) is not None:
             return known
-        self.start()
-        self._ask(request)
         try:
-            while (answer := self._answer(request)).progress is not None:
-                note(answer.progress)
+            report = self._answered(request, note).report
         except _AtFault as error:
             return error.report()
+        assert report is not None, "it was asked for"
+        self._known.put(request, report)
+        return report
+
+    def show(self, request: ExamineRequest) -> SamplePage:
+        """The samples that a request asks for (`show`). Raises SpecError if the base's tokenizer cannot be used, OSError if the
+        file cannot be read, ExaminerLost.
+        """
+        assert request.show is not None
+        try:
+            page = self._answered(request, lambda _: None).page
+        except _AtFault as error:
+            fault = error.report().faults[0]
+            return SamplePage((ShownSample(fault.line, error=fault.reason),), False, "line", "")
+        assert page is not None, "it was asked for"
+        return page
+
+    def _answered(self, request: ExamineRequest, note: Callable[[ReadProgress], object]) -> ExamineReply:
+        """The answer to a request. Raises _AtFault, SpecError, ExaminerLost."""
+        self.start()
+        self._ask(request)
+        while (answer := self._answer(request)).progress is not None:
+            note(answer.progress)
         if answer.error is not None:
             raise SpecError(answer.error.message, param=answer.error.param, code=answer.error.code)
-        assert answer.report is not None, "one of the two"
-        self._known.put(request, answer.report)
-        return answer.report
+        return answer
 
     def stop(self, *, for_good: bool = False) -> None:
         """Kill the process: an examination in progress raises ExaminerLost. The next file gets a new process, unless

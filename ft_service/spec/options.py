@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from ft_service.spec.templates import check_template
 from ft_service.spec.values import Number, Pattern, Strict, TrainOn, WeightFormat
 
 LEARNING_RATE = 2e-4
@@ -220,6 +221,10 @@ class JobOptions(Strict):
     training: TrainingOptions = TrainingOptions()
     distributed: DistributedOptions = DistributedOptions()
     checkpoint: CheckpointOptions = CheckpointOptions()
+    chat_template: Annotated[str, Field(min_length=1, max_length=100_000), AfterValidator(check_template)] | None = None
+    """The chat template that writes the conversations, in place of the base's: its text (Jinja), or the name of a standard one
+    (TEMPLATES); in a SPEC file also the path of a .jinja file. None: the base's own, and conversations are refused where it has
+    none. Saved with the adapter."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     """Higher starts first; equal ones in the order of their creation."""
 

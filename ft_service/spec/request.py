@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from ft_service.errors import SpecError
 from ft_service.spec.faults import spec_error
 from ft_service.spec.integrations import Integrations
 from ft_service.spec.options import LEARNING_RATE, JobOptions, TrainingOptions
-from ft_service.spec.templates import check_template
 from ft_service.spec.values import Number, Strict
 
 NOT_YET: Mapping[str, str] = {
@@ -68,10 +67,6 @@ class JobRequest(JobOptions):
     method: Method = Method()
     hyperparameters: Hyperparameters = Hyperparameters()
     """OpenAI's older place for method.supervised.hyperparameters."""
-    chat_template: Annotated[str, Field(min_length=1, max_length=100_000), AfterValidator(check_template)] | None = None
-    """The chat template that writes the conversations, in place of the base's: its text (Jinja), or the name of a standard one
-    (TEMPLATES); in a SPEC file also the path of a .jinja file. None: the base's own, and conversations are refused where it has
-    none. Saved with the adapter."""
     suffix: Suffix | None = None
     seed: Annotated[int, Field(ge=0, le=2_147_483_647)] | None = None
     """Decides adapter initialisation and sample order; None: drawn at submission and shown in the job."""

@@ -9,13 +9,15 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Annotated, Any, cast
 
 import typer
+from rich.console import Console
 
 from ft_service.bases.catalogue import Catalogue
+from ft_service.cli.data_files.colours import show_page
 from ft_service.cli.data_files.reports import refuse_faults
 from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import Json, print_json
@@ -25,6 +27,7 @@ from ft_service.data.formats.folders import dataset_files
 from ft_service.data.formats.reading import open_data
 from ft_service.data.formats.writing import line_of
 from ft_service.data.line_errors import Fault, LineError
+from ft_service.data.samples import Page
 from ft_service.data.token_folder import folder_of
 from ft_service.data.token_options import TokenOptions
 from ft_service.errors import SpecError
@@ -73,6 +76,32 @@ def check(
     for level, message in report.messages(data.path.name, max_length):
         if not report.shape or report.shape not in message:
             print(message if level == "info" else f"Warning: {message}")
+
+
+@app.command()
+def show(
+    file: DataFile,
+    model: Annotated[str, typer.Option("--model", metavar="M", help="A base by its name, or its folder (./…, /…, ~/…).")],
+    chat_template: Template = "",
+    train_on: Learn = "all_assistant",
+    max_length: MaxLength = MAX_LENGTH,
+    after: Annotated[int, typer.Option("--after", min=0, metavar="LINE", help="Begin behind this record.")] = 0,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="How many records.")] = 3,
+    ids: Annotated[bool, typer.Option("--ids", help="With the number of every token.")] = False,
+    split: Split = "train",
+    as_json: Json = False,
+) -> None:
+    """Show samples as the model sees them, every token in the colour of its role: learned, words that are read, the template's,
+    or cut."""
+    data = local_data(file, split)
+    options = TokenOptions(template_text(chat_template), train_on=train_on)
+    with Examiner() as examiner:
+        request = examiner.request(data.ref(), data.path, base_folder(model), max_length, options)
+        page = examiner.show(replace(request, show=Page(after, limit)))
+    if as_json:
+        print_json(asdict(page))
+    else:
+        show_page(Console(highlight=False), page, ids=ids)
 
 
 @app.command()

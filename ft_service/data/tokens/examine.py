@@ -42,12 +42,14 @@ from ft_service.data.data_file import (
 )
 from ft_service.data.formats.reading import DataReader, open_data
 from ft_service.data.line_errors import Fault
+from ft_service.data.samples import Page, SamplePage, ShownSample
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.data.tokens.identity import tokens_key
 from ft_service.data.tokens.keeping import Recording, find
-from ft_service.data.tokens.limits import SampleLimits, go_first, held_memory, limit_memory
+from ft_service.data.tokens.limits import SampleLimits, TimeUp, go_first, held_memory, limit_memory
 from ft_service.data.tokens.render import writes_date
 from ft_service.data.tokens.sample import Tokens
+from ft_service.data.tokens.show import page_of
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.tokenize import load_tokenizer, nothing_to_learn, tokenize
 from ft_service.data.whereabouts import Task, Whereabouts
@@ -92,6 +94,9 @@ def answer(request: ExamineRequest, teller: Teller, whereabouts: Whereabouts) ->
     try:
         with whereabouts.at(Task.LOADING):
             tokenizer = _tokenizer(request.model_path, request.tokenizer, request.options.chat_template)
+        if request.show is not None:
+            with SampleLimits(whereabouts, request.render_seconds, request.memory_bytes) as limits:
+                return ExamineReply(page=_page(tokenizer, request, request.show, limits))
         key = tokens_key(request.model_path, request.sha256, request.options)
         keep = Keep(Path(request.tokens), key) if request.tokens else None
         with SampleLimits(whereabouts, request.render_seconds, request.memory_bytes) as limits:
@@ -100,6 +105,17 @@ def answer(request: ExamineRequest, teller: Teller, whereabouts: Whereabouts) ->
     except SpecError as error:
         return ExamineReply(error=ErrorInfo(code=error.code, message=error.message, param=error.param))
     return ExamineReply(report=report)
+
+
+def _page(tokenizer: PreTrainedTokenizerBase, request: ExamineRequest, page: Page, limits: SampleLimits) -> SamplePage:
+    data = open_data(Path(request.path), request.files)
+    try:
+        with limits.rendering(page.after + 1):
+            return page_of(tokenizer, data, request.options, request.max_length, after=page.after, limit=page.limit)
+    except (TimeUp, OSError) as error:
+        took = f"what is behind {data.shape.word} {page.after} took longer than {limits.time} to read and to render"
+        why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else took
+        return SamplePage((ShownSample(0, error=why),), False, data.shape.word, str(data.shape))
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,25 @@ def render(tokenizer: PreTrainedTokenizerBase, sample: Chat, options: TokenOptio
     return full, spans
 
 
+def words_of(tokenizer: PreTrainedTokenizerBase, sample: Chat, full: str, options: TokenOptions) -> list[Span]:
+    """The parts of a conversation's text that are words of its messages; the rest is the template's. Where the template keeps
+    no marks they are looked for, one after the other.
+    """
+    messages, tools = list(sample.messages), list(sample.tools) or None
+    _set_clock(tokenizer, tools, options.day)
+    added: Any = tokenizer.get_added_vocab  # pyright: ignore[reportAttributeAccessIssue] - fast ones have it
+    try:
+        return MarkedConversation(partial(_template, tokenizer, tools), messages, full, tuple(added())).words()
+    except UnmarkableError:
+        spans: list[Span] = []
+        end = 0
+        for words in (part for message in messages for part in thought_and_answer(message) if part):
+            if (begin := full.find(words, end)) >= 0:
+                end = begin + len(words)
+                spans.append((begin, end))
+        return spans
+
+
 def _learned(sample: Chat, train_on: TrainOn) -> list[int]:
     """The messages that are learned. Raises LineError if there is none."""
     answers = [index for index, message in enumerate(sample.messages) if message["role"] == "assistant"]

@@ -24,14 +24,16 @@ from ft_service.data.records import Chat, Pair, Record
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.data.tokens.bare import render_bare
 from ft_service.data.tokens.limits import SampleLimits, TimeUp
-from ft_service.data.tokens.render import Rendered, Span, render, require_usable, writes_date
+from ft_service.data.tokens.marked import Span
+from ft_service.data.tokens.proof import Proof, SampleText
+from ft_service.data.tokens.render import render, require_usable, writes_date
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.straddling import Joined, as_prompted
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.errors import DataError, SpecError
 from ft_service.spec import DataFileRef
 
-Chunk = list[tuple[int, Rendered | Fault]]
+Chunk = list[tuple[int, SampleText | Fault]]
 """Samples that are tokenised at once, by the numbers of their lines."""
 
 CHUNK_SAMPLES = 256
@@ -117,19 +119,20 @@ def tokenize(
     While one chunk becomes tokens, in a thread that needs no Python, this thread renders the next: leave the tokenizer alone
     until the end. `limits`: of a sample, whose excess is its fault too; after the first few of those the iteration ends.
     """
+    proof = Proof(tokenizer, options)
     with ThreadPoolExecutor(1, "tokenize") as beside:
         ahead: tuple[Chunk, Future[list[Encoding | Joined]]] | None = None
         for chunk in _chunks(partial(_rendered, partial(as_text, tokenizer, options)), records, limits):
             begun = chunk, beside.submit(encode, tokenizer, chunk, limits)
             if ahead is not None:
-                yield from _tokens(*ahead, limits)
+                yield from _tokens(*ahead, limits, proof)
             ahead = begun
         if ahead is not None:
-            yield from _tokens(*ahead, limits)
+            yield from _tokens(*ahead, limits, proof)
 
 
 def _chunks(
-    render: Callable[[int, Record, SampleLimits | None], Rendered | Fault],
+    render: Callable[[int, Record, SampleLimits | None], SampleText | Fault],
     records: Iterable[tuple[int, Record | Fault]],
     limits: SampleLimits | None,
 ) -> Iterator[Chunk]:
@@ -142,31 +145,31 @@ def _chunks(
             if limits is not None and rendered.over_limit and limits.exceeded():
                 break
         else:
-            characters += len(rendered[0])
+            characters += len(rendered.text)
         if len(chunk) == CHUNK_SAMPLES or characters >= CHUNK_CHARACTERS:
             yield chunk
             chunk, characters = [], 0
     yield chunk
 
 
-def as_text(tokenizer: PreTrainedTokenizerBase, options: TokenOptions, record: Record) -> Rendered:
+def as_text(tokenizer: PreTrainedTokenizerBase, options: TokenOptions, record: Record) -> SampleText:
     """A record's text and what is learned of it. Raises LineError, and SpecError for a base that cannot write it."""
     if isinstance(record, Pair):
         raise LineError("", "is a preference pair (DPO), which cannot be trained on in this version")
     if not isinstance(record, Chat):
-        return render_bare(tokenizer, record, options.train_on)
+        return SampleText(*render_bare(tokenizer, record, options.train_on), is_chat=False)
     if tokenizer.chat_template is None:
         raise SpecError(
             "The base's tokenizer has no chat template, so conversations cannot be written for it. Give chat_template, "
             "or lines of bare text: prompt and completion, or text.",
             param="chat_template",
         )
-    return render(tokenizer, record, options)
+    return SampleText(*render(tokenizer, record, options), is_chat=True)
 
 
 def _rendered(
-    render: Callable[[Record], Rendered], number: int, record: Record, limits: SampleLimits | None
-) -> Rendered | Fault:
+    render: Callable[[Record], SampleText], number: int, record: Record, limits: SampleLimits | None
+) -> SampleText | Fault:
     try:
         if limits is None:
             return render(record)
@@ -188,13 +191,16 @@ def _rendered(
 def encode(tokenizer: PreTrainedTokenizerBase, chunk: Chunk, limits: SampleLimits | None) -> list[Encoding | Joined]:
     """Tokens of the rendered samples of a chunk."""
     samples = [rendered for _, rendered in chunk if not isinstance(rendered, Fault)]
-    texts = [text for text, _ in samples]
+    texts = [sample.text for sample in samples]
     options: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
     if not texts:
         return []
     with limits.encoding(*_lines(chunk)) if limits is not None else nullcontext():
         encodings = tokenizer(texts, **options).encodings or []
-        return [as_prompted(tokenizer, *sample, encoding) for sample, encoding in zip(samples, encodings, strict=True)]
+        return [
+            as_prompted(tokenizer, sample.text, sample.spans, encoding)
+            for sample, encoding in zip(samples, encodings, strict=True)
+        ]
 
 
 def _lines(chunk: Chunk) -> tuple[int, int]:
@@ -203,7 +209,9 @@ def _lines(chunk: Chunk) -> tuple[int, int]:
     return rendered[0], rendered[-1]
 
 
-def _tokens(chunk: Chunk, encoded: Future[list[Encoding | Joined]], limits: SampleLimits | None) -> Iterator[Tokens | Fault]:
+def _tokens(
+    chunk: Chunk, encoded: Future[list[Encoding | Joined]], limits: SampleLimits | None, proof: Proof
+) -> Iterator[Tokens | Fault]:
     error = encoded.exception()
     if error is not None and limits is None:
         raise error
@@ -214,19 +222,28 @@ def _tokens(chunk: Chunk, encoded: Future[list[Encoding | Joined]], limits: Samp
         return
     encodings = iter(encoded.result())
     for number, outcome in chunk:
-        yield outcome if isinstance(outcome, Fault) else _masked(number, outcome, next(encodings), limits)
+        yield outcome if isinstance(outcome, Fault) else proven(number, outcome, next(encodings), limits, proof)
 
 
-def _masked(number: int, rendered: Rendered, encoding: Encoding | Joined, limits: SampleLimits | None) -> Tokens | Fault:
+def proven(
+    number: int, sample: SampleText, encoding: Encoding | Joined, limits: SampleLimits | None, proof: Proof
+) -> Tokens | Fault:
+    """A sample's tokens, or why they may not be learned."""
     try:
-        starts = np.fromiter(map(itemgetter(0), encoding.offsets), np.int64, len(encoding))
-        return Tokens(np.asarray(encoding.ids, dtype=np.int32), _inside(starts, rendered[1], len(rendered[0])))
+        return proof.require(sample, _masked(sample, encoding))
+    except LineError as error:
+        return Fault(number, error.field, error.reason)
     except MemoryError:
         if limits is None:
             raise
     if limits.wait_for_encoding():
-        return _masked(number, rendered, encoding, limits)
+        return proven(number, sample, encoding, limits, proof)
     return Fault(number, "", f"the base's tokenizer needed more than {limits.memory} of memory", over_limit=True)
+
+
+def _masked(sample: SampleText, encoding: Encoding | Joined) -> Tokens:
+    starts = np.fromiter(map(itemgetter(0), encoding.offsets), np.int64, len(encoding))
+    return Tokens(np.asarray(encoding.ids, dtype=np.int32), _inside(starts, sample.spans, len(sample.text)))
 
 
 def _inside(starts: np.ndarray, spans: list[Span], length: int) -> np.ndarray:

@@ -46,8 +46,13 @@ class Settings(BaseSettings):
     """Address the server listens on."""
     port: int = Field(default=8000, ge=0, le=65535)
     """0: any free port; the chosen one is printed and written to FT_HOME/server.json."""
+    page: Literal["on", "off"] = "on"
+    """The page for browsers below `/`, and their sessions; off: only the REST API."""
     slots: int | None = Field(default=None, ge=1, le=1024)
     """Ranks this host runs at once; None: its GPUs, or without a GPU its processors (at least 2)."""
+    preempt_after_minutes: float | None = Field(default=None, ge=0)
+    """Minutes that a job holds its slots before one of higher priority may take them: it stops at a checkpoint and is queued
+    again, so that this is also how often it can happen to it. None: nobody's slots are taken."""
     max_file_bytes: int = Field(default=512 * 1024**2, ge=1)
     """Largest file uploaded in one request."""
     max_upload_bytes: int = Field(default=8 * 1024**3, ge=1)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, Field
 
+from ft_service.jobs.forecast import Place
 from ft_service.jobs.states import Job, Phase, State
 from ft_service.rundir.events import Metrics
 from ft_service.spec import LEARNING_RATE, Integration, Strict, TrainingOptions, TunedName
@@ -138,7 +139,7 @@ class JobErrorView(BaseModel):
 
 
 class ProgressView(BaseModel):
-    """The newest numbers that training reported."""
+    """The newest numbers that training reported; `valid_loss`: of the last validation so far."""
 
     step: int
     total_steps: int
@@ -150,6 +151,20 @@ class ProgressView(BaseModel):
     step_seconds: float | None
     tokens_per_second: float | None
     trained_tokens: int | None
+
+
+class QueueView(BaseModel):
+    """Where a waiting job stands."""
+
+    position: int
+    """1: no other waiting job is expected to start before it."""
+    reason: str
+    """Why it does not run yet."""
+    estimated_start: int | None
+    """Seconds since the epoch, by how long jobs took and take here; null: not known yet."""
+    share: float
+    """Its project's part, from 0 to 1, of what all projects have used lately (half of it is forgotten every three days). Of
+    jobs of like priority those start first whose project has the smaller part."""
 
 
 class JobView(BaseModel):
@@ -185,9 +200,13 @@ class JobView(BaseModel):
     pending_reason: str | None
     """Why a job does not start although its turn has come, or why nothing is known of it now; null: it waits for its turn, or
     runs."""
+    queue: QueueView | None
+    """While queued."""
+    suffix: str | None
     chat_template: str | None
     """The text of the chat template in place of the base's; null: the base's."""
     priority: int
+    max_seconds: int | None
     lora: dict[str, Any]
     precision: dict[str, Any]
     training: dict[str, Any]
@@ -275,8 +294,17 @@ def upload_part_view(part: UploadPart) -> UploadPartView:
     return UploadPartView(id=part.id, created_at=int(part.created_at), upload_id=part.upload_id)
 
 
-def job_view(job: Job, *, organization: str, metrics: Metrics | None, now: float) -> JobView:
-    """A job as the wire shows it. `metrics`: the job's newest; `now`: database time, for the estimate."""
+def job_view(
+    job: Job,
+    *,
+    organization: str,
+    metrics: Metrics | None = None,
+    now: float = 0.0,
+    place: Place | None = None,
+    valid_loss: float | None = None,
+) -> JobView:
+    """A job as the wire shows it. `metrics`: the job's newest; `now`: database time, for the estimate; `place`: in the queue,
+    if it is known; `valid_loss`: of the last validation."""
     spec = job.spec
     hyperparameters = _hyperparameters(spec.training)
     return JobView(
@@ -301,10 +329,13 @@ def job_view(job: Job, *, organization: str, metrics: Metrics | None, now: float
         phase=job.phase.value if job.phase else None,
         reason=job.reason.value if job.reason else None,
         attempt=job.attempt,
-        progress=_progress(metrics) if metrics else None,
+        progress=_progress(metrics, valid_loss) if metrics else None,
         pending_reason=job.pending if job.state in (State.QUEUED, State.RUNNING) else None,
+        queue=_queue(place) if place and job.state is State.QUEUED else None,
+        suffix=job.request.get("suffix"),
         chat_template=spec.chat_template or None,
         priority=job.priority,
+        max_seconds=job.max_seconds,
         lora=spec.lora.model_dump(),
         precision=spec.precision.model_dump(),
         training=spec.training.model_dump(),
@@ -358,15 +389,26 @@ def _hyperparameters(training: TrainingOptions) -> HyperparametersView:
     )
 
 
-def _progress(metrics: Metrics) -> ProgressView:
+def _progress(metrics: Metrics, valid_loss: float | None) -> ProgressView:
     speed = metrics.tokens / metrics.step_seconds if metrics.tokens and metrics.step_seconds else None
-    return ProgressView(tokens_per_second=speed, **metrics.model_dump(include=set(ProgressView.model_fields)))
+    known = metrics.model_dump(include=set(ProgressView.model_fields))
+    return ProgressView(**{**known, "tokens_per_second": speed, "valid_loss": valid_loss})
 
 
 def _estimate(job: Job, metrics: Metrics | None, now: float) -> float | None:
     if job.state is not State.RUNNING or metrics is None or metrics.step_seconds is None:
         return None
     return now + (metrics.total_steps - metrics.step) * metrics.step_seconds
+
+
+def _queue(place: Place) -> QueueView:
+    forecast = place.forecast
+    return QueueView(
+        position=forecast.position,
+        reason=forecast.reason,
+        estimated_start=_whole(forecast.starts_at),
+        share=round(place.share, 4),
+    )
 
 
 def _whole(seconds: float | None) -> int | None:

@@ -6,12 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ft_service.bases.families.family import DEFAULT, Family
 from ft_service.errors import SpecError
 from ft_service.spec import PrecisionOptions, WeightFormat, match_pattern
 
 KEPT_PLAIN = frozenset({"gate", "router", "shared_expert_gate", "dt_proj"})
 """Names of modules whose linear layers stay bf16: routers, which are small and decide which experts a token meets, and the
 time steps of state-space layers, whose weights are used without calling the layer."""
+
+LEFT_OUT = frozenset({"router", "dt_proj", "indexer"})
+"""Names of modules whose linear layers all-linear leaves out: routers, and what gets no gradient since its weight is used
+without calling the layer, or it only chooses what is attended to."""
 
 EXPERT_WORDS = frozenset({"gate", "gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3", "experts"})
 """Last names that PEFT, in a mixture of experts, takes for the experts or their router wherever they stand."""
@@ -101,16 +106,33 @@ def _require_override(pattern: str, weight_format: WeightFormat, matched: list[s
     )
 
 
-def choose_targets(linears: Sequence[str], experts: Sequence[str], wanted: str | Sequence[str]) -> list[str]:
+def choose_targets(
+    linears: Sequence[str], experts: Sequence[str], wanted: str | Sequence[str], family: Family = DEFAULT
+) -> list[str]:
     """The modules that get an adapter, in the model's order.
 
     `linears`: every linear layer but the output head; `experts`: stacks of experts; `wanted`: lora.target_modules. Raises
-    SpecError for a name or pattern that matches none, or that names experts.
+    SpecError for a name or pattern that matches none, or that names experts, or what the family cannot adapt.
     """
+    refused = [name for name in linears if last_name(name) in family.not_adapted]
+    chosen = _choose_targets(
+        [name for name in linears if name not in refused] if wanted == "all-linear" else linears, experts, wanted
+    )
+    for name in chosen:
+        if name in refused:
+            raise SpecError(
+                f"lora.target_modules: {name!r} cannot have an adapter: {family.not_adapted[last_name(name)]}. Leave it out; "
+                "all-linear does.",
+                param="lora.target_modules",
+            )
+    return chosen
+
+
+def _choose_targets(linears: Sequence[str], experts: Sequence[str], wanted: str | Sequence[str]) -> list[str]:
     barred = [name for name in linears if experts and last_name(name) in EXPERT_WORDS]
     allowed = [name for name in linears if name not in barred] if barred else list(linears)
     if wanted == "all-linear":
-        return _matches("all-linear", allowed, allowed)
+        return _matches("all-linear", [name for name in allowed if LEFT_OUT.isdisjoint(name.split("."))], allowed)
     if isinstance(wanted, str):
         _refuse_experts(wanted, match_pattern(wanted, [*experts, *barred]))
         return _matches(wanted, match_pattern(wanted, allowed), allowed)

@@ -4,6 +4,7 @@ bitsandbytes 4-bit   codes in `X.weight`, statistics in `X.weight.*`; the logica
                      `X.weight.quant_state.bitsandbytes__nf4` (or fp4), which are JSON
 FP8                  e4m3 codes in `X.weight` of the logical shape, scales in `X.weight_scale` or `X.weight_scale_inv`;
                      torchao writes the same tensors as `X._weight_qdata` and `X._weight_scale`
+MXFP4                experts alone: codes in `X_blocks` [experts, out, in / 32, 16], powers of two in `X_scales`
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any
 from ft_service.errors import SpecError
 
 TORCHAO = "torchao"
-METHODS = ("bitsandbytes", "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", TORCHAO)
+MXFP4 = "mxfp4"
+METHODS = ("bitsandbytes", "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", TORCHAO, MXFP4)
 """Values of `quantization_config.quant_method` whose layouts may be among ours; the tensors themselves decide."""
 STATE = ".quant_state.bitsandbytes__"
 KINDS = ("nf4", "fp4")
@@ -30,7 +32,11 @@ LARGEST_SIZE = 2**31
 _TORCHAO_FP8 = ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig")
 """What torchao calls the two ways of using weights that it stores alike."""
 _TORCHAO_NAME = re.compile(r"(.*\.)_weight_(qdata|scale)")
-_COMPANION = re.compile(r"\.weight\.|_scale(_inv)?$")
+MXFP4_SCALES = "_scales"
+MXFP4_BIAS = 127
+"""Of the exponents in `X_scales`."""
+_MXFP4_CODES, _MXFP4_WIDTH = "_blocks", 16
+_COMPANION = re.compile(r"\.weight\.|[._](weight|input|output|activation|kv|[qkv])_scale(_inv)?$|experts\.\w+_scales$")
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -64,7 +70,8 @@ def _torchao_kinds(section: Mapping[str, Any]) -> list[str]:
 
 
 def logical_names(dtypes: Mapping[str, str]) -> dict[str, str]:
-    """Tensor of a base's files → the name under which its layout is known here: its own, but for torchao's FP8 weights.
+    """Tensor of a base's files → the name under which its layout is known here: its own, but for torchao's FP8 weights and the
+    codes of MXFP4.
 
     `dtypes`: tensor → dtype. What torchao writes for other formats keeps its names, which are none of the model's.
     """
@@ -72,6 +79,9 @@ def logical_names(dtypes: Mapping[str, str]) -> dict[str, str]:
 
 
 def _logical_name(name: str, dtypes: Mapping[str, str]) -> str:
+    stem = name.removesuffix(_MXFP4_CODES)
+    if stem != name and dtypes[name] == dtypes.get(stem + MXFP4_SCALES) == "U8" and stem not in dtypes:
+        return stem
     match = _TORCHAO_NAME.fullmatch(name)
     if match is None or dtypes.get(f"{match[1]}_weight_qdata") != FP8_DTYPE:
         return name
@@ -80,7 +90,7 @@ def _logical_name(name: str, dtypes: Mapping[str, str]) -> str:
 
 
 def is_companion(name: str) -> bool:
-    """Whether a tensor belongs to a quantised weight and is no parameter of a model."""
+    """Whether a tensor of a quantised base belongs to a quantised weight and is no parameter of a model."""
     return _COMPANION.search(name) is not None
 
 
@@ -114,6 +124,13 @@ class Bitsandbytes:
                 name, f"its {codes} bytes of codes are too few for the shape {shape} of its bitsandbytes state"
             )
         return cls((shape[0], shape[1]), block, offset, nested)
+
+
+def mxfp4_shape(name: str, blocks: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int, int]:
+    """(experts, out, in) of codes and scales in MXFP4. Raises SpecError where they do not belong together."""
+    if len(blocks) != 4 or blocks[:3] != scales or blocks[3] != _MXFP4_WIDTH:
+        raise unknown_layout(name, f"MXFP4 in blocks of shape {blocks} with scales of shape {scales}")
+    return blocks[0], blocks[1], blocks[2] * blocks[3] * 2
 
 
 def unknown_layout(name: str, why: str) -> SpecError:

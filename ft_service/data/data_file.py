@@ -4,8 +4,9 @@ makes them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +20,12 @@ from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.rundir.documents import ErrorInfo
 
 SHOWN_FAULTS = 20
-"""Faults that are kept, and spelled out in the error message; the rest is counted."""
+"""Faults that are kept, and reasons that the error message spells out; the rest is counted."""
+SHOWN_LINES = 5
+"""Lines that are named of those that are at fault for one reason."""
+_GROUPS = 100
+"""Reasons that are told apart; further ones are counted together."""
+_NUMBER = re.compile(r"\d+")
 
 PROGRESS_SECONDS = 30.0
 """How often it is said how far a file has been read."""
@@ -32,6 +38,30 @@ GIVE_UP_AFTER = 3
 """Samples beyond a limit after which the rest of a file is not read: each has cost seconds, and more would tell nothing new."""
 
 Param = Literal["training_file", "validation_file"]
+
+
+@dataclass(frozen=True)
+class FaultGroup:
+    """Lines that are at fault for the same reason."""
+
+    first: Fault
+    count: int = 1
+    lines: tuple[int, ...] = ()
+    """The first ones."""
+
+    def text(self, word: str) -> str:
+        """`word`: what a line of this file is called."""
+        if self.count == 1:
+            return self.first.text(word)
+        more = ", …" if self.count > len(self.lines) else ""
+        lines = f"{self.count:,} {word}s ({', '.join(map(str, self.lines))}{more})"
+        return f"{lines}: {' '.join(part for part in (self.first.field, self.first.reason) if part)}"
+
+    def joined_by(self, fault: Fault) -> FaultGroup:
+        """The group with one more line. A place in which its lines differ gets a star: `messages.*.role`."""
+        field = self.first.field if fault.field == self.first.field else _NUMBER.sub("*", fault.field)
+        lines = (*self.lines, fault.line) if len(self.lines) < SHOWN_LINES else self.lines
+        return FaultGroup(replace(self.first, field=field), self.count + 1, lines)
 
 
 @dataclass(frozen=True)
@@ -67,6 +97,8 @@ class DataReport:
     """None: no tokens were counted, or there are faults."""
     unread: bool = False
     """Reading was given up: what is behind the last fault is not known."""
+    groups: list[FaultGroup] = field(default_factory=list)
+    """All faults by their reason, in the order of the file; empty: told by a version that did not group them."""
     shape: str = ""
     """The file's format and container, in words; empty: OpenAI's chat lines."""
     unused: tuple[str, ...] = ()
@@ -85,14 +117,19 @@ class DataReport:
         """The job's error, naming file, lines and reasons; None if every line is fine."""
         if not self.faults_total:
             return None
-        shown = "; ".join(fault.text(self.word) for fault in self.faults)
-        hidden = self.faults_total - len(self.faults)
-        more = f"; and {hidden} more" if hidden else ""
+        shown = "; ".join(self.reasons())
         lines = self.word if self.faults_total == 1 else f"{self.word}s"
         count = f" ({self.faults_total} {lines} at fault, {self.examples} fine)" if self.faults[0].line else ""
         if self.unread:
             count = "; the rest was not read"
-        return ErrorInfo(code=f"invalid_{param}", message=f"{filename}: {shown}{more}{count}.", param=param)
+        return ErrorInfo(code=f"invalid_{param}", message=f"{filename}: {shown}{count}.", param=param)
+
+    def reasons(self) -> list[str]:
+        """Why lines are at fault, each reason once, with its lines."""
+        groups = self.groups or [FaultGroup(fault) for fault in self.faults]
+        shown = [group.text(self.word) for group in groups[:SHOWN_FAULTS]]
+        told = sum(group.count for group in groups[:SHOWN_FAULTS])
+        return [*shown, f"and {self.faults_total - told:,} more"] if told < self.faults_total else shown
 
     def messages(self, name: str, max_length: int) -> Iterator[tuple[Literal["info", "warn"], str]]:
         """Level and sentence for events: what is trained on, and what is left out and why. `name`: the file's."""
@@ -178,6 +215,7 @@ class Findings:
     def __init__(self, limit: int = SHOWN_FAULTS) -> None:
         self._limit = limit
         self._faults: list[Fault] = []
+        self._groups: dict[tuple[str, str], FaultGroup] = {}
         self.faults_total = 0
         self.examples = 0
 
@@ -185,6 +223,11 @@ class Findings:
         self.faults_total += 1
         if len(self._faults) < self._limit:
             self._faults.append(fault)
+        alike = (_NUMBER.sub("#", fault.field), _NUMBER.sub("#", fault.reason))
+        if alike in self._groups:
+            self._groups[alike] = self._groups[alike].joined_by(fault)
+        elif len(self._groups) < _GROUPS:
+            self._groups[alike] = FaultGroup(fault, 1, (fault.line,))
 
     def report(self, shape: Shape, counts: Counts | None = None, *, unread: bool = False) -> DataReport:
         """The report, at the end of the file or where reading was given up."""
@@ -197,6 +240,7 @@ class Findings:
             self.faults_total,
             None if self.faults_total else counts,
             unread,
+            list(self._groups.values()),
             shape="" if usual else str(shape),
             unused=shape.unused,
             word=shape.word,

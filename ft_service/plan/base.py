@@ -14,6 +14,9 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from ft_service.bases.contents import BaseContents
+from ft_service.bases.experts import CHOSEN, COUNTS, projection_of
+from ft_service.bases.families.family import Family
+from ft_service.bases.families.known import family_of
 from ft_service.bases.logit_chunks import IN_CHUNKS
 from ft_service.bases.module_rules import WeightNames, kept_plain
 from ft_service.bases.published_layouts import LARGEST_SIZE
@@ -26,10 +29,16 @@ Kind = Literal["linear", "embedding", "head", "experts", "router", "norm", "bias
 
 _NUMBERED = re.compile(r"^(?P<stack>[^0-9]*?)\.?(?P<layer>\d+)\.(?P<inside>.+)$")
 _EXPERT = re.compile(r"^(?P<before>.*\bexperts)\.(?P<expert>\d+)\.(?P<matrix>[^.]+)(\.weight)?$")
-_BUFFERS = re.compile(r"\.(inv_freq|masked_bias|e_score_correction_bias|attention\.bias|attn\.bias)$")
+_BUFFERS = re.compile(
+    r"\.(inv_freq|masked_bias|(?<!moe_statics\.)e_score_correction_bias|layer_scalar|attention\.bias|attn\.bias)$"
+)
 _HEADS = ("lm_head", "embed_out", "output")
 _STEMS = {"gpt_neox": "gpt_neox.", "gpt2": "transformer.", "falcon": "transformer.", "bloom": "transformer."}
 """What a causal model calls its trunk, where that is not `model.`."""
+
+
+_RENAMED = {".block_sparse_moe.": ".mlp.", "backbone.": "model.", "mlp.moe_statics.": "mlp.gate.moe_statics."}
+"""What families' files call parts of the model, and what the model does."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +108,7 @@ class BaseShape:
     weights: tuple[Weight, ...]
     loss_in_chunks: bool
     """Whether the logits of all targets are never there at once."""
+    family: Family
 
     def quantizable(self) -> list[Weight]:
         """The weights that the precision map decides on: linear layers and experts inside the decoder layers."""
@@ -133,11 +143,12 @@ def base_shape(contents: BaseContents) -> BaseShape:
     parts = Parts.of(contents.config, (tensor.name for tensor in contents.tensors))
     logical = logical_tensors(contents)
     tensors = [t for t in logical if parts.is_text(t.name) and not _BUFFERS.search(t.name)]
-    stack = _decoder_stack(tensors, _number(config, "num_hidden_layers", "n_layer"))
+    stack = _decoder_stack(tensors, _layers(config))
     weights = [_weight(tensor, stack, config, parts) for tensor in tensors if _belongs(tensor, stack, config)]
     weights = _stack_experts(weights, _number(config, "hidden_size"))
     weights = _tie(weights, config)
-    return BaseShape(_shape(config, weights), tuple(weights), str(config.get("model_type")) in IN_CHUNKS)
+    in_chunks = str(config.get("model_type")) in IN_CHUNKS
+    return BaseShape(_shape(config, weights), tuple(weights), in_chunks, family_of(config))
 
 
 def _decoder_stack(tensors: Iterable[LogicalTensor], layers: int | None) -> str:
@@ -157,21 +168,31 @@ def _belongs(tensor: LogicalTensor, stack: str, config: Mapping[str, Any]) -> bo
     match = _NUMBERED.match(tensor.name)
     if match is None:
         return True
-    layers = _number(config, "num_hidden_layers", "n_layer")
+    layers = _layers(config)
     return match["stack"] == stack and layers is not None and int(match["layer"]) < layers
 
 
 def _weight(tensor: LogicalTensor, stack: str, config: Mapping[str, Any], parts: Parts) -> Weight:
     match = _NUMBERED.match(tensor.name)
     layer = int(match["layer"]) if match else None
-    name = parts.published(tensor.name).replace(".block_sparse_moe.", ".mlp.")
+    name = _renamed(parts.published(tensor.name))
     bare = "." not in stack and not parts.several
     if bare and not name.startswith(_HEADS):
         name = _STEMS.get(str(config.get("model_type")), "model.") + name
     module, _, parameter = name.rpartition(".")
     if parameter not in ("weight", "bias"):
         module, parameter = (name, "weight") if len(tensor.shape) == 3 else (module, parameter)
-    return Weight(module, parameter, tensor.shape, _kind(module, parameter, tensor.shape, layer, config), layer, tensor.held)
+    shape, kind = tensor.shape, _kind(module, parameter, tensor.shape, layer, config)
+    if kind == "experts" and len(shape) == 3 and not tensor.by_outputs and family_of(config).experts_transposed:
+        shape = (shape[0], shape[2], shape[1])
+    return Weight(module, parameter, shape, kind, layer, tensor.held)
+
+
+def _renamed(name: str) -> str:
+    """The model's name of a tensor that families' files give other names."""
+    for theirs, ours in _RENAMED.items():
+        name = name.replace(theirs, ours)
+    return name
 
 
 def _kind(module: str, parameter: str, shape: tuple[int, ...], layer: int | None, config: Mapping[str, Any]) -> Kind:
@@ -193,6 +214,7 @@ def _kind(module: str, parameter: str, shape: tuple[int, ...], layer: int | None
 
 def _stack_experts(weights: list[Weight], hidden: int | None) -> list[Weight]:
     """Experts as the worker stores them: all matrices of a projection above each other, gate and up as one."""
+    matrices = {match["matrix"] for weight in weights if (match := _EXPERT.match(weight.module))}
     stacks: dict[str, list[Weight]] = {}
     kept: list[Weight] = []
     for weight in weights:
@@ -202,8 +224,7 @@ def _stack_experts(weights: list[Weight], hidden: int | None) -> list[Weight]:
             continue
         if not weight.shape:
             raise SpecError(f"The base's {weight.name} is one number: not the weight of an expert.", param="model")
-        projection = "down_proj" if match["matrix"] in ("down_proj", "w2") else "gate_up_proj"
-        stacks.setdefault(f"{match['before']}.{projection}", []).append(weight)
+        stacks.setdefault(f"{match['before']}.{projection_of(match['matrix'], matrices)}", []).append(weight)
     for module, parts in stacks.items():
         rows = sum(part.rows for part in parts)
         held = parts[0].held if len({part.held for part in parts}) == 1 else None
@@ -213,11 +234,11 @@ def _stack_experts(weights: list[Weight], hidden: int | None) -> list[Weight]:
 
 def _flattened(weight: Weight, hidden: int | None) -> Weight:
     last = weight.module.rpartition(".")[2]
-    transposed = last == "gate_up_proj" and hidden == weight.shape[1] != weight.shape[2]
-    if transposed or last not in ("gate_up_proj", "down_proj"):
+    turned = last == "gate_up_proj" and hidden == weight.shape[1] != weight.shape[2]
+    if turned or last not in ("gate_up_proj", "up_proj", "down_proj"):
         raise SpecError(
-            f"The experts of this base ({weight.module}) are not supported. Supported are gated experts as in Mixtral, "
-            "Qwen-MoE and OLMoE, stored [experts, out, in].",
+            f"The experts of this base ({weight.module}) are not supported. Supported are stacks gate_up_proj and down_proj, "
+            "or up_proj and down_proj, stored as the architecture's own.",
             param="model",
         )
     experts, rows, cols = weight.shape
@@ -241,13 +262,12 @@ def _shape(config: Mapping[str, Any], weights: list[Weight]) -> Shape:
     experts = _experts(config)
     if not experts and any(w.kind == "experts" for w in weights):
         raise SpecError(
-            "The base holds experts, and its config.json does not say how many (num_local_experts, num_experts or "
-            "n_routed_experts): not supported.",
+            f"The base holds experts, and its config.json does not say how many (one of {', '.join(COUNTS)}): not supported.",
             param="model",
         )
     intermediate = _number(config, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
     return Shape(
-        layers=_number(config, "num_hidden_layers", "n_layer") or 0,
+        layers=_layers(config) or 0,
         hidden=hidden,
         heads=heads,
         q=heads * head,
@@ -258,14 +278,21 @@ def _shape(config: Mapping[str, Any], weights: list[Weight]) -> Shape:
         head_norms=any(w.module.endswith((".q_norm", ".k_norm")) for w in weights),
         gated=any("gate" in w.module.rpartition(".")[2] for w in weights if w.kind in ("linear", "experts")),
         experts=experts,
-        experts_per_token=min(experts, _number(config, "num_experts_per_tok") or 1),
+        experts_per_token=min(experts, _number(config, *CHOSEN) or 1),
         expert_intermediate=_number(config, "moe_intermediate_size") or intermediate,
         max_positions=_number(config, "max_position_embeddings", "n_positions"),
     )
 
 
+def _layers(config: Mapping[str, Any]) -> int | None:
+    """The number of decoder layers; hybrids may only list them."""
+    listed = (config.get(name) for name in ("layer_types", "layers_block_type", "hybrid_override_pattern"))
+    lengths = (len(layers) for layers in listed if isinstance(layers, (list, str)))
+    return _number(config, "num_hidden_layers", "n_layer") or next(lengths, None)
+
+
 def _experts(config: Mapping[str, Any]) -> int:
-    return _number(config, "num_local_experts", "num_experts", "n_routed_experts") or 0
+    return _number(config, *COUNTS) or 0
 
 
 def _number(config: Mapping[str, Any], *names: str) -> int | None:

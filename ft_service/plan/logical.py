@@ -9,12 +9,14 @@ from ft_service.bases.contents import BaseContents, StoredTensor
 from ft_service.bases.published_layouts import (
     FP8_DTYPE,
     KINDS,
+    MXFP4_SCALES,
     NO_SCALE,
     PLAIN_DTYPES,
     SCALES,
     STATE,
     Bitsandbytes,
     is_companion,
+    mxfp4_shape,
     quantization_of,
     unknown_layout,
 )
@@ -28,6 +30,8 @@ class LogicalTensor:
     name: str
     shape: tuple[int, ...]
     held: WeightFormat | None = None
+    by_outputs: bool = False
+    """Whether stacked matrices lie there [out, in], whatever the architecture's own parameter does."""
 
 
 def logical_tensors(contents: BaseContents) -> list[LogicalTensor]:
@@ -49,6 +53,9 @@ def _logical(tensor: StoredTensor, by_name: Mapping[str, StoredTensor]) -> Logic
     if tensor.dtype == FP8_DTYPE:
         _require_scale(tensor, by_name)
         return LogicalTensor(tensor.name, tensor.shape, "fp8")
+    scales = by_name.get(tensor.name + MXFP4_SCALES)
+    if scales is not None:
+        return LogicalTensor(tensor.name, mxfp4_shape(tensor.name, tensor.shape, scales.shape), by_outputs=True)
     if tensor.dtype not in PLAIN_DTYPES:
         raise unknown_layout(tensor.name, f"it is stored as {tensor.dtype}")
     return LogicalTensor(tensor.name, tensor.shape)

@@ -149,7 +149,7 @@ def adapters_of(base: BaseShape, spec: JobSpec) -> list[AdapterShape]:
     """The adapters that the spec asks for. Raises SpecError for names and patterns that match nothing."""
     adaptable = {weight.module: weight for weight in base.adaptable()}
     experts = [weight.module for weight in base.experts()]
-    chosen = choose_targets(list(adaptable), experts, spec.lora.target_modules)
+    chosen = choose_targets(list(adaptable), experts, spec.lora.target_modules, base.family)
     ranks = values_by_module(chosen, spec.lora.rank_pattern, "lora.rank_pattern")
     values_by_module(chosen, spec.lora.alpha_pattern, "lora.alpha_pattern")
     weights = [adaptable[name] for name in chosen]

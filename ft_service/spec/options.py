@@ -226,7 +226,11 @@ class JobOptions(Strict):
     (TEMPLATES); in a SPEC file also the path of a .jinja file. None: the base's own, and conversations are refused where it has
     none. Saved with the adapter."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
-    """Higher starts first; equal ones in the order of their creation."""
+    """Higher starts first; among equal ones the project that has used less lately, and within it the one created first."""
+    max_seconds: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
+    """Seconds that the job may hold its slots, over all its attempts and their start-up: then it stops at a checkpoint and has
+    failed with reason `time_limit`; a job that names that checkpoint as its model goes on from there. None: no limit. With
+    `ft run` of each call, which stops at a checkpoint."""
 
     @model_validator(mode="after")
     def _consistent_distributed(self) -> JobOptions:

@@ -6,13 +6,13 @@ an alternative (`NOT_YET`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
 from ft_service.errors import SpecError
-from ft_service.spec.faults import spec_error
+from ft_service.spec.faults import OptionFault, joined, option_faults
 from ft_service.spec.integrations import Integrations
 from ft_service.spec.options import LEARNING_RATE, JobOptions, TrainingOptions
 from ft_service.spec.values import Number, Strict
@@ -120,28 +120,27 @@ class JobRequest(JobOptions):
 
 
 def parse_request(body: object) -> JobRequest:
-    """Validate a create body. Raises SpecError naming the field (dotted), the value and the limit."""
+    """Validate a create body. Raises SpecError naming every field at fault (dotted) with its value and limit."""
     if not isinstance(body, Mapping):
         raise SpecError(f"The body must be an object with model and training_file, not {type(body).__name__}.")
-    _refuse_not_yet(body)
+    faults = list(_not_yet(body))
+    refused = {fault.place for fault in faults}
     try:
-        return JobRequest.model_validate(dict(body))
+        request = JobRequest.model_validate(dict(body))
     except ValidationError as error:
-        raise spec_error(error, JobRequest) from None
+        faults += [fault for fault in option_faults(error, JobRequest) if fault.place not in refused]
+    else:
+        if not faults:
+            return request
+    raise joined(faults) from None
 
 
-def _refuse_not_yet(body: Mapping[Any, Any]) -> None:
-    for dotted, instead in NOT_YET.items():
+def _not_yet(body: Mapping[Any, Any]) -> Iterator[OptionFault]:
+    refused = [(dotted, None, instead) for dotted, instead in NOT_YET.items()]
+    refused += [(dotted, value, instead) for (dotted, value), instead in NOT_YET_VALUES.items()]
+    for dotted, value, instead in refused:
         section, key = dotted.split(".")
         inner = body.get(section)
-        if isinstance(inner, Mapping) and key in inner:
-            raise SpecError(
-                f"{dotted} = {inner[key]!r} is not available in this version: {instead}.", param=dotted, code="not_available"
-            )
-    for (dotted, value), instead in NOT_YET_VALUES.items():
-        section, key = dotted.split(".")
-        inner = body.get(section)
-        if isinstance(inner, Mapping) and inner.get(key) == value:
-            raise SpecError(
-                f"{dotted} = {value!r} is not available in this version: {instead}.", param=dotted, code="not_available"
-            )
+        if isinstance(inner, Mapping) and key in inner and value in (None, inner[key]):
+            text = f"{dotted} = {inner[key]!r} is not available in this version: {instead}."
+            yield OptionFault(dotted, text, "not_available")

@@ -11,7 +11,7 @@ import torch
 
 from ft_service.spec import JobSpec
 from tests.support.ranks import run_on_ranks
-from tests.support.training.models import FAMILIES, MIXED_IN_FAMILIES, OF_EXPERTS, save_tiny, spec_for
+from tests.support.training.models import FAMILIES, MIXED_IN_FAMILIES, OF_EXPERTS, PADDED, save_tiny, spec_for
 from tests.support.training.parity import Step, reference_steps, relative_error, train_steps
 
 FORMATS: dict[str, dict[str, Any]] = {
@@ -38,6 +38,12 @@ SHORT = [
     ("olmoe", 3, "bf16"),
     ("olmoe", 2, "fp8"),
     ("deepseek_v3", 2, "nf4"),
+    ("gpt_oss", 2, "nf4"),
+    ("gpt_oss", 1, "mixed"),
+    ("llama4_text", 3, "mixed"),
+    ("ernie4_5_moe", 2, "fp8"),
+    ("nemotron_h", 3, "nf4"),
+    ("gemma4_text", 2, "mixed"),
 ]
 PRODUCT = [(family, world, form) for family in FAMILIES for world in (1, 2, 3) for form in FORMATS]
 
@@ -46,7 +52,7 @@ Case = tuple[str, int, str]
 
 def options_for(family: str) -> dict[str, Any]:
     lora = {"r": 3, "target_modules": OF_EXPERTS.get(family, "all-linear")}
-    return {"training": {"per_device_train_batch_size": 2}, "lora": lora}
+    return {"training": {"per_device_train_batch_size": 2, "packing": family not in PADDED}, "lora": lora}
 
 
 def train_all(rank: int, world: int, specs: dict[Case, JobSpec]) -> dict[Case, Step]:

@@ -107,7 +107,11 @@ class Recording:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.tensors[name].shape)
 
-    def rows(self, name: str, start: int, end: int, index: int | None = None) -> Tensor:
+    def by_outputs(self, name: str) -> bool:
+        return False
+
+    def rows(self, name: str, start: int, end: int, index: int | None = None, *, transposed: bool = False) -> Tensor:
+        assert not transposed
         self.read += [(name, index, row) for row in range(start, end)]
         return self.tensors[name][start:end] if index is None else self.tensors[name][index, start:end]
 

@@ -90,8 +90,7 @@ def test_a_rank_pattern_that_matches_nothing(tmp_path: Path) -> None:
         ("paligemma", {}, "paligemma model, made of several"),
         ("phimoe", {}, "draws experts at random"),
         ("gpt2", {"n_layer": 1, "n_embd": 16, "n_head": 2}, "GPT2LMHeadModel has no linear layers"),
-        ("gpt_oss", {**COMMON, "num_local_experts": 2, "num_key_value_heads": 2}, "GptOssExperts"),
-        ("llama4_text", {**COMMON, "num_local_experts": 2, "num_key_value_heads": 2, "head_dim": 12}, "Llama4TextExperts"),
+        ("jetmoe", {**COMMON, "num_local_experts": 2, "num_key_value_heads": 2, "kv_channels": 12}, "JetMoeParallelExperts"),
     ],
 )
 def test_an_architecture_that_cannot_be_tuned(model_type: str, values: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -100,11 +99,14 @@ def test_an_architecture_that_cannot_be_tuned(model_type: str, values: dict[str,
     assert words in error.message
 
 
-def test_modules_that_peft_does_not_adapt(tmp_path: Path) -> None:
-    small = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 32}
-    error = refusal(config_only(tmp_path / "base", "mamba", **small))
+def test_modules_that_peft_does_not_adapt_are_left_out_unless_they_are_named(tmp_path: Path) -> None:
+    base = config_only(tmp_path / "base", "mamba", hidden_size=16, num_hidden_layers=1, vocab_size=32)
+    error = refusal(base, lora={"target_modules": ["in_proj", "out_proj"]})
     assert error.param == "lora.target_modules"
     assert "out_proj" in error.message
+    built = build(spec_for(base, lora={"target_modules": "all-linear"}), CPU)
+    adapted = {name.split(".")[-4] for name, p in built.peft_model.named_parameters() if p.requires_grad}
+    assert adapted == {"in_proj", "x_proj"}, "dt_proj gets no gradient"
 
 
 def test_an_unknown_architecture(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def fill(storage: Tensor, base: Values, name: str, start: int, end: int, dtype: 
     if not isinstance(storage, RowQuantized):
         return _fill_plain(storage, base, name, start, end, dtype)
     stored = base.stored(name)
-    if stored is not None and stored.exact and type(storage) is QUANTIZED[stored.format]:
+    if stored is not None and stored.exact and stored.format is not None and type(storage) is QUANTIZED[stored.format]:
         for low, high in _chunks(start, end, storage):
             _put(storage.parts, low - start, stored.parts(low, high))
         return None

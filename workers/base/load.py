@@ -145,7 +145,9 @@ def _is_work(model: nn.Module, weights: dict[str, FrozenWeight], base: StoredBas
 
 def _is_kept(face: Tensor, base: NamedBase, name: str) -> bool:
     stored = base.stored(name) if name in base else None
-    return stored is not None and stored.exact and type(face) is QUANTIZED[stored.format]
+    if stored is None or not stored.exact or stored.format is None:
+        return False
+    return type(face) is QUANTIZED[stored.format]
 
 
 def _from_files(weights: dict[str, FrozenWeight], base: NamedBase) -> Loaded:

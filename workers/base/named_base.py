@@ -9,24 +9,28 @@ from torch import Tensor, nn
 
 from ft_service.bases.published_layouts import is_companion
 from ft_service.spec import WeightFormat
+from workers.base.mxfp4 import MXFP4Stack
 from workers.base.names import NamedTensors, Piece, by_parameter
 from workers.base.stored import StoredBase, StoredWeight
 
 
 class WeightsOnly:
-    """A base without the companion tensors of its quantised weights."""
+    """A base without the companion tensors of its quantised weights; a plain base has none."""
 
     def __init__(self, base: StoredBase) -> None:
         self._base = base
 
     def names(self) -> list[str]:
-        return [name for name in self._base.names() if not is_companion(name)]
+        return [name for name in self._base.names() if not (self._base.declared and is_companion(name))]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._base.shape(name)
 
-    def rows(self, name: str, start: int, end: int, index: int | None = None) -> Tensor:
-        return self._base.rows(name, start, end, index)
+    def by_outputs(self, name: str) -> bool:
+        return self._base.by_outputs(name)
+
+    def rows(self, name: str, start: int, end: int, index: int | None = None, *, transposed: bool = False) -> Tensor:
+        return self._base.rows(name, start, end, index, transposed=transposed)
 
 
 class NamedBase:
@@ -53,11 +57,18 @@ class NamedBase:
 
 def stored_as(base: StoredBase, pieces: Sequence[Piece]) -> StoredWeight | None:
     """How the tensors that make one parameter are quantised. None: they are not, or not all alike."""
-    stored = [base.stored(piece.tensor) for piece in pieces if piece.index is None]
+    stored = [_stored_piece(base, piece) for piece in pieces]
     quantized = [weight for weight in stored if weight is not None]
     if len(quantized) < len(pieces) or len({weight.layout for weight in quantized}) != 1:
         return None
     return quantized[0] if len(quantized) == 1 else Stacked(quantized)
+
+
+def _stored_piece(base: StoredBase, piece: Piece) -> StoredWeight | None:
+    stored = base.stored(piece.tensor)
+    if piece.index is None:
+        return stored
+    return stored.matrix(piece.index) if isinstance(stored, MXFP4Stack) else None
 
 
 class Stacked:
@@ -66,9 +77,9 @@ class Stacked:
     def __init__(self, weights: Sequence[StoredWeight]) -> None:
         self._weights = weights
         self.layout = weights[0].layout
-        self.format: WeightFormat = weights[0].format
+        self.format: WeightFormat | None = weights[0].format
         self.exact = all(weight.exact for weight in weights)
-        self.shape = (sum(weight.shape[0] for weight in weights), weights[0].shape[1])
+        self.shape: tuple[int, ...] = (sum(weight.shape[0] for weight in weights), weights[0].shape[1])
 
     def parts(self, start: int, end: int) -> tuple[Tensor, ...]:
         of_weights = [weight.parts(low, high) for weight, low, high in self._within(start, end)]

@@ -28,7 +28,11 @@ class BaseTensors(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def rows(self, name: str, start: int, end: int, index: int | None = None) -> Tensor: ...
+    def by_outputs(self, name: str) -> bool:
+        """Whether stacked matrices lie there [out, in], whatever the architecture's own parameter does."""
+        ...
+
+    def rows(self, name: str, start: int, end: int, index: int | None = None, *, transposed: bool = False) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class Piece:
     tensor: str
     index: int | None = None
     """Which of the stacked matrices [matrices, rows, cols]; None: the whole tensor."""
+    transposed: bool = False
+    """Whether that matrix is stored [cols, rows]."""
 
 
 class NamedTensors:
@@ -66,19 +72,25 @@ class NamedTensors:
         """Rows [start, end) of a parameter, in the dtype of the base's files; nothing else is read."""
         pieces = self._pieces[name]
         if len(pieces) == 1:
-            return self._tensors.rows(pieces[0].tensor, start, end, pieces[0].index)
+            return self._rows(pieces[0], start, end)
         parts, first = [], 0
         for piece in pieces:
             height = self._shape(piece)[0]
             low, high = max(start - first, 0), min(end - first, height)
             if low < high:
-                parts.append(self._tensors.rows(piece.tensor, low, high, piece.index))
+                parts.append(self._rows(piece, low, high))
             first += height
-        return torch.cat(parts) if parts else self._tensors.rows(pieces[0].tensor, 0, 0, pieces[0].index)
+        return torch.cat(parts) if parts else self._rows(pieces[0], 0, 0)
+
+    def _rows(self, piece: Piece, start: int, end: int) -> Tensor:
+        if not piece.transposed:
+            return self._tensors.rows(piece.tensor, start, end, piece.index)
+        return self._tensors.rows(piece.tensor, start, end, piece.index, transposed=True)
 
     def _shape(self, piece: Piece) -> tuple[int, ...]:
         shape = self._tensors.shape(piece.tensor)
-        return shape if piece.index is None else shape[1:]
+        shape = shape if piece.index is None else shape[1:]
+        return (*shape[:-2], shape[-1], shape[-2]) if piece.transposed else shape
 
 
 def by_parameter(model: nn.Module, tensors: BaseTensors, plain: Callable[[str], str]) -> NamedTensors:
@@ -92,7 +104,8 @@ def by_parameter(model: nn.Module, tensors: BaseTensors, plain: Callable[[str], 
     for stock_name, experts in stacked.items():
         pieces = sources.get(stock_name, [])
         if len(pieces) == 1:
-            sources[stock_name] = [Piece(pieces[0].tensor, index) for index in range(experts)]
+            turned = experts.transposed and not tensors.by_outputs(pieces[0].tensor)
+            sources[stock_name] = [Piece(pieces[0].tensor, index, turned) for index in range(experts.num_experts)]
     return NamedTensors(tensors, {ours: sources[stock] for stock, ours in wanted.items() if stock in sources})
 
 
@@ -168,9 +181,10 @@ def _stacks_rows(converter: WeightConverter) -> bool:
     return described == expected and len(converter.target_patterns) == 1
 
 
-def _stock_names(model: nn.Module, plain: Callable[[str], str]) -> tuple[dict[str, str], dict[str, int]]:
-    """transformers' name → ours, for every frozen tensor; and the number of matrices in each one that is stacked here."""
-    wanted, stacked = {}, {}
+def _stock_names(model: nn.Module, plain: Callable[[str], str]) -> tuple[dict[str, str], dict[str, ExpertsLinear]]:
+    """transformers' name → ours, for every frozen tensor; and the layer of each one that is stacked here."""
+    wanted: dict[str, str] = {}
+    stacked: dict[str, ExpertsLinear] = {}
     for module_name, module in model.named_modules():
         buffers = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
         for name, tensor in (module._parameters | buffers).items():
@@ -180,5 +194,5 @@ def _stock_names(model: nn.Module, plain: Callable[[str], str]) -> tuple[dict[st
             stock = ours.removesuffix(".weight") if isinstance(module, ExpertsLinear) else ours
             wanted[stock] = ours
             if isinstance(module, ExpertsLinear):
-                stacked[stock] = module.num_experts
+                stacked[stock] = module
     return wanted, stacked

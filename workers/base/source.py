@@ -57,11 +57,14 @@ class Safetensors:
     def bytes(self, name: str) -> int:
         return self._tensors[name].bytes
 
-    def rows(self, name: str, start: int, end: int, index: int | None = None) -> Tensor:
-        """Rows [start, end) of a tensor, in its own dtype; `index`: of one of the matrices [matrices, rows, cols] in it."""
+    def rows(self, name: str, start: int, end: int, index: int | None = None, *, transposed: bool = False) -> Tensor:
+        """Rows [start, end) of a tensor, in its own dtype; `index`: of one of the matrices [matrices, rows, cols] in it, or
+        `transposed` [matrices, cols, rows].
+        """
         source = self._slice(name)
         span = slice(start, end) if start < end else slice(0, 1)
-        rows = source[span] if index is None else source[index, span]
+        at = (span,) if index is None else (index, slice(None), span) if transposed else (index, span)
+        rows = source[at].mT if transposed else source[at]
         if start >= end:
             return rows[:0]
         self.bytes_read += rows.nbytes

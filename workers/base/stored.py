@@ -4,6 +4,7 @@
     FP8 by rows         e4m3 codes and one scale a row (`weight_scale`: fbgemm, compressed-tensors, torchao)
     FP8 by tensors      e4m3 codes and one scale, which becomes the scale of every row
     FP8 by blocks       e4m3 codes and one scale a block, 128×128 as a rule (`weight_scale_inv`: DeepSeek, Qwen)
+    MXFP4               stacked experts (see `workers.base.mxfp4`)
 
 Where the layout's rows are rows of one of our formats, `parts` gives them as they are. Elsewhere `rows` gives the values that
 the base stands for, to be quantised again. Scales of activations, which serve inference, are not read.
@@ -22,6 +23,7 @@ from torch import Tensor
 from ft_service.bases.published_layouts import (
     FP8_DTYPE,
     KINDS,
+    MXFP4_SCALES,
     NO_SCALE,
     PLAIN_DTYPES,
     SCALES,
@@ -31,6 +33,7 @@ from ft_service.bases.published_layouts import (
     unknown_layout,
 )
 from ft_service.spec import WeightFormat
+from workers.base.mxfp4 import MXFP4Stack
 from workers.base.source import Safetensors
 from workers.quant import kernels as kernels  # registers torch.ops.bitsandbytes
 from workers.quant.nf4 import BLOCK
@@ -44,9 +47,9 @@ class StoredWeight(Protocol):
 
     layout: str
     """In words, for messages."""
-    shape: tuple[int, int]
-    format: WeightFormat
-    """The format that it is kept in."""
+    shape: tuple[int, ...]
+    format: WeightFormat | None
+    """The format that it is kept in. None: the job's."""
     exact: bool
     """Whether `parts` gives that format's parts; otherwise the values are quantised again."""
 
@@ -90,10 +93,17 @@ class StoredBase:
         stored = self.stored(name)
         return self._files.shape(name) if stored is None else stored.shape
 
-    def rows(self, name: str, start: int, end: int, index: int | None = None) -> Tensor:
-        """Rows [start, end) as values: in the dtype of its file where it is plain, fp32 where it is quantised."""
+    def by_outputs(self, name: str) -> bool:
+        """Whether stacked matrices lie there [out, in], whatever the architecture's own parameter does."""
+        return isinstance(self.stored(name), MXFP4Stack)
+
+    def rows(self, name: str, start: int, end: int, index: int | None = None, *, transposed: bool = False) -> Tensor:
+        """Rows [start, end) as values: in the dtype of its file where it is plain, else exact in bf16 or fp32."""
         stored = self.stored(name)
-        return self._files.rows(name, start, end, index) if stored is None else stored.rows(start, end)
+        if isinstance(stored, MXFP4Stack):
+            assert index is not None, "it is a stack"
+            return stored.rows_of(index, start, end)
+        return self._files.rows(name, start, end, index, transposed=transposed) if stored is None else stored.rows(start, end)
 
     def stored(self, name: str) -> StoredWeight | None:
         """How a tensor is quantised, None: not at all. Raises SpecError, naming it, for a layout that is not known here."""
@@ -116,6 +126,8 @@ def _recognise(files: Safetensors, name: str, block: tuple[int, int]) -> StoredW
     dtype = files.dtype(name)
     if dtype == FP8_DTYPE:
         return _fp8(files, name, block)
+    if name + MXFP4_SCALES in files:
+        return MXFP4Stack(files, name)
     if dtype not in PLAIN_DTYPES:
         raise unknown_layout(name, f"it is stored as {dtype}")
     return None
@@ -124,7 +136,7 @@ def _recognise(files: Safetensors, name: str, block: tuple[int, int]) -> StoredW
 class Bitsandbytes4Bit:
     """A `Params4bit` as `save_pretrained` writes it. Blocks run through the row-major weight and know no rows."""
 
-    format: WeightFormat = "nf4_fp32"
+    format: WeightFormat | None = "nf4_fp32"
 
     def __init__(self, files: Safetensors, name: str, kind: str) -> None:
         text = bytes(files.whole(f"{name}{STATE}{kind}").tolist())
@@ -191,7 +203,7 @@ def _fp8(files: Safetensors, name: str, block: tuple[int, int]) -> StoredWeight:
 
 
 class _FP8:
-    format: WeightFormat = "fp8"
+    format: WeightFormat | None = "fp8"
     layout: str
     exact: bool
 

@@ -11,12 +11,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
+from ft_service.bases.families.known import family_of
 from ft_service.bases.module_rules import choose_targets, last_name, values_by_module
 from ft_service.errors import SpecError
 from ft_service.spec import LoraOptions
 from workers.layers.dropout import Dropping
 from workers.layers.experts import ExpertsLinear
-from workers.layers.linear import LoraLinear
+from workers.layers.linear import FrozenLinear, LoraLinear
 from workers.model.wrapped import names_of_towers
 
 T = TypeVar("T", int, float)
@@ -54,11 +55,14 @@ def add_adapters(model: PreTrainedModel, lora: LoraOptions) -> PeftModel:
 
 
 def adapted_modules(model: PreTrainedModel, lora: LoraOptions) -> list[str]:
-    """Full names of the linear layers that get an adapter, in the model's order. Raises SpecError where there are none."""
+    """Full names of the linear layers that get an adapter, in the model's order. Raises SpecError where there are none.
+
+    Subclasses of linear layers, such as routers, compute something else.
+    """
     head = model.get_output_embeddings()
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    names = [name for name, m in model.named_modules() if type(m) in (nn.Linear, FrozenLinear) and m is not head]
     experts = [name for name, module in model.named_modules() if isinstance(module, ExpertsLinear)]
-    return choose_targets(names, experts, lora.target_modules)
+    return choose_targets(names, experts, lora.target_modules, family_of(model.config.to_dict()))
 
 
 def shortest_names(model: nn.Module, chosen: list[str]) -> list[str]:

@@ -15,7 +15,7 @@ from workers.base.named_base import WeightsOnly, stored_as
 from workers.base.names import find_pieces
 from workers.base.source import Safetensors
 from workers.base.stored import StoredBase
-from workers.layers.experts import PROJECTIONS, FrozenExperts, experts_of
+from workers.layers.experts import FrozenExperts, experts_of, projections_of, put_experts
 from workers.layers.linear import FrozenLinear
 from workers.quant.fp8_products import MULTIPLE, fits, why_not
 from workers.quant.weights import QUANTIZED, FP8Weight
@@ -51,12 +51,12 @@ def formats_of_base(model: PreTrainedModel, layers: list[nn.Module], path: str) 
         module_of: dict[str, str] = {}
         for name, module in model.named_modules():
             if id(module) in stacks:
-                module_of |= {f"{name}.{projection}": f"{name}.{projection}" for projection in PROJECTIONS}
+                module_of |= {f"{name}.{projection}": f"{name}.{projection}" for projection in projections_of(module)}
             elif type(module) is nn.Linear and not kept_plain(name):
                 module_of[f"{name}.weight"] = name
         pieces = find_pieces(model, module_of, WeightsOnly(base).names())
         stored = {module_of[parameter]: stored_as(base, placed) for parameter, placed in pieces.items()}
-        return {name: weight.format for name, weight in stored.items() if weight is not None}
+        return {name: weight.format for name, weight in stored.items() if weight is not None and weight.format is not None}
 
 
 def _quantizable(model: PreTrainedModel, layers: list[nn.Module]) -> list[str]:
@@ -69,7 +69,7 @@ def _quantizable(model: PreTrainedModel, layers: list[nn.Module]) -> list[str]:
     names: list[str] = []
     for name, module in model.named_modules():
         if id(module) in stacks:
-            names += [f"{name}.{projection}" for projection in PROJECTIONS]
+            names += [f"{name}.{projection}" for projection in projections_of(module)]
         elif id(module) in inside and type(module) is nn.Linear and not kept_plain(name):
             names.append(name)
     if not names:
@@ -82,8 +82,9 @@ def swap(model: nn.Module, layers: list[nn.Module], formats: Mapping[str, Weight
     stacks = {id(module) for module in experts_of(layers)}
     for name, module in list(model.named_modules()):
         if id(module) in stacks:
-            classes = {p: QUANTIZED.get(formats[f"{name}.{p}"]) for p in PROJECTIONS}
-            _replace(model, name, FrozenExperts(module, classes))
+            classes = {p: QUANTIZED.get(formats[f"{name}.{p}"]) for p in projections_of(module)}
+            block, _, last = name.rpartition(".")
+            put_experts(model.get_submodule(block), last, FrozenExperts(module, classes))
         elif isinstance(module, nn.Linear) and formats.get(name) in QUANTIZED:
             _replace(model, name, FrozenLinear.on_meta(module, QUANTIZED[formats[name]]))
 

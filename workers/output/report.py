@@ -20,6 +20,9 @@ from ft_service.rundir.fence import SEAL_SECONDS, Fence
 FLUSH_SECONDS = 0.5
 """Metrics wait this long for company, and are written beside training; messages and checkpoints do not wait."""
 
+PRINT_SECONDS = 5.0
+"""Between two steps that rank 0 prints; validations, messages and the first and last step are printed too."""
+
 COLUMNS = ("step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy")
 """What existing scripts read from a result file, by position."""
 MORE_COLUMNS = (
@@ -57,6 +60,7 @@ class Reporter:
         self._due, self._over = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._crash: BaseException | None = None
+        self._printed_at = float("-inf")
 
     def __enter__(self) -> Self:
         if self._active:
@@ -106,10 +110,20 @@ class Reporter:
             raise self._crash
         with self._adding:
             self._waiting.append(event)
+        self._print(event)
         if now:
             self._flush_or_wait()
         else:
             self._due.set()
+
+    def _print(self, event: Event) -> None:
+        """Say in the rank's own output how training goes, so that who reads the logs sees it."""
+        metrics = event.metrics if event.kind == "metrics" else None
+        if metrics is not None and metrics.valid_loss is None and metrics.step != metrics.total_steps:
+            if event.time < self._printed_at + PRINT_SECONDS:
+                return
+            self._printed_at = event.time
+        print(event.message if event.level == "info" else f"{event.level}: {event.message}", flush=True)
 
     def _flush_or_wait(self) -> None:
         try:

@@ -1,1 +1,1 @@
-"""Data files on the command line: a job's, for commands that need no server, and `ft data`."""
+"""`ft data`: data files before they are trained on."""

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from ft_service.bases.catalogue import Catalogue
 from ft_service.cli.data_files.colours import show_page
-from ft_service.cli.data_files.reports import refuse_faults
+from ft_service.cli.local.data import refuse_faults
 from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import Json, print_json
 from ft_service.data.data_file import DataReport, Findings, check_lines

@@ -4,7 +4,7 @@ prompt, completion    strings: bare text; messages: a conversation of which the 
 text                  bare text
 conversations         a conversation whose turns have `from` and `value` (or role and content)
 instruction, output   a conversation: instruction and input are the user's, output the assistant's
-preference pairs      preference_line.py's
+preference pairs      two conversations, or bare texts, that begin alike
 """
 
 from __future__ import annotations

@@ -20,6 +20,11 @@ COMMANDS = {
     "data",
     *("version", "serve", "run", "submit", "jobs", "get", "watch", "logs"),
     *(
+        "files",
+        "events",
+        "checkpoints",
+        "compare",
+        "rm",
         "download",
         "cancel",
         "pause",
@@ -32,6 +37,7 @@ COMMANDS = {
         "merge",
         "prune",
         "migrate",
+        "open",
         "reconcile",
     ),
 }

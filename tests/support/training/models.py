@@ -68,6 +68,65 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 8,
         "v_head_dim": 8,
     },
+    "gpt_oss": {
+        **GROUPED,
+        "head_dim": 16,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 64,
+        "swiglu_limit": 0.5,
+        "sliding_window": 6,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64},
+    },
+    "llama4_text": {
+        **GROUPED,
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 40,
+        "intermediate_size_mlp": 56,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layers": [1, 1, 1, 0],
+        "attention_chunk_size": 8,
+        "attn_temperature_tuning": True,
+        "floor_scale": 4,
+    },
+    "ernie4_5_moe": {
+        **GROUPED,
+        "moe_num_experts": 5,
+        "moe_k": 2,
+        "moe_intermediate_size": 40,
+        "moe_num_shared_experts": 1,
+    },
+    "nemotron_h": {
+        **GROUPED,
+        "head_dim": 16,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "n_routed_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "moe_shared_expert_intermediate_size": 56,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 8,
+    },
+    "gemma4_text": {
+        **GROUPED,
+        "head_dim": 16,
+        "global_head_dim": 16,
+        "tie_word_embeddings": True,
+        "enable_moe_block": True,
+        "num_experts": 5,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 40,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 6,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": VOCABULARY,
+    },
 }
 """Model type of transformers → how its tiny random model differs from COMMON."""
 
@@ -77,8 +136,16 @@ OF_EXPERTS: dict[str, list[str]] = {
     "qwen3_moe": ATTENTION,
     "olmoe": ATTENTION,
     "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+    "gpt_oss": ATTENTION,
+    "llama4_text": ATTENTION,
+    "ernie4_5_moe": ATTENTION,
+    "nemotron_h": [*ATTENTION, "in_proj"],
+    "gemma4_text": ATTENTION,
 }
 """Mixtures of experts → what to adapt there: PEFT's own "all-linear" would put adapters on experts too."""
+
+PADDED = ("llama4_text", "nemotron_h", "gemma4_text")
+"""Families whose samples are not packed."""
 
 MIXED_IN_FAMILIES = {
     "default": "bf16",
@@ -150,13 +217,12 @@ def reference(model: Path, spec: JobSpec, dtype: torch.dtype = torch.float32) ->
     named = base_on_meta(str(model)) if of_several else base  # without towers, whose layers overrides must not match
     for name, weight_format in precision_map(named, decoder_layers(named), spec.precision).items():
         weight = _weight(base, name)
-        stored = weight.data.to(torch.bfloat16).flatten(0, -2)
-        if weight_format == "nf4":
-            weight.data = nf4.dequantize(nf4.quantize(stored), stored.shape[1], dtype).view_as(weight)
-        elif weight_format == "nf4_fp32":
-            weight.data = nf4_fp32.dequantize(nf4_fp32.quantize(stored), stored.shape[1], dtype).view_as(weight)
-        elif weight_format == "fp8":
-            weight.data = fp8.dequantize(fp8.quantize(stored), stored.shape[1], dtype).view_as(weight)
+        by_outputs = weight.data.mT if _is_transposed(base, name) else weight.data
+        stored = by_outputs.to(torch.bfloat16).flatten(0, -2)
+        if weight_format in NUMERICS:
+            numerics = NUMERICS[weight_format]
+            changed = numerics.dequantize(numerics.quantize(stored), stored.shape[1], dtype).view(by_outputs.shape)
+            weight.data = changed.mT.contiguous() if _is_transposed(base, name) else changed
     config = LoraConfig(
         r=spec.lora.r,
         lora_alpha=spec.lora.lora_alpha,  # pyright: ignore[reportArgumentType]
@@ -189,8 +255,17 @@ def _multiply_adapters_in(peft_model: nn.Module, dtype: torch.dtype) -> None:
             module.forward = functools.partial(in_dtype, module)
 
 
+NUMERICS: dict[str, Any] = {"nf4": nf4, "nf4_fp32": nf4_fp32, "fp8": fp8}
+
+
+def _is_transposed(base: nn.Module, name: str) -> bool:
+    """Whether a weight is a stack of experts [experts, in, out]."""
+    parent: Any = base.get_submodule(name.rpartition(".")[0])
+    return getattr(parent, "is_transposed", type(parent).__name__ == "Llama4TextExperts")
+
+
 def _weight(base: nn.Module, name: str) -> nn.Parameter:
-    """[rows, cols] of a linear layer, [experts, rows, cols] of stacked experts."""
+    """[rows, cols] of a linear layer, [experts, rows, cols] of stacked experts, or transposed."""
     parent, _, child = name.rpartition(".")
     member: Any = getattr(base.get_submodule(parent), child)
     return member if isinstance(member, nn.Parameter) else member.weight

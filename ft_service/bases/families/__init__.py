@@ -1,0 +1,1 @@
+"""What no rule says about an architecture: one small file a family. Most families need none."""

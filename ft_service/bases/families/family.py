@@ -1,0 +1,21 @@
+"""What a family of architectures may say of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Family:
+    """What differs from the rules. `types`: the model types, as config.json names them."""
+
+    types: tuple[str, ...]
+    experts_transposed: bool = False
+    """Whether the base's files stack experts as [experts, in, out]."""
+    not_adapted: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Last name of linear layers that cannot have an adapter → why."""
+
+
+DEFAULT = Family(types=())
+"""Of which nothing differs."""

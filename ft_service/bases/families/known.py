@@ -1,0 +1,19 @@
+"""The families that have a file here, by model type."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ft_service.bases.families import aria, gpt_oss, llama4, mamba
+from ft_service.bases.families.family import DEFAULT, Family
+
+_FAMILIES = (aria.FAMILY, gpt_oss.FAMILY, llama4.FAMILY, mamba.FAMILY)
+_BY_TYPE = {name: family for family in _FAMILIES for name in family.types}
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """What is known of the family of a config.json, or of the text part of one that describes several models."""
+    inner = config.get("text_config")
+    kinds = (inner.get("model_type") if isinstance(inner, Mapping) else None, config.get("model_type"))
+    return next((_BY_TYPE[str(kind)] for kind in kinds if str(kind) in _BY_TYPE), DEFAULT)

@@ -1,0 +1,137 @@
+"""gpt-oss as it is published, its experts in MXFP4: what transformers makes of it, bit by bit, and of its adapter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Mxfp4Config
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from ft_service.bases.contents import read_contents
+from ft_service.errors import SpecError
+from ft_service.plan.base import base_shape
+from tests.support.training.models import save_tiny, spec_for
+from tests.support.training.parity import set_adapters
+from workers.base.load import adapters, load, own_rows
+from workers.base.mxfp4 import dequantize
+from workers.base.named_base import NamedBase
+from workers.base.source import Safetensors
+from workers.base.stored import StoredBase
+from workers.model.build import build
+from workers.output.export import new_folder, write_adapter
+from workers.training.packing import settle_attention
+
+CPU = torch.device("cpu")
+IDS = torch.arange(3, 27).view(2, 12)
+STACKS = ("gate_up_proj", "down_proj")
+
+
+def save_published(folder: Path) -> Path:
+    """A tiny gpt-oss whose experts are codes and powers of two, and whose config says so."""
+    save_tiny("gpt_oss", folder, hidden_size=64)
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(5)
+    for name in [name for name in tensors if name.endswith(STACKS)]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        codes = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
+        powers = torch.randint(119, 124, (experts, outputs, inputs // 32), generator=generator, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": codes, f"{name}_scales": powers}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_published(tmp_path_factory.mktemp("gpt_oss") / "base")
+
+
+def loaded(base: Path, default: str = "bf16") -> Any:
+    """Base and adapters as the worker has them on one rank, and what loading said; B is not zero."""
+    options = {"precision": {"default": default, "compute": "fp32"}, "lora": {"r": 2, "target_modules": "all-linear"}}
+    built = build(spec_for(base, **options), CPU)
+    told = load(built.peft_model, base, seed=1, compute_dtype=torch.float32, device=CPU)
+    set_adapters(built.peft_model)
+    return built.peft_model.eval(), told
+
+
+def published(base: Path) -> nn.Module:
+    return AutoModelForCausalLM.from_pretrained(
+        base, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True), attn_implementation="eager"
+    )
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def test_every_code_and_every_power_of_two_is_what_transformers_makes_of_it() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).expand(255, -1, -1).contiguous()
+    powers = torch.arange(255, dtype=torch.uint8).view(255, 1).expand(-1, 16).contiguous()
+    theirs = convert_moe_packed_tensors(codes.unsqueeze(0), powers.unsqueeze(0))[0].mT
+    assert torch.equal(dequantize(codes, powers).view(torch.int16), theirs.contiguous().view(torch.int16))
+
+
+def test_a_rank_reads_the_rows_of_experts_that_it_owns(base: Path) -> None:
+    model = build(spec_for(base, precision={"default": "nf4"}, lora={"target_modules": "all-linear"}), CPU).peft_model
+    stock: Any = published(base).get_submodule("model.layers.1.mlp.experts")
+    with Safetensors(base) as files:
+        named = NamedBase(model, StoredBase.open(files, base), lambda n: n.removeprefix("base_model.model."))
+        for stack in STACKS:
+            name, whole = f"model.layers.1.mlp.experts.{stack}.weight", getattr(stock, stack).mT.flatten(0, 1)
+            assert named.shape(name) == tuple(whole.shape)
+            before = files.bytes_read
+            parts = [named.rows(name, *own_rows(whole.shape[0], rank, 3)).float() for rank in range(3)]
+            assert torch.equal(torch.cat(parts), whole)
+            assert files.bytes_read - before == whole.numel() // 2 + whole.numel() // 32, "each byte once"
+
+
+@pytest.mark.parametrize("default", ["bf16", "nf4"])
+def test_the_published_model_and_its_adapter_compute_as_in_transformers(default: str, base: Path, tmp_path: Path) -> None:
+    model, told = loaded(base, default)
+    tensors = {name.replace(".default.", "."): p.detach().contiguous() for name, p in adapters(model)}
+    with new_folder(tmp_path / "adapter") as made:
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        write_adapter(made, shapes, tensors.items(), model.peft_config["default"], spec_for(base))
+    plain = published(base)
+    before = logits(plain)
+    stock = PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
+    words = " ".join(text for _, text in told.messages())
+    assert (logits(stock) - before).abs().max() > 1e-2
+    if default == "bf16":
+        assert "4 weights of the base came as MXFP4 and are kept exactly." in words
+        torch.testing.assert_close(logits(model), logits(stock), rtol=1e-5, atol=1e-5)
+    else:
+        assert "came as MXFP4" in words
+        assert "quantised again" in words
+
+
+def test_samples_with_sinks_and_windows_are_packed(base: Path) -> None:
+    assert settle_attention(loaded(base)[0], CPU, torch.float32) is None
+
+
+def test_the_plan_counts_what_the_worker_loads(base: Path) -> None:
+    shape, model = base_shape(read_contents(base)), loaded(base)[0]
+    frozen = {n.replace(".base_layer.", "."): p for n, p in model.get_base_model().named_parameters() if not p.requires_grad}
+    assert {w.name: w.shape for w in shape.weights} == {name: tuple(p.shape) for name, p in frozen.items()}
+    assert shape.held() == {}, "the job chooses the format"
+
+
+def test_blocks_and_scales_that_do_not_belong_together_are_refused(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((base / "config.json").read_bytes())
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.layers.0.mlp.experts.down_proj_scales"] = torch.zeros(5, 64, 3, dtype=torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for read in (lambda: loaded(tmp_path), lambda: base_shape(read_contents(tmp_path))):
+        with pytest.raises(SpecError, match=r"layers\.0\.mlp\.experts\.down_proj is quantised .*MXFP4"):
+            read()

@@ -17,19 +17,22 @@ from api.routes import (
     graders,
     health,
     inference,
+    keys,
     metrics,
     models,
     permissions,
     planning,
-    sign_in_links,
     uploads,
     webhooks,
 )
-from api.routes.page import entry, jobs
+from api.routes.page import compare, data, entry, jobs, new_job
+from api.routes.page import keys as page_keys
+from api.routes.page import models as page_models
 from api.wire import errors
 from ft_service import __version__
 from ft_service.bases.catalogue import Catalogue
 from ft_service.meters import Meters
+from ft_service.serving.preview import Preview
 from ft_service.settings import Settings
 from ft_service.store.sql import Store
 
@@ -52,14 +55,15 @@ _REST = (
     models,
     webhooks,
     inference,
-    sign_in_links,
+    keys,
     health,
 )
-_PAGE = (entry, jobs)
+_PAGE = (entry, new_job, compare, data, page_models, page_keys, jobs)
 
 
-def create_app(settings: Settings, store: Store, meters: Meters | None = None) -> FastAPI:
+def create_app(settings: Settings, store: Store, meters: Meters | None = None, preview: Preview | None = None) -> FastAPI:
     """The application over a store whose schema is up to date. `meters` None: new ones, for this application alone.
+    `preview`: what answers chat completions; None: nothing here does.
 
     Raises SpecError if FT_MODEL_ALIASES is wrong.
     """
@@ -71,7 +75,7 @@ def create_app(settings: Settings, store: Store, meters: Meters | None = None) -
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.services = Services(settings, store, Catalogue.from_settings(settings), meters)
+    app.state.services = Services(settings, store, Catalogue.from_settings(settings), meters, preview)
     for routes in _REST:
         # As they are: a router that FastAPI includes is looked through anew at every request.
         app.router.routes.extend(routes.router.routes)

@@ -34,6 +34,7 @@ from ft_service.errors import SpecError, UnavailableError
 from ft_service.host.servers import announced, living_servers
 from ft_service.jobs.states import Phase, State
 from ft_service.meters import Meters
+from ft_service.serving.preview import Preview
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
 from ft_service.store.sql import Store, migrate, open_store
@@ -55,14 +56,17 @@ class _Ending(Protocol):
     should_exit: bool
 
 
-def reconcile_here(settings: Settings, store: Store, meters: Meters, stop: threading.Event) -> None:
-    """Run jobs where FT_LAUNCHER says."""
+def reconcile_here(
+    settings: Settings, store: Store, meters: Meters, stop: threading.Event, preview: Preview | None = None
+) -> None:
+    """Run jobs where FT_LAUNCHER says. `preview`: makes way for them."""
     minutes = settings.preempt_after_minutes
     displace_after = None if minutes is None else minutes * 60.0
-    Reconciler(store, new_launcher(settings), Places.of(settings), meters=meters, displace_after=displace_after).run(stop)
+    launcher, places = new_launcher(settings), Places.of(settings)
+    Reconciler(store, launcher, places, meters=meters, guest=preview, displace_after=displace_after).run(stop)
 
 
-def serve(settings: Settings, reconcile: Work = reconcile_here, *, api_only: bool = False, as_json: bool = False) -> None:
+def serve(settings: Settings, reconcile: Work | None = None, *, api_only: bool = False, as_json: bool = False) -> None:
     """Serve until SIGINT or SIGTERM. Only for a process's main thread.
 
     `api_only`: other processes bring the database up to date (`migrate`) and move jobs (`reconcile_only`). `as_json`: print
@@ -78,14 +82,17 @@ def serve(settings: Settings, reconcile: Work = reconcile_here, *, api_only: boo
             migrate(settings.resolved_database_url())
         store = stack.enter_context(_opened(settings))
         meters = Meters()
-        app = create_app(settings, store, meters)
+        preview = Preview(settings, store) if settings.previews and not api_only else None
+        app = create_app(settings, store, meters, preview)
         key = prepare(settings, store)
         _remove_stale_uploads(settings.files_dir)
         web = _web_server(app)
         stack.enter_context(announced(settings.home, url, settings.model_folders()))
         stack.enter_context(_ended_by_signals(web))
         if not api_only:
-            _work_beside(stack, settings, store, meters, reconcile, web)
+            if preview is not None:
+                stack.enter_context(_in_thread("preview", preview.run, web))
+            _work_beside(stack, settings, store, meters, reconcile or partial(reconcile_here, preview=preview), web)
         _greet(url, key, as_json, _link(settings, store))
         _look_for_garbage_less()
         web.run(sockets=[listener])

@@ -64,6 +64,11 @@ class Settings(BaseSettings):
     inference_url: str = Field(default="", pattern=r"^(https?://.+)?$")
     """Base URL (with /v1) of an OpenAI-compatible server that serves the tuned models by their names: chat completions are
     passed on to it. Empty: they are refused with what to do."""
+    preview: Literal["auto", "on", "off"] = "auto"
+    """Answer chat completions for bases and tuned models by a process of this host, where no inference_url is set: a preview,
+    to try them, and no serving engine. auto: where jobs run as processes of this host too, and the server moves them."""
+    preview_idle_seconds: float = Field(default=600.0, gt=0)
+    """After so long without a request that process ends."""
     inference_api_key: SecretStr | None = None
     """What that server wants as its key; None: nothing."""
     wandb_api_key: SecretStr | None = None
@@ -116,6 +121,16 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _one_host_to_preview(self) -> Settings:
+        if self.preview == "on" and self.launcher != "local":
+            raise ValueError(
+                "FT_PREVIEW = on needs FT_LAUNCHER = local: a cluster has no host of the service's own to answer on"
+            )
+        if self.preview == "on" and self.inference_url:
+            raise ValueError("FT_PREVIEW = on and FT_INFERENCE_URL are both set: one of them answers. Keep one")
+        return self
+
+    @model_validator(mode="after")
     def _whole_cluster(self) -> Settings:
         if self.launcher == "local":
             if self.storage:
@@ -134,6 +149,11 @@ class Settings(BaseSettings):
                 "FT_LAUNCHER = kubernetes needs PostgreSQL in FT_DATABASE_URL: SQLite's locks do not work between hosts"
             )
         return self
+
+    @property
+    def previews(self) -> bool:
+        """Whether chat completions are answered here."""
+        return self.preview != "off" and self.launcher == "local" and not self.inference_url
 
     def resolved_database_url(self) -> str:
         """The URL to connect to. Raises OSError if FT_DATABASE_URL_FILE cannot be read."""

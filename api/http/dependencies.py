@@ -20,6 +20,7 @@ from ft_service.control.forecasts import Forecasts
 from ft_service.errors import SpecError
 from ft_service.jobs.states import Job
 from ft_service.meters import Meters
+from ft_service.serving.preview import Preview
 from ft_service.settings import Settings
 from ft_service.spec import Strict, spec_error
 from ft_service.storage.locations import Places
@@ -41,6 +42,8 @@ class Services:
     store: Store
     catalogue: Catalogue
     meters: Meters = field(default_factory=Meters)
+    preview: Preview | None = None
+    """None: chat completions are not answered here."""
 
     @cached_property
     def holders(self) -> Holders:

@@ -1,6 +1,6 @@
 """Sessions of browsers: a cookie that no script reads and no other site sends, and a token on every change.
 
-A session is opened with a key (api/routes/page/sign_in.py) and stands for it in every route, for as long as the key is valid,
+A session is opened with a key (api/routes/page/entry.py) and stands for it in every route, for as long as the key is valid,
 the session lasts and nobody signs out. A changing request must name the session's token in a header: a form on another site
 does not know it, and could set no header.
 """
@@ -11,12 +11,12 @@ import hashlib
 import hmac
 
 from fastapi import Request
-from ft_service.store.tenants.keys import SESSION_SECONDS
 from starlette.responses import Response
 
 from api.http.key_cache import Holders
 from ft_service.errors import AuthError, ForbiddenError
 from ft_service.store.records import Principal
+from ft_service.store.tenants.keys import SESSION_SECONDS
 
 TOKEN_HEADER = "x-csrf-token"
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 from ft_service.jobs.forecast import Place
 from ft_service.jobs.states import Job, Phase, State
 from ft_service.rundir.events import Metrics
-from ft_service.spec import LEARNING_RATE, Integration, Strict, TrainingOptions, TunedName
+from ft_service.spec import DPO_LEARNING_RATE, LEARNING_RATE, Integration, JobSpec, Strict, TunedName
 from ft_service.store.records import Checkpoint, File, Permission, StoredEvent, Upload, UploadPart
 
 View = TypeVar("View")
@@ -101,6 +101,20 @@ class ModelView(BaseModel):
 
     root: str
     """The base that an alias stands for, or that a tuned model was trained on; of a base itself its name."""
+    parent: str | None = None
+    """What a tuned model was trained on from: its base, or the tuned model that its job went on from."""
+    job_id: str | None = None
+    """The project's own job that trained it."""
+
+
+class VerifyView(BaseModel):
+    """Whether an adapter still is what was written."""
+
+    object: Literal["model.verification"] = "model.verification"
+    model: str
+    ok: bool
+    checked: list[str]
+    faults: list[str]
 
 
 class DeletedModelView(BaseModel):
@@ -123,13 +137,26 @@ class HyperparametersView(BaseModel):
     learning_rate_multiplier: float
 
 
+class DpoHyperparametersView(HyperparametersView):
+    """The same of direct preference optimisation; learning_rate_multiplier is of its own usual rate."""
+
+    beta: float
+    loss_type: str
+    rpo_alpha: float | None
+
+
 class SupervisedView(BaseModel):
     hyperparameters: HyperparametersView
 
 
+class DpoView(BaseModel):
+    hyperparameters: DpoHyperparametersView
+
+
 class MethodView(BaseModel):
-    type: Literal["supervised"] = "supervised"
-    supervised: SupervisedView
+    type: Literal["supervised", "dpo"] = "supervised"
+    supervised: SupervisedView | None = None
+    dpo: DpoView | None = None
 
 
 class JobErrorView(BaseModel):
@@ -306,7 +333,7 @@ def job_view(
     """A job as the wire shows it. `metrics`: the job's newest; `now`: database time, for the estimate; `place`: in the queue,
     if it is known; `valid_loss`: of the last validation."""
     spec = job.spec
-    hyperparameters = _hyperparameters(spec.training)
+    hyperparameters = _hyperparameters(spec)
     return JobView(
         id=job.id,
         created_at=int(job.created_at),
@@ -325,7 +352,7 @@ def job_view(
         estimated_finish=_whole(_estimate(job, metrics, now)),
         integrations=[Integration.model_validate(given) for given in job.request.get("integrations") or ()],
         metadata=job.request.get("metadata"),
-        method=MethodView(supervised=SupervisedView(hyperparameters=hyperparameters)),
+        method=_method(spec, hyperparameters),
         phase=job.phase.value if job.phase else None,
         reason=job.reason.value if job.reason else None,
         attempt=job.attempt,
@@ -352,7 +379,7 @@ def event_view(event: StoredEvent) -> EventView:
         level=event.level,
         message=event.message,
         type="metrics" if event.metrics else "message",
-        data=event.metrics.model_dump(exclude_none=True) if event.metrics else None,
+        data=event.metrics.flat() if event.metrics else None,
     )
 
 
@@ -380,12 +407,20 @@ def permission_view(permission: Permission) -> PermissionView:
     return PermissionView(id=permission.id, created_at=int(permission.created_at), project_id=permission.grantee)
 
 
-def _hyperparameters(training: TrainingOptions) -> HyperparametersView:
+def _method(spec: JobSpec, hyperparameters: HyperparametersView) -> MethodView:
+    if spec.dpo is None:
+        return MethodView(supervised=SupervisedView(hyperparameters=hyperparameters))
+    own = DpoHyperparametersView(**hyperparameters.model_dump(), **spec.dpo.model_dump())
+    return MethodView(type="dpo", dpo=DpoView(hyperparameters=own))
+
+
+def _hyperparameters(spec: JobSpec) -> HyperparametersView:
+    training, of_one = spec.training, LEARNING_RATE if spec.dpo is None else DPO_LEARNING_RATE
     return HyperparametersView(
         n_epochs=training.n_epochs if training.max_steps is None else None,
         batch_size=training.batch_size,
         # Back to the number the user wrote: 1e-4 / 2e-4 and its kind carry the noise of two roundings.
-        learning_rate_multiplier=float(f"{training.learning_rate / LEARNING_RATE:.12g}"),
+        learning_rate_multiplier=float(f"{training.learning_rate / of_one:.12g}"),
     )
 
 

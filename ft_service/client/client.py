@@ -6,6 +6,7 @@ Every method is one request (lists page by themselves) and raises the errors of 
 from __future__ import annotations
 
 import contextlib
+import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -107,6 +108,10 @@ class Client:
 
     def models(self) -> list[RemoteModel]:
         return [RemoteModel.model_validate(item) for item in self._call("GET", "/models")["data"]]
+
+    def model(self, name: str) -> RemoteModel:
+        """A base, an alias, or a tuned model. Raises NotFoundError, which for a base lists those that there are."""
+        return RemoteModel.model_validate(self._call("GET", f"/models/{_part(name)}"))
 
     def sign_in_link(self, path: str) -> str:
         """The address of a page of the server's, by which a browser is signed in once. Raises NotFoundError if it has none."""
@@ -235,6 +240,21 @@ class Client:
             top.replace(out)
         return out
 
+    # Answers
+
+    def chat(self, body: dict[str, Any]) -> Iterator[str]:
+        """A chat completion's text as it comes. `body`: OpenAI's, with `stream`, for one answer. Raises what it ends in."""
+        request = self._http.build_request("POST", "/chat/completions", json=body, timeout=_NO_END)
+        with _reaching(self.base_url):
+            answer = self._http.send(request, stream=True)
+            try:
+                if answer.is_error:
+                    answer.read()
+                    raise error_of(answer)
+                yield from _texts(answer)
+            finally:
+                answer.close()
+
     # Transport
 
     def _pages(self, path: str, model: type[Item], limit: int) -> Iterator[Item]:
@@ -268,6 +288,23 @@ class Client:
         if not answer.is_success:
             raise error_of(answer)
         return answer
+
+
+def _texts(answer: httpx2.Response) -> Iterator[str]:
+    """What the events of a streamed chat completion say. Raises UnavailableError for a stream that breaks off."""
+    for line in answer.iter_lines():
+        data = line.removeprefix("data: ")
+        if data == "[DONE]":
+            return
+        if data == line:
+            continue
+        event = json.loads(data)
+        if "error" in event:
+            raise UnavailableError(str(event["error"].get("message")), code=event["error"].get("code"))
+        for choice in event["choices"]:
+            calls = choice["delta"].get("tool_calls")
+            yield choice["delta"].get("content") or (json.dumps(calls, ensure_ascii=False) if calls else "")
+    raise UnavailableError("The answer broke off: try again.")
 
 
 def error_of(answer: httpx2.Response) -> FtError:

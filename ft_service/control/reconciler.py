@@ -11,10 +11,10 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import assert_never
+from typing import Protocol, assert_never
 
 from ft_service.control.data_checks import Check, Checks, check_data
 from ft_service.control.intake import Intake, collect_result, note_event, read_report
@@ -52,6 +52,16 @@ TELL_SECONDS = 5.0
 DISPLACE_SECONDS = 1.0
 """How often jobs are looked for that must make room."""
 MAX_REST_SECONDS = 10.0
+GUEST_SECONDS = 0.05
+"""Between asking whether a job's slots are free of whoever else uses them."""
+
+
+class Guest(Protocol):
+    """Somebody who uses slots that no job holds, until a job needs them."""
+
+    def make_way(self, slots: Collection[int]) -> bool:
+        """Whether the slots, which a job now holds, are not in use. If they are, they will not be for long: ask again."""
+        ...
 
 
 class Reconciler:
@@ -64,17 +74,21 @@ class Reconciler:
         places: Places,
         *,
         meters: Meters | None = None,
+        guest: Guest | None = None,
         displace_after: float | None = None,
         check: Check | None = None,
         idle_seconds: float = IDLE_SECONDS,
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
-        """`meters`: None: counts for nobody. `displace_after`: seconds that a job has held its slots before one of higher
-        priority may take them; None: none may. `check`: of a job's data files and adapter; None: `check_data`."""
+        """`meters`: None: counts for nobody. `guest`: None: nobody else uses slots. `displace_after`: seconds that a job has
+        held its slots before one of higher priority may take them; None: none may. `check`: of a job's data files and adapter;
+        None: `check_data`.
+        """
         self._store = store
         self._launcher = launcher
         self._places = places
         self._meters = meters or Meters()
+        self._guest = guest
         self._meters.place_away.set_function(lambda: launcher.away_seconds)
         self._idle_seconds = idle_seconds
         self._lease_seconds = lease_seconds
@@ -277,6 +291,12 @@ class Reconciler:
     def _launch(self, claim: Claim, report: Intake, run: RunDir) -> None:
         job = report.job
         spec = job.spec
+        slots = self._store.held_slots(job.id)
+        if self._guest is not None and not self._guest.make_way(slots):
+            if self._apply(claim, report, job):
+                self._store.look_again(job.id)
+                time.sleep(GUEST_SECONDS)
+            return
         run.write_if_absent("spec.json", spec)
         start = Start(
             job_id=job.id,
@@ -284,7 +304,7 @@ class Reconciler:
             world_size=job.slots,
             generation=job.generation,
             checkpoint=newest_checkpoint(run),
-            slots=self._store.held_slots(job.id),
+            slots=slots,
             nodes=spec.distributed.nnodes,
         )
         attempt = _attempt(run, job)

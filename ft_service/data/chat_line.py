@@ -7,12 +7,12 @@ same lines. Unsupported content (images, audio) is refused by name instead of be
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ft_service.data.line_errors import LineError, kind, refuse_keys, shown, text_of
 from ft_service.data.records import Chat
-from ft_service.data.tool_calls import parse_calls, parse_tools
+from ft_service.data.tool_calls import Tool, parse_calls, parse_tools
 
 MAX_LINE_BYTES = 10 * 1024**2
 """Longest line that is read, its end not counted."""
@@ -89,20 +89,36 @@ def parse_messages(line: Mapping[str, Any], key: str) -> list[tuple[dict[str, An
     messages = line[key]
     if not isinstance(messages, list) or not messages:
         raise LineError(key, f"must be a list with at least one message, not {kind(messages)}")
-    parsed = [_parse_message(message, f"{key}.{number}") for number, message in enumerate(messages)]
-    require_answered_calls([message for message, _ in parsed], key)
+    parsed = [parse_message(message, f"{key}.{number}") for number, message in enumerate(messages)]
+    require_answered_calls(parsed, key)
     return parsed
 
 
 def load_object(text: str) -> dict[str, Any]:
     """A line's object. Raises LineError."""
-    line = _load(text)
+    line = load_json(text)
     if not isinstance(line, dict):
         raise LineError("", f"must be a JSON object with messages, not {kind(line)}")
     return line
 
 
-def _load(text: str) -> Any:
+def parse_conversation(messages: list[Any], tools: list[Any]) -> tuple[list[dict[str, Any]], list[Tool]]:
+    """Messages that an answer is wanted to, and definitions of tools, as a chat template takes them: as in a line, and a field
+    without a value is none. Raises LineError.
+    """
+    given = [_without_nulls(message) if isinstance(message, dict) else message for message in messages]
+    parsed = [parse_message(message, f"messages.{number}") for number, message in enumerate(given)]
+    require_answered_calls(parsed)
+    return [message for message, _ in parsed], parse_tools({"tools": tools})
+
+
+def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without what OpenAI's answers hold and a next request sends back: fields that are null."""
+    return {key: value for key, value in message.items() if value is not None or key == "content"}
+
+
+def load_json(text: str) -> Any:
+    """A line's JSON. Raises LineError."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -113,7 +129,8 @@ def _load(text: str) -> Any:
         raise LineError("", f"is not usable JSON: {error}") from None
 
 
-def _parse_message(message: Any, place: str) -> tuple[dict[str, Any], int]:
+def parse_message(message: Any, place: str) -> tuple[dict[str, Any], int]:
+    """A message as chat templates take it, and its weight. Raises LineError. `place`: dotted, in the line."""
     if not isinstance(message, dict):
         raise LineError(place, f"must be an object with role and content, not {kind(message)}")
     role = _parse_role(message, place)
@@ -147,7 +164,7 @@ def _parse_content(message: dict[str, Any], place: str) -> str:
 
 def _parse_part(part: Any, place: str) -> str:
     if not isinstance(part, dict) or part.get("type") != "text":
-        raise LineError(place, "only parts of type text can be trained on: no images, audio or files")
+        raise LineError(place, "only parts of type text are taken: no images, audio or files")
     refuse_keys(part, {"type", "text"}, {}, f"{place}.")
     return text_of(part.get("text"), f"{place}.text")
 
@@ -182,14 +199,14 @@ def _parse_weight(message: dict[str, Any], role: str, place: str) -> int:
     return weight
 
 
-def require_answered_calls(messages: Sequence[Mapping[str, Any]], key: str) -> None:
-    """Raises LineError for an answer of a tool to a call that was not made before it. `key`: where the messages are."""
+def require_answered_calls(parsed: list[tuple[dict[str, Any], int]], place: str = "messages") -> None:
+    """Raises LineError for a tool's message that answers no call before it. `place`: of the messages in the line."""
     called: set[str] = set()
-    for number, message in enumerate(messages):
+    for number, (message, _) in enumerate(parsed):
         called.update(call["id"] for call in message.get("tool_calls", []) if "id" in call)
         answered = message.get("tool_call_id")
         if answered is not None and answered not in called:
-            raise LineError(f"{key}.{number}.tool_call_id", f"{shown(answered)} is the id of no call before it")
+            raise LineError(f"{place}.{number}.tool_call_id", f"{shown(answered)} is the id of no call before it")
 
 
 def _require_target(parsed: list[tuple[dict[str, Any], int]]) -> None:

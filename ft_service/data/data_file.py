@@ -5,7 +5,7 @@ makes them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 from ft_service.data.formats.reading import Shape, open_data
 from ft_service.data.formats.recognise import Container, Format
 from ft_service.data.line_errors import Fault
+from ft_service.data.records import Pair, Record
 from ft_service.data.samples import Page, SamplePage
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.rundir.documents import ErrorInfo
@@ -38,6 +39,8 @@ GIVE_UP_AFTER = 3
 """Samples beyond a limit after which the rest of a file is not read: each has cost seconds, and more would tell nothing new."""
 
 Param = Literal["training_file", "validation_file"]
+TWO_ANSWERS = "is a preference pair, which needs method: {type: dpo}"
+_ONE_ANSWER = "has one answer, of supervised training: give method: {type: supervised}, or pairs of answers"
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,9 @@ class Counts:
     """The samples and tokens of a file that can be trained on, by the base's tokenizer and chat template."""
 
     samples: int = 0
-    """Those that are trained on."""
+    """Those that are trained on; of pairs each answer is one."""
+    pairs: int = 0
+    """Pairs of answers that are trained on; 0: the file holds none."""
     tokens: int = 0
     """Of these, once they were cut."""
     targets: int = 0
@@ -81,7 +86,7 @@ class Counts:
     lost_tokens: int = 0
     """Tokens that they lose."""
     dropped: int = 0
-    """Samples left out because no target is left of them."""
+    """Samples left out because no target is left of them, pairs because none is left of one answer."""
 
 
 @dataclass(frozen=True)
@@ -141,10 +146,11 @@ class DataReport:
         counts = self.counts
         if counts is None:
             return
+        of = f"{counts.pairs:,} pairs of answers" if counts.pairs else f"{counts.samples:,} samples"
         whose = "" if self.is_bare else "the assistant's "
         yield (
             "info",
-            f"{name}: {counts.samples:,} samples of {counts.tokens:,} tokens, {counts.targets:,} of them {whose}to "
+            f"{name}: {of} of {counts.tokens:,} tokens, {counts.targets:,} of them {whose}to "
             f"learn; the longest sample has {counts.longest:,} tokens.",
         )
         if counts.cut:
@@ -154,7 +160,8 @@ class DataReport:
                 f"{counts.lost_tokens:,} tokens are lost. A larger max_length keeps them.",
             )
         if counts.dropped:
-            yield "warn", f"{name}: {counts.dropped:,} samples are left out: no assistant token within {max_length} tokens."
+            what = "pairs" if counts.pairs else "samples"
+            yield "warn", f"{name}: {counts.dropped:,} {what} are left out: no assistant token within {max_length} tokens."
 
 
 @dataclass(frozen=True)
@@ -172,6 +179,8 @@ class ExamineRequest:
     """From the beginning to the first Progress, and from one to the next."""
     render_seconds: float = RENDER_SECONDS
     memory_bytes: int = MEMORY_BYTES
+    pairs: bool = False
+    """Lines hold pairs of answers."""
     tokens: str = ""
     """Folder in which the tokens are kept if no line is at fault, and looked for; empty: they are not."""
     files: tuple[str, ...] = ()
@@ -248,13 +257,22 @@ class Findings:
         )
 
 
-def check_lines(path: Path, limit: int = SHOWN_FAULTS, files: Sequence[str] = ()) -> DataReport:
-    """Report on a data file, without counting tokens. `files`: of a folder. Raises OSError if it cannot be read."""
+def check_lines(path: Path, limit: int = SHOWN_FAULTS, files: Sequence[str] = (), *, pairs: bool | None = None) -> DataReport:
+    """Report on a data file, without counting tokens. `files`: of a folder; `pairs`: it must hold pairs of answers, or must
+    not; None: either will do. Raises OSError if it cannot be read.
+    """
     findings = Findings(limit)
     with open_data(path, files) as reader:
-        for _, record in reader:
+        for _, record in reader if pairs is None else for_method(reader, pairs=pairs):
             if isinstance(record, Fault):
                 findings.fault(record)
             else:
                 findings.examples += 1
     return findings.report(reader.shape)
+
+
+def for_method(records: Iterable[tuple[int, Record | Fault]], *, pairs: bool) -> Iterator[tuple[int, Record | Fault]]:
+    """The records, and a fault for each that the method cannot train on. `pairs`: it compares two answers."""
+    for number, record in records:
+        fits = isinstance(record, Fault) or isinstance(record, Pair) == pairs
+        yield number, (record if fits else Fault(number, "", _ONE_ANSWER if pairs else TWO_ANSWERS))

@@ -206,19 +206,23 @@ class Examiner:
                 (path / name).stat()
         except OSError as error:
             return unreadable(param, data, error)
-        request = self.request(data, path, spec.model.path, spec.training.max_length, TokenOptions.of(spec))
+        options, pairs = TokenOptions.of(spec), spec.dpo is not None
+        request = self.request(data, path, spec.model.path, spec.training.max_length, options, pairs=pairs)
         try:
             report = self.examine(request, lambda progress: tell(progress.message(param)))
         except SpecError as error:
             return ErrorInfo(code=error.code, message=error.message, param=error.param)
         return report.error(param, data.name) or report
 
-    def request(self, data: DataFileRef, path: Path, model_path: str, max_length: int, options: TokenOptions) -> ExamineRequest:
-        """A request for a file that lies at `path` on this host."""
+    def request(
+        self, data: DataFileRef, path: Path, model_path: str, max_length: int, options: TokenOptions, *, pairs: bool = False
+    ) -> ExamineRequest:
+        """A request for a file that lies at `path` on this host. `pairs`: it holds pairs of answers."""
         return ExamineRequest(
             *(str(path), data.sha256, model_path, tokenizer_state(model_path), max_length),
             render_seconds=RENDER_SECONDS,
             memory_bytes=min(MEMORY_BYTES, memory_bytes() // 2),
+            pairs=pairs,
             tokens=str(self._tokens or ""),
             files=data.files,
             options=options,
@@ -345,4 +349,4 @@ def unreadable(param: Param, data: DataFileRef, error: OSError) -> ErrorInfo:
 
 
 def _key(request: ExamineRequest) -> Hashable:
-    return request.sha256, request.tokenizer, request.max_length, request.options
+    return request.sha256, request.tokenizer, request.max_length, request.options, request.pairs

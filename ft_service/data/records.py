@@ -47,9 +47,9 @@ class Text:
 class Pair:
     """Two answers to one prompt, of which one is preferred. What comes before the answers is the same in both."""
 
-    preferred: Chat | PromptCompletion
-    """Of a Chat, only the answer has weight 1."""
-    rejected: Chat | PromptCompletion
+    preferred: Chat
+    """Only the answer has weight 1."""
+    rejected: Chat
 
 
 Record = Chat | PromptCompletion | Text | Pair

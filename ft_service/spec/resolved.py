@@ -8,8 +8,9 @@ from pydantic import BaseModel, ConfigDict
 
 from ft_service.errors import SpecError
 from ft_service.spec.mesh import check_reshard_size, mesh_shape
+from ft_service.spec.methods import AUTO, DpoOptions
 from ft_service.spec.options import CheckpointOptions, DistributedOptions, LoraOptions, PrecisionOptions, TrainingOptions
-from ft_service.spec.request import AUTO, JobRequest
+from ft_service.spec.request import JobRequest
 from ft_service.spec.templates import named_template
 from ft_service.spec.tuned_name import TunedName
 
@@ -76,6 +77,8 @@ class JobSpec(Resolved):
     date: str = ""
     """Year, month and day (ISO 8601) for chat templates that write today's date, so that a resume makes the same tokens; empty:
     a job of an earlier version, whose templates write the date of the day."""
+    dpo: DpoOptions | None = None
+    """Of direct preference optimisation, whose data files hold pairs of answers; None: training is supervised."""
     parent: AdapterRef | None = None
     """The tuned model whose adapter training starts from; None: a new one. Optimizer, schedule and data are the job's own."""
     chosen: dict[str, str] = {}
@@ -122,6 +125,7 @@ def resolve(
         checkpoint=request.checkpoint,
         chat_template=named_template(request.chat_template or ""),
         date=date,
+        dpo=request.method.dpo_options(),
         parent=parent,
     )
 

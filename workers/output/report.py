@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.checkpoints import step_of
@@ -164,11 +164,12 @@ def metrics_of_all_attempts(run: RunDir, last_attempt: int) -> list[Metrics]:
 
 
 def metrics_csv(rows: list[Metrics]) -> str:
-    """The result file: OpenAI's columns first, ours after them; an empty cell where nothing was measured."""
+    """The result file: OpenAI's columns first, ours and the method's after them; an empty cell where nothing was measured."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS + MORE_COLUMNS)
+    columns = [*COLUMNS, *MORE_COLUMNS, *dict.fromkeys(name for row in rows for name in row.more or ())]
+    writer.writerow(columns)
     for row in rows:
-        values = row.model_dump() | {"train_accuracy": row.train_mean_token_accuracy}
-        writer.writerow(["" if values[column] is None else values[column] for column in COLUMNS + MORE_COLUMNS])
+        values: dict[str, Any] = row.flat() | {"train_accuracy": row.train_mean_token_accuracy}
+        writer.writerow(["" if values.get(column) is None else values[column] for column in columns])
     return text.getvalue()

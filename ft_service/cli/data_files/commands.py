@@ -164,7 +164,10 @@ def base_folder(model: str) -> str:
 def examined(data: LocalData, model: str, options: TokenOptions, max_length: int) -> DataReport:
     """The report of a file by a base's tokenizer. Raises DataError for lines at fault, SpecError, ExaminerLost."""
     with Examiner(tokens=folder_of(os.environ, settings_with_models().home)) as examiner:
-        request = examiner.request(data.ref(), data.path, base_folder(model), max_length, options)
+        found = open_data(data.path, data.files)
+        found.look()
+        pairs = found.shape.format is not None and found.shape.format.is_pairs
+        request = examiner.request(data.ref(), data.path, base_folder(model), max_length, options, pairs=pairs)
         report = examiner.examine(request, lambda progress: print(progress.message("training_file"), file=sys.stderr))
     return refuse_faults(_faults_of(report, data))
 

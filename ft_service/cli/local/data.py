@@ -33,7 +33,7 @@ def examine_data(spec: JobSpec, settings: Settings, tell: Tell, *, need_counts: 
                 reports[param] = refuse_faults(examiner.examine_file(param, data, Path(data.path), spec, tell))
     else:
         for param, data in data_files(spec):
-            report = check_lines(Path(data.path), files=data.files)
+            report = check_lines(Path(data.path), files=data.files, pairs=spec.dpo is not None)
             reports[param] = refuse_faults(report.error(param, data.name) or report)
     return reports
 

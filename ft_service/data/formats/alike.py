@@ -15,9 +15,9 @@ from typing import Any
 
 from ft_service.data import chat_line
 from ft_service.data.chat_line import parse_chat, parse_messages
-from ft_service.data.formats.pairs import openai_pair, trl_pair
 from ft_service.data.formats.recognise import SIGNS, Format
 from ft_service.data.line_errors import LineError, kind, shown, text_of
+from ft_service.data.preference_line import parse_pair
 from ft_service.data.records import Chat, PromptCompletion, Record, Text
 from ft_service.data.tool_calls import parse_tools
 
@@ -33,7 +33,7 @@ _COLUMNS: Mapping[Format, Sequence[str]] = {
     Format.OPENAI_PAIRS: (
         *("input", "preferred_output", "non_preferred_output", "preferred_completion", "non_preferred_completion"),
     ),
-    Format.TRL_PAIRS: ("prompt", "chosen", "rejected", *_TOOLS),
+    Format.TRL_PAIRS: ("prompt", "chosen", "rejected", "tools"),
 }
 _SPEAKERS: Mapping[str, str] = {
     "human": "user",
@@ -176,6 +176,6 @@ _PARSERS: Mapping[Format, Callable[[Fields], Record]] = {
     Format.TEXT: _text,
     Format.SHAREGPT: _sharegpt,
     Format.ALPACA: _alpaca,
-    Format.OPENAI_PAIRS: openai_pair,
-    Format.TRL_PAIRS: trl_pair,
+    Format.OPENAI_PAIRS: parse_pair,
+    Format.TRL_PAIRS: parse_pair,
 }

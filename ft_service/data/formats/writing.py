@@ -31,10 +31,6 @@ def line_of(record: Record, *, as_chat: bool = False) -> dict[str, Any]:
 
 def _pair(pair: Pair) -> dict[str, Any]:
     chosen, rejected = pair.preferred, pair.rejected
-    if isinstance(chosen, PromptCompletion) or isinstance(rejected, PromptCompletion):
-        assert isinstance(chosen, PromptCompletion)
-        assert isinstance(rejected, PromptCompletion)
-        return {"prompt": chosen.prompt, "chosen": chosen.completion, "rejected": rejected.completion}
     begin = next(index for index, weight in enumerate(chosen.weights) if weight)
     given = Chat(chosen.messages[:begin], chosen.weights[:begin], chosen.tools)
     return {

@@ -18,6 +18,7 @@ import numpy as np
 from tokenizers import Encoding
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from ft_service.data.data_file import TWO_ANSWERS
 from ft_service.data.formats.reading import open_data
 from ft_service.data.line_errors import Fault, LineError
 from ft_service.data.records import Chat, Pair, Record
@@ -25,6 +26,7 @@ from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.data.tokens.bare import render_bare
 from ft_service.data.tokens.limits import SampleLimits, TimeUp
 from ft_service.data.tokens.marked import Span
+from ft_service.data.tokens.pairs import answers
 from ft_service.data.tokens.proof import Proof, SampleText
 from ft_service.data.tokens.render import render, require_usable, writes_date
 from ft_service.data.tokens.sample import Tokens
@@ -70,8 +72,10 @@ def _template_of_processor(folder: Path) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def file_samples(tokenizer: PreTrainedTokenizerBase, file: DataFileRef, options: TokenOptions = DEFAULT) -> Generator[Tokens]:
-    """The samples of a file, uncut, one after the other.
+def file_samples(
+    tokenizer: PreTrainedTokenizerBase, file: DataFileRef, options: TokenOptions = DEFAULT, *, pairs: bool = False
+) -> Generator[Tokens]:
+    """The samples of a file, uncut, one after the other. `pairs`: it holds pairs, of which each answer is a sample.
 
     Raises DataError if the file changed since submission, or has a line that cannot be trained on.
     """
@@ -81,10 +85,10 @@ def file_samples(tokenizer: PreTrainedTokenizerBase, file: DataFileRef, options:
         raise DataError(f"{file.name}: the file is gone from {gone}.", code="file_missing")
     if data.digest() != file.sha256:
         raise DataError(f"{file.name}: the file has changed since the job was submitted.", code="file_changed")
-    with data as records, closing(tokenize(tokenizer, records, options=options)) as samples:
+    with data as reader, closing(tokenize(tokenizer, answers(reader) if pairs else reader, options=options)) as samples:
         for sample in samples:
             if isinstance(sample, Fault):
-                raise DataError(f"{file.name}: {sample.text(records.shape.word)}.")
+                raise DataError(f"{file.name}: {sample.text(data.shape.word)}.")
             yield sample
 
 
@@ -96,9 +100,11 @@ def load_dataset(
         return trainable(TokenSet.of(samples, dated=writes_date(tokenizer)), file, max_length)
 
 
-def trainable(samples: TokenSet, file: DataFileRef, max_length: int) -> TokenSet:
-    """A file's samples, cut to `max_length` tokens; those without a target are dropped. Raises DataError if none is left."""
-    usable = samples.cut(max_length)
+def trainable(samples: TokenSet, file: DataFileRef, max_length: int, *, pairs: bool = False) -> TokenSet:
+    """A file's samples, cut to `max_length` tokens; those without a target are dropped, and so are pairs of which one answer is
+    without. Raises DataError if none is left.
+    """
+    usable = samples.cut(max_length, pairs=pairs)
     if not len(usable):
         raise DataError(f"{file.name}: {nothing_to_learn(max_length)}.")
     return usable
@@ -155,7 +161,7 @@ def _chunks(
 def as_text(tokenizer: PreTrainedTokenizerBase, options: TokenOptions, record: Record) -> SampleText:
     """A record's text and what is learned of it. Raises LineError, and SpecError for a base that cannot write it."""
     if isinstance(record, Pair):
-        raise LineError("", "is a preference pair (DPO), which cannot be trained on in this version")
+        raise LineError("", TWO_ANSWERS)
     if not isinstance(record, Chat):
         return SampleText(*render_bare(tokenizer, record, options.train_on), is_chat=False)
     if tokenizer.chat_template is None:

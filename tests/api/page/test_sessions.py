@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import httpx2
 import openai
 import pytest
-from ft_service.store.tenants.keys import SESSION_SECONDS
 
 from api.http.sessions import token_of
+from ft_service.store.tenants.keys import SESSION_SECONDS
 from tests.support.rest.service import Service
 
 

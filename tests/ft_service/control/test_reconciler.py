@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -702,3 +702,25 @@ def test_a_job_that_may_take_so_long_ends_there(tmp_path: Path, store: Store, la
     ended = step_until(reconciler, store)
     assert (ended.state, ended.reason) == (State.FAILED, Reason.TIME_LIMIT)
     assert ended.slot_seconds >= 2 * 61.0
+
+
+class Slow:
+    """A guest that needs to be asked three times."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+
+    def make_way(self, slots: Collection[int]) -> bool:
+        self.asked.append(list(slots))
+        return len(self.asked) >= 3
+
+
+def test_nothing_starts_on_slots_that_a_guest_has_not_left(tmp_path: Path, store: Store, launcher: FakeLauncher) -> None:
+    guest = Slow()
+    reconciler = new_reconciler(tmp_path, store, launcher, guest=guest)
+    add_job(store)
+    while len(guest.asked) < 2:
+        reconciler.step()
+        assert not launcher.started
+    start_running(reconciler, store, launcher)
+    assert guest.asked == [[0, 1]] * 3

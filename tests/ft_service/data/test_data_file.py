@@ -61,7 +61,8 @@ def test_faults_are_told_once_for_each_reason_with_their_lines(tmp_path: Path) -
     assert report.reasons() == [
         f"2 lines (1, 3): messages.*.role {known}",
         "2 lines (2, 5): is not JSON: Unterminated string starting at character 2",
-        "line 6: is prompt and completion, and this file began as OpenAI chat (messages): put each format into a file of its own",
+        "line 6: is prompt and completion, and this file began as OpenAI chat (messages): "
+        "put each format into a file of its own",
     ]
 
 

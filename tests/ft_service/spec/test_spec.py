@@ -12,6 +12,7 @@ from ft_service.spec import (
     NOT_YET,
     BaseModelRef,
     DataFileRef,
+    DpoOptions,
     JobSpec,
     match_pattern,
     parse_request,
@@ -53,7 +54,7 @@ def resolved(gpus: int = 0, **more: Any) -> JobSpec:
         ({"training_file": None}, "training_file", "must be text"),
         ({"hyperparameters": {"n_epochs": 51}}, "hyperparameters.n_epochs", "at most 50"),
         ({"hyperparameters": {"batch_size": 257}}, "hyperparameters.batch_size", "at most 256"),
-        ({"method": {"type": "dpo"}}, "method.type", "not available in this version: use 'supervised'"),
+        ({"method": {"type": "reinforcement"}}, "method.type", "not available in this version: use 'supervised' or 'dpo'"),
         ({"priority": 1001}, "priority", "at most 1000"),
         ({"training": {"early_stopping_patience": 0}}, "training.early_stopping_patience", "at least 1"),
         ({"training": {"early_stopping_patience": 2}}, "training.early_stopping_patience", "give a validation_file"),
@@ -244,3 +245,26 @@ def test_a_refusal_names_every_field_at_fault_and_no_class_of_ours() -> None:
     with pytest.raises(SpecError) as caught:
         parse_request(BODY | {"method": "supervised"})
     assert caught.value.message == "method = 'supervised': must be an object with options of its own."
+
+
+def preferring(**hyperparameters: Any) -> dict[str, Any]:
+    return {"method": {"type": "dpo", "dpo": {"hyperparameters": hyperparameters}}}
+
+
+def test_preference_pairs_have_rates_and_epochs_of_their_own() -> None:
+    request = parse_request({**BODY, **preferring()})
+    assert request.method.dpo_options() == DpoOptions(beta=0.1, loss_type="sigmoid")
+    assert (request.resolved_training().learning_rate, request.resolved_training().n_epochs) == (5e-6, 1)
+    request = parse_request({**BODY, **preferring(learning_rate_multiplier=2, n_epochs=2, batch_size=4, beta="auto")})
+    training = request.resolved_training()
+    assert (training.learning_rate, training.n_epochs, training.batch_size) == (1e-5, 2, 4)
+    given = parse_request({**BODY, **preferring(), "training": {"learning_rate": 1e-3}})
+    assert given.resolved_training().learning_rate == 1e-3
+    lengths = parse_request({**BODY, **preferring(loss_type="sigmoid_norm", rpo_alpha=1)}).method.dpo_options()
+    assert lengths == DpoOptions(beta=5.0, loss_type="sigmoid_norm", rpo_alpha=1.0)
+    assert parse_request(BODY).method.dpo_options() is None
+
+
+def test_a_section_of_another_method_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"method\.dpo is given and method\.type is 'supervised'"):
+        parse_request({**BODY, "method": {"dpo": {"hyperparameters": {"beta": 0.1}}}})

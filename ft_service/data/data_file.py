@@ -5,6 +5,7 @@ makes them.
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,6 +36,8 @@ RENDER_SECONDS = 10.0
 """Of a processor's time, that the base's chat template may take for one sample."""
 MEMORY_BYTES = 4 * 1024**3
 """That reading a file may take, at most; half of the host's where that is less. The longest line takes a quarter of it."""
+PAIRING = 1
+"""Of `answers` and preference_line.py: another number wherever they make other samples of a pair than before."""
 GIVE_UP_AFTER = 3
 """Samples beyond a limit after which the rest of a file is not read: each has cost seconds, and more would tell nothing new."""
 
@@ -276,3 +279,16 @@ def for_method(records: Iterable[tuple[int, Record | Fault]], *, pairs: bool) ->
     for number, record in records:
         fits = isinstance(record, Fault) or isinstance(record, Pair) == pairs
         yield number, (record if fits else Fault(number, "", _ONE_ANSWER if pairs else TWO_ANSWERS))
+
+
+def answers(
+    records: Iterable[tuple[int, Record | Fault]], widths: deque[int] | None = None
+) -> Iterator[tuple[int, Record | Fault]]:
+    """Both answers of every pair by its number, the preferred one first, so that those of pair i are samples 2i and 2i + 1; or
+    its fault. `widths`: takes how many they were, record by record.
+    """
+    for number, record in for_method(records, pairs=True):
+        found = (record.preferred, record.rejected) if isinstance(record, Pair) else (record,)
+        if widths is not None:
+            widths.append(len(found))
+        yield from ((number, answer) for answer in found)

@@ -42,6 +42,7 @@ from ft_service.data.data_file import (
     ExamineRequest,
     Findings,
     ReadProgress,
+    answers,
 )
 from ft_service.data.formats.reading import DataReader, open_data
 from ft_service.data.line_errors import Fault
@@ -50,7 +51,6 @@ from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.data.tokens.identity import tokens_key
 from ft_service.data.tokens.keeping import Recording, find
 from ft_service.data.tokens.limits import SampleLimits, TimeUp, go_first, held_memory, limit_memory
-from ft_service.data.tokens.pairs import answers
 from ft_service.data.tokens.render import writes_date
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.show import page_of

@@ -12,10 +12,10 @@ import jinja2
 import tokenizers
 import transformers
 
+from ft_service.data.data_file import PAIRING
 from ft_service.data.token_folder import entry_key
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.data.tokenizer_files import tokenizer_files
-from ft_service.data.tokens.pairs import PAIRING
 from ft_service.data.tokens.render import CLOCK, RENDERING
 from ft_service.data.tokens.stored import FORMAT
 from ft_service.rundir.directory import sha256_of

@@ -18,7 +18,7 @@ import numpy as np
 from tokenizers import Encoding
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ft_service.data.data_file import TWO_ANSWERS
+from ft_service.data.data_file import TWO_ANSWERS, answers
 from ft_service.data.formats.reading import open_data
 from ft_service.data.line_errors import Fault, LineError
 from ft_service.data.records import Chat, Pair, Record
@@ -26,7 +26,6 @@ from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.data.tokens.bare import render_bare
 from ft_service.data.tokens.limits import SampleLimits, TimeUp
 from ft_service.data.tokens.marked import Span
-from ft_service.data.tokens.pairs import answers
 from ft_service.data.tokens.proof import Proof, SampleText
 from ft_service.data.tokens.render import render, require_usable, writes_date
 from ft_service.data.tokens.sample import Tokens

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from ft_service.errors import SpecError
+from ft_service.spec.evaluation import EvaluationOptions
 from ft_service.spec.mesh import check_reshard_size, mesh_shape
 from ft_service.spec.methods import AUTO, DpoOptions
 from ft_service.spec.options import CheckpointOptions, DistributedOptions, LoraOptions, PrecisionOptions, TrainingOptions
@@ -77,6 +78,7 @@ class JobSpec(Resolved):
     date: str = ""
     """Year, month and day (ISO 8601) for chat templates that write today's date, so that a resume makes the same tokens; empty:
     a job of an earlier version, whose templates write the date of the day."""
+    evaluation: EvaluationOptions | None = None
     dpo: DpoOptions | None = None
     """Of direct preference optimisation, whose data files hold pairs of answers; None: training is supervised."""
     parent: AdapterRef | None = None
@@ -125,6 +127,7 @@ def resolve(
         checkpoint=request.checkpoint,
         chat_template=named_template(request.chat_template or ""),
         date=date,
+        evaluation=request.evaluation,
         dpo=request.method.dpo_options(),
         parent=parent,
     )

@@ -50,7 +50,7 @@ def check_data(spec: SpecFile) -> None:
     for param, data in _data_files(spec):
         path = data.path
         try:
-            report = check_lines(path, files=data.files)
+            report = check_lines(path, files=data.files, pairs=spec.request.method.type == "dpo")
         except OSError as error:
             raise SpecError(f"{path} cannot be read: {error.strerror}.", param=param) from None
         if not report.faults_total:

@@ -17,10 +17,17 @@ from api.http.dependencies import Svc, binary
 from api.http.routing import keyed_router
 from api.transfer.multipart import ReceivedFile, keep, received
 from api.wire import expiry
+from api.wire.sample_views import SamplesView, samples_view
 from api.wire.views import DeletedView, FileView, ListView, file_view, list_view
 from ft_service.control.housekeeping import free
+from ft_service.control.samples import file_samples
+from ft_service.data.formats.recognise import DATA_ENDINGS, may_hold_data
+from ft_service.data.samples import Page
+from ft_service.data.token_options import TokenOptions
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
+from ft_service.spec import DataFileRef, TrainingOptions, TrainOn
+from ft_service.spec.templates import check_template, named_template
 from ft_service.store.records import File, Order
 
 router = keyed_router("/v1/files", "files")
@@ -59,7 +66,9 @@ async def _upload(request: Request, caller: Caller, services: Svc) -> AsyncItera
 
 @router.post("", openapi_extra=_FORM)
 def create(request: Request, caller: Caller, services: Svc, upload: Annotated[ReceivedFile, Depends(_upload)]) -> FileView:
-    """Upload a `.jsonl` file of chat lines (purpose `fine-tune`). Its contents are checked when a job uses it."""
+    """Upload a data file (purpose `fine-tune`): OpenAI's chat lines or preference pairs, prompts with completions, text,
+    ShareGPT, Alpaca or TRL's pairs, as JSON lines, a JSON array, CSV or Parquet, also compressed by gzip or zstd. What it is
+    is seen from its contents, which are checked when a job uses it."""
     _check_form(upload)
     seconds = expiry.from_form(upload.fields)
     new = File(
@@ -123,6 +132,36 @@ def content(file_id: str, caller: Caller, services: Svc) -> Response:
     return FileResponse(path, media_type="application/octet-stream", headers=disposition)
 
 
+@router.get("/{file_id}/samples")
+def samples(
+    file_id: str,
+    model: str,
+    caller: Caller,
+    services: Svc,
+    chat_template: str | None = None,
+    train_on: TrainOn = "all_assistant",
+    max_length: Annotated[int, Query(ge=8, le=1_048_576)] = TrainingOptions().max_length,
+    after: Annotated[int, Query(ge=0)] = 0,
+    limit: Annotated[int, Query(ge=1, le=100)] = 10,
+) -> SamplesView:
+    """Not in OpenAI's API. Samples of a file as a base would see them, before any job: behind the line `after`, every token
+    with its text and its role. `chat_template`, `train_on` and `max_length` are a job's."""
+    file = services.store.get_file(caller.project_id, file_id)
+    if file.purpose != PURPOSE:
+        raise SpecError(f"file_id = {file.id!r}: its purpose is {file.purpose}, and holds no samples.", param="file_id")
+    options = TokenOptions(_template(chat_template), train_on=train_on)
+    data = DataFileRef(name=file.filename, path=str(services.settings.files_dir / file.id), sha256=file.sha256)
+    base = services.catalogue.find(model).ref()
+    return samples_view(file_samples(data, base.path, options, max_length, Page(after, limit), services.places))
+
+
+def _template(given: str | None) -> str:
+    try:
+        return named_template(check_template(given)) if given else ""
+    except ValueError as error:
+        raise SpecError(f"chat_template = {given!r:.80}: {error}.", param="chat_template") from None
+
+
 def _check_form(upload: ReceivedFile) -> None:
     """Raises SpecError naming the wrong part of the form."""
     for name in upload.fields:
@@ -140,8 +179,8 @@ def require_chat_file(filename: str, param: str, purpose: str) -> None:
     if purpose != PURPOSE:
         message = f"purpose = {purpose[:80]!r}: only {PURPOSE!r} is available in this version."
         raise SpecError(message, param="purpose", code="not_available")
-    if not filename.lower().endswith(".jsonl"):
-        message = f"{param}: the name must end in .jsonl, and {filename!r} does not."
+    if not may_hold_data(filename):
+        message = f"{param}: the name must end in {' or '.join(DATA_ENDINGS)}, and {filename!r} does not."
         raise SpecError(message, param=param, code="invalid_filename")
 
 

@@ -15,6 +15,7 @@ from api.http.auth import Caller
 from api.http.dependencies import JsonBody, Services, Svc, binary, body_schema, server_sent
 from api.http.routing import BareRoute, keyed_router, written
 from api.transfer import adapter_download, event_stream, log_tail
+from api.wire.sample_views import SamplesView, samples_view
 from api.wire.views import (
     CheckpointView,
     EventView,
@@ -28,6 +29,8 @@ from api.wire.views import (
 )
 from ft_service.control import tuned_models
 from ft_service.control.admission import names_tuned, read, slots_to_resume_with
+from ft_service.control.samples import job_samples
+from ft_service.data.samples import Page
 from ft_service.errors import ConflictError, NotFoundError, SpecError
 from ft_service.jobs.states import Job, State
 from ft_service.jobs.verbs import Verb
@@ -125,6 +128,21 @@ def events(
         return event_stream.response(services.store, caller.project_id, job_id, last_event_id or after)
     page = services.store.list_events(caller.project_id, job_id, after=after, limit=limit, messages=kind is not None)
     return list_view([event_view(event) for event in page.data], page.has_more)
+
+
+@router.get("/{job_id}/samples")
+def samples(
+    job_id: str,
+    caller: Caller,
+    services: Svc,
+    after: Annotated[int, Query(ge=0)] = 0,
+    limit: Annotated[int, Query(ge=1, le=100)] = 10,
+    file: Literal["training", "validation"] = "training",
+) -> SamplesView:
+    """Not in OpenAI's API. Samples of a job's file as the model sees them, behind the line `after`: every token with its text
+    and its role. It takes a second or two, and longer far down a large file."""
+    job = services.store.get_job(caller.project_id, job_id)
+    return samples_view(job_samples(job, file, Page(after, limit), services.places))
 
 
 @router.get("/{job_id}/checkpoints", response_model=ListView[CheckpointView])

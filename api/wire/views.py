@@ -230,6 +230,8 @@ class JobView(BaseModel):
     queue: QueueView | None
     """While queued."""
     suffix: str | None
+    chat_template: str | None
+    """The text of the chat template in place of the base's; null: the base's."""
     priority: int
     max_seconds: int | None
     lora: dict[str, Any]
@@ -359,6 +361,7 @@ def job_view(
         pending_reason=job.pending if job.state in (State.QUEUED, State.RUNNING) else None,
         queue=_queue(place) if place and job.state is State.QUEUED else None,
         suffix=job.request.get("suffix"),
+        chat_template=spec.chat_template or None,
         priority=job.priority,
         max_seconds=job.max_seconds,
         lora=spec.lora.model_dump(),

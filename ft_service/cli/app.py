@@ -25,6 +25,7 @@ from ft_service.cli import (
     tenants,
     verify_command,
 )
+from ft_service.cli.data_files import commands
 from ft_service.cli.jobs import comparing, fetching, following, listing, submit, verbs
 from ft_service.cli.local import plan_command, run_command
 from ft_service.cli.output import Json, complain, print_json
@@ -82,6 +83,7 @@ for panel, parts in PANELS.items():
 _register("The service", lambda typer_app: typer_app.command()(version))
 app.add_typer(tenants.keys, name="keys", rich_help_panel="The service")
 app.add_typer(tenants.projects, name="projects", rich_help_panel="The service")
+app.add_typer(commands.app, name="data", rich_help_panel="Before and without a server")
 
 
 def run(arguments: Sequence[str]) -> int:

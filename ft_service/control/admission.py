@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from ft_service.bases.catalogue import Catalogue
@@ -153,6 +154,7 @@ def resolve_asked(
         seed=secrets.randbelow(2**31),
         gpus=capacity.gpus,
         parent=asked.parent,
+        date=datetime.now(UTC).date().isoformat(),
     )
     refuse_too_many(spec, capacity)
     refuse_beyond(asked.principal.limits, request, spec)

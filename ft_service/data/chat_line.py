@@ -1,17 +1,17 @@
 """One line of a chat training file, as OpenAI's users write them: `{"messages": [{"role": …, "content": …}, …], "tools": […]}`.
 
 Shared by the service, which checks a file before a job may start, and the workers, which train on it, so that both accept the
-same lines. Unsupported content (images) is refused by name instead of being left out silently.
+same lines. Unsupported content (images, audio) is refused by name instead of being left out silently.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ft_service.data.line_errors import LineError, kind, refuse_keys, shown, text_of
+from ft_service.data.records import Chat
 from ft_service.data.tool_calls import Tool, parse_calls, parse_tools
 
 MAX_LINE_BYTES = 10 * 1024**2
@@ -28,20 +28,18 @@ ROLES: Mapping[str, str] = {
 """Role in the file → role that the chat template sees. `developer` is OpenAI's newer name of `system`, `function` its older one
 of `tool`."""
 
-_KEYS = {"messages", "tools", "parallel_tool_calls", "functions"}
-_PREFERENCE = "belongs to preference pairs, which need method: {type: dpo}"
-_COMPLETION = "is not chat: in messages write the prompt as a user message, the completion as the assistant's"
+KEYS = ("messages", "tools", "parallel_tool_calls", "functions")
+_OTHER = "and this file began with OpenAI's chat lines: put each format into a file of its own"
 _REFUSED_KEYS: Mapping[str, str] = {
-    "instruction": "is of Alpaca's format: in messages write instruction and input as the user's, output as the assistant's",
-    "conversations": "is of ShareGPT's format: write it as messages with role (user, assistant) and content",
-    "preferred_output": _PREFERENCE,
-    "non_preferred_output": _PREFERENCE,
-    "chosen": _PREFERENCE,
-    "rejected": _PREFERENCE,
-    "input": _PREFERENCE,
-    "prompt": _COMPLETION,
-    "completion": _COMPLETION,
-    "text": "is bare text: write messages with role and content",
+    "instruction": f"is of Alpaca's format, {_OTHER}",
+    "conversations": f"is of ShareGPT's format, {_OTHER}",
+    "preferred_output": f"is of preference pairs, {_OTHER}",
+    "non_preferred_output": f"is of preference pairs, {_OTHER}",
+    "chosen": f"is of preference pairs, {_OTHER}",
+    "rejected": f"is of preference pairs, {_OTHER}",
+    "prompt": f"is of prompts with completions, {_OTHER}",
+    "completion": f"is of prompts with completions, {_OTHER}",
+    "text": f"is bare text, {_OTHER}",
 }
 
 _MESSAGE_KEYS: Mapping[str, set[str]] = {
@@ -70,39 +68,38 @@ def _keys(role: str) -> tuple[set[str], Mapping[str, str]]:
 _KEYS_BY_ROLE = {role: _keys(role) for role in ROLES}
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One conversation."""
-
-    messages: tuple[dict[str, Any], ...]
-    """`{"role", "content"}` each, as a chat template takes them; roles are system, user, assistant and tool. An assistant's may
-    have `tool_calls`, whose arguments are objects, and `reasoning_content`, text that is not blank."""
-    weights: tuple[int, ...]
-    """For each message: 1 if its tokens are trained on, else 0. Always 0 but for assistants."""
-    tools: tuple[Tool, ...] = ()
-    """Definitions, as a chat template takes them."""
-
-    @property
-    def calls_tools(self) -> bool:
-        return any("tool_calls" in message for message in self.messages)
+def parse_line(text: str) -> Chat:
+    """A line as a Chat. Raises LineError (a DataError) with the line's first fault."""
+    return parse_chat(load_object(text))
 
 
-def parse_line(text: str) -> Sample:
-    """A line as a Sample. Raises LineError (a DataError) with the line's first fault."""
+def parse_chat(line: Mapping[str, Any]) -> Chat:
+    """An object with messages as a Chat. Raises LineError with its first fault."""
+    refuse_keys(line, KEYS, _REFUSED_KEYS, "")
+    parsed = parse_messages(line, "messages")
+    tools = parse_tools(line)
+    _require_target(parsed)
+    return Chat(tuple(message for message, _ in parsed), tuple(weight for _, weight in parsed), tuple(tools))
+
+
+def parse_messages(line: Mapping[str, Any], key: str) -> list[tuple[dict[str, Any], int]]:
+    """The messages below a key, and their weights. Raises LineError."""
+    if key not in line:
+        raise LineError(key, "is required")
+    messages = line[key]
+    if not isinstance(messages, list) or not messages:
+        raise LineError(key, f"must be a list with at least one message, not {kind(messages)}")
+    parsed = [parse_message(message, f"{key}.{number}") for number, message in enumerate(messages)]
+    require_answered_calls(parsed, key)
+    return parsed
+
+
+def load_object(text: str) -> dict[str, Any]:
+    """A line's object. Raises LineError."""
     line = load_json(text)
     if not isinstance(line, dict):
         raise LineError("", f"must be a JSON object with messages, not {kind(line)}")
-    refuse_keys(line, _KEYS, _REFUSED_KEYS, "")
-    if "messages" not in line:
-        raise LineError("messages", "is required")
-    messages = line["messages"]
-    if not isinstance(messages, list) or not messages:
-        raise LineError("messages", f"must be a list with at least one message, not {kind(messages)}")
-    tools = parse_tools(line)
-    parsed = [parse_message(message, f"messages.{number}") for number, message in enumerate(messages)]
-    require_answered_calls(parsed)
-    _require_target(parsed)
-    return Sample(tuple(message for message, _ in parsed), tuple(weight for _, weight in parsed), tuple(tools))
+    return line
 
 
 def parse_conversation(messages: list[Any], tools: list[Any]) -> tuple[list[dict[str, Any]], list[Tool]]:

@@ -1,21 +1,24 @@
-"""Data files line by line, and reports on them: lines at fault, and tokens to train on.
-
-Shared by the service and the workers, so that what one accepts the other trains on. One pass, in memory bounded by the longest
-line.
+"""Reports on data files: their format, the lines at fault, and the tokens to train on; and what is asked of the process that
+makes them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO, Literal, TypeVar
+from typing import Literal
 
 from pydantic import TypeAdapter
 
-from ft_service.data.chat_line import MAX_LINE_BYTES, LineError, Sample, parse_line
-from ft_service.data.preference_line import Pair, parse_pair
+from ft_service.data.formats.reading import Shape, open_data
+from ft_service.data.formats.recognise import Container, Format
+from ft_service.data.line_errors import Fault
+from ft_service.data.records import Pair, Record
+from ft_service.data.samples import Page, SamplePage
+from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.rundir.documents import ErrorInfo
 
 SHOWN_FAULTS = 20
@@ -33,31 +36,14 @@ RENDER_SECONDS = 10.0
 """Of a processor's time, that the base's chat template may take for one sample."""
 MEMORY_BYTES = 4 * 1024**3
 """That reading a file may take, at most; half of the host's where that is less. The longest line takes a quarter of it."""
+PAIRING = 1
+"""Of `answers` and preference_line.py: another number wherever they make other samples of a pair than before."""
 GIVE_UP_AFTER = 3
 """Samples beyond a limit after which the rest of a file is not read: each has cost seconds, and more would tell nothing new."""
 
 Param = Literal["training_file", "validation_file"]
-Parsed = TypeVar("Parsed", Sample, Pair)
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One line's fault."""
-
-    line: int
-    """From 1; 0: the file as a whole."""
-    field: str
-    """Dotted place in the line; empty: the line as a whole."""
-    reason: str
-    last_line: int = 0
-    """Where it is one of several lines, and not known which; 0: it is this one."""
-    over_limit: bool = False
-    """A limit of time or memory was exceeded, which another host may not find."""
-
-    def __str__(self) -> str:
-        several = self.last_line > self.line
-        place = f"lines {self.line} to {self.last_line}: " if several else f"line {self.line}: " if self.line else ""
-        return f"{place}{self.field} {self.reason}" if self.field else f"{place}{self.reason}"
+TWO_ANSWERS = "is a preference pair, which needs method: {type: dpo}"
+_ONE_ANSWER = "has one answer, of supervised training: give method: {type: supervised}, or pairs of answers"
 
 
 @dataclass(frozen=True)
@@ -69,11 +55,12 @@ class FaultGroup:
     lines: tuple[int, ...] = ()
     """The first ones."""
 
-    def __str__(self) -> str:
+    def text(self, word: str) -> str:
+        """`word`: what a line of this file is called."""
         if self.count == 1:
-            return str(self.first)
+            return self.first.text(word)
         more = ", …" if self.count > len(self.lines) else ""
-        lines = f"{self.count:,} lines ({', '.join(map(str, self.lines))}{more})"
+        lines = f"{self.count:,} {word}s ({', '.join(map(str, self.lines))}{more})"
         return f"{lines}: {' '.join(part for part in (self.first.field, self.first.reason) if part)}"
 
     def joined_by(self, fault: Fault) -> FaultGroup:
@@ -120,6 +107,14 @@ class DataReport:
     """Reading was given up: what is behind the last fault is not known."""
     groups: list[FaultGroup] = field(default_factory=list)
     """All faults by their reason, in the order of the file; empty: told by a version that did not group them."""
+    shape: str = ""
+    """The file's format and container, in words; empty: OpenAI's chat lines."""
+    unused: tuple[str, ...] = ()
+    """Keys or columns that its format has not, and that are left out."""
+    word: str = "line"
+    """What one of its records is called."""
+    is_bare: bool = False
+    """It holds text or prompts with completions, which no chat template writes."""
 
     @property
     def is_lasting(self) -> bool:
@@ -131,7 +126,7 @@ class DataReport:
         if not self.faults_total:
             return None
         shown = "; ".join(self.reasons())
-        lines = "line" if self.faults_total == 1 else "lines"
+        lines = self.word if self.faults_total == 1 else f"{self.word}s"
         count = f" ({self.faults_total} {lines} at fault, {self.examples} fine)" if self.faults[0].line else ""
         if self.unread:
             count = "; the rest was not read"
@@ -140,19 +135,25 @@ class DataReport:
     def reasons(self) -> list[str]:
         """Why lines are at fault, each reason once, with its lines."""
         groups = self.groups or [FaultGroup(fault) for fault in self.faults]
-        shown = [str(group) for group in groups[:SHOWN_FAULTS]]
+        shown = [group.text(self.word) for group in groups[:SHOWN_FAULTS]]
         told = sum(group.count for group in groups[:SHOWN_FAULTS])
         return [*shown, f"and {self.faults_total - told:,} more"] if told < self.faults_total else shown
 
     def messages(self, name: str, max_length: int) -> Iterator[tuple[Literal["info", "warn"], str]]:
         """Level and sentence for events: what is trained on, and what is left out and why. `name`: the file's."""
+        if self.shape:
+            yield "info", f"{name}: {self.shape}."
+        if self.unused:
+            columns = "column is" if len(self.unused) == 1 else "columns are"
+            yield "warn", f"{name}: {len(self.unused)} {columns} not of this format, and left out: {', '.join(self.unused)}."
         counts = self.counts
         if counts is None:
             return
         of = f"{counts.pairs:,} pairs of answers" if counts.pairs else f"{counts.samples:,} samples"
+        whose = "" if self.is_bare else "the assistant's "
         yield (
             "info",
-            f"{name}: {of} of {counts.tokens:,} tokens, {counts.targets:,} of them the assistant's to "
+            f"{name}: {of} of {counts.tokens:,} tokens, {counts.targets:,} of them {whose}to "
             f"learn; the longest sample has {counts.longest:,} tokens.",
         )
         if counts.cut:
@@ -182,9 +183,14 @@ class ExamineRequest:
     render_seconds: float = RENDER_SECONDS
     memory_bytes: int = MEMORY_BYTES
     pairs: bool = False
-    """Lines hold pairs of answers (preference_line.py)."""
+    """Lines hold pairs of answers."""
     tokens: str = ""
     """Folder in which the tokens are kept if no line is at fault, and looked for; empty: they are not."""
+    files: tuple[str, ...] = ()
+    """Of a folder, in their order; empty: `path` is a file."""
+    options: TokenOptions = DEFAULT
+    show: Page | None = None
+    """Samples that are asked for in place of a report. The file's digest is not looked at."""
 
 
 @dataclass(frozen=True)
@@ -201,12 +207,14 @@ class ReadProgress:
 
 @dataclass(frozen=True)
 class ExamineReply:
-    """One of the three. `progress` comes before the report, once or more often for a file that takes long."""
+    """One of the four. `progress` comes before the report, once or more often for a file that takes long."""
 
     report: DataReport | None = None
     error: ErrorInfo | None = None
     """The base's tokenizer cannot be used."""
     progress: ReadProgress | None = None
+    page: SamplePage | None = None
+    """Asked for by `show`."""
 
 
 REQUEST = TypeAdapter(ExamineRequest)
@@ -233,65 +241,54 @@ class Findings:
         elif len(self._groups) < _GROUPS:
             self._groups[alike] = FaultGroup(fault, 1, (fault.line,))
 
-    def report(self, counts: Counts | None = None, *, unread: bool = False) -> DataReport:
+    def report(self, shape: Shape, counts: Counts | None = None, *, unread: bool = False) -> DataReport:
         """The report, at the end of the file or where reading was given up."""
         if not self.examples and not self.faults_total:
             self.fault(Fault(0, "", "the file holds no examples"))
-        groups = list(self._groups.values())
-        return DataReport(self.examples, self._faults, self.faults_total, None if self.faults_total else counts, unread, groups)
+        usual = shape.format in (None, Format.CHAT) and shape.container is Container.LINES and shape.compression is None
+        return DataReport(
+            self.examples,
+            self._faults,
+            self.faults_total,
+            None if self.faults_total else counts,
+            unread,
+            list(self._groups.values()),
+            shape="" if usual else str(shape),
+            unused=shape.unused,
+            word=shape.word,
+            is_bare=shape.format in (Format.TEXT, Format.PROMPT_COMPLETION),
+        )
 
 
-def check_lines(path: Path, limit: int = SHOWN_FAULTS, *, pairs: bool = False) -> DataReport:
-    """Report on a file of chat lines, or of pairs, without counting tokens. Raises OSError if it cannot be read."""
+def check_lines(path: Path, limit: int = SHOWN_FAULTS, files: Sequence[str] = (), *, pairs: bool | None = None) -> DataReport:
+    """Report on a data file, without counting tokens. `files`: of a folder; `pairs`: it must hold pairs of answers, or must
+    not; None: either will do. Raises OSError if it cannot be read.
+    """
     findings = Findings(limit)
-    with path.open("rb") as file:
-        for _, found in read_pairs(file) if pairs else read_samples(file):
-            if isinstance(found, Fault):
-                findings.fault(found)
+    with open_data(path, files) as reader:
+        for _, record in reader if pairs is None else for_method(reader, pairs=pairs):
+            if isinstance(record, Fault):
+                findings.fault(record)
             else:
                 findings.examples += 1
-    return findings.report()
+    return findings.report(reader.shape)
 
 
-def read_samples(file: BinaryIO) -> Iterator[tuple[int, Sample | Fault]]:
-    """Every line by its number, from 1: its conversation, or its fault."""
-    for number, line in _lines(file):
-        yield number, _parse(number, line, parse_line)
+def for_method(records: Iterable[tuple[int, Record | Fault]], *, pairs: bool) -> Iterator[tuple[int, Record | Fault]]:
+    """The records, and a fault for each that the method cannot train on. `pairs`: it compares two answers."""
+    for number, record in records:
+        fits = isinstance(record, Fault) or isinstance(record, Pair) == pairs
+        yield number, (record if fits else Fault(number, "", _ONE_ANSWER if pairs else TWO_ANSWERS))
 
 
-def read_pairs(file: BinaryIO) -> Iterator[tuple[int, Pair | Fault]]:
-    """Every line by its number, from 1: its pair of answers, or its fault."""
-    for number, line in _lines(file):
-        yield number, _parse(number, line, parse_pair)
-
-
-def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
-    """Numbered lines without their ends; None for one that is too long. Blank lines count only when something follows them."""
-    blank: list[int] = []
-    number = 0
-    while line := file.readline(MAX_LINE_BYTES + 2):
-        number += 1
-        too_long = len(line.rstrip(b"\r\n")) > MAX_LINE_BYTES
-        while too_long and line and not line.endswith(b"\n"):
-            line = file.readline(MAX_LINE_BYTES)
-        if not too_long and not line.strip():
-            blank.append(number)
-            continue
-        yield from ((earlier, b"") for earlier in blank)
-        blank.clear()
-        yield number, None if too_long else line.rstrip(b"\r\n")
-
-
-def _parse(number: int, line: bytes | None, parse: Callable[[str], Parsed]) -> Parsed | Fault:
-    if line is None:
-        return Fault(number, "", f"is longer than {MAX_LINE_BYTES} bytes")
-    if not line:
-        return Fault(number, "", "is blank; blank lines may only stand at the end")
-    if line.startswith(b"\xef\xbb\xbf"):
-        return Fault(number, "", "starts with a byte order mark: save the file as UTF-8 without one")
-    try:
-        return parse(line.decode())
-    except UnicodeDecodeError as error:
-        return Fault(number, "", f"is not UTF-8: byte 0x{line[error.start]:02x} at position {error.start + 1}")
-    except LineError as error:
-        return Fault(number, error.field, error.reason)
+def answers(
+    records: Iterable[tuple[int, Record | Fault]], widths: deque[int] | None = None
+) -> Iterator[tuple[int, Record | Fault]]:
+    """Both answers of every pair by its number, the preferred one first, so that those of pair i are samples 2i and 2i + 1; or
+    its fault. `widths`: takes how many they were, record by record.
+    """
+    for number, record in for_method(records, pairs=True):
+        found = (record.preferred, record.rejected) if isinstance(record, Pair) else (record,)
+        if widths is not None:
+            widths.append(len(found))
+        yield from ((number, answer) for answer in found)

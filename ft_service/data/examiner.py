@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -31,10 +31,12 @@ from ft_service.data.data_file import (
     DataReport,
     ExamineReply,
     ExamineRequest,
-    Fault,
     Param,
     ReadProgress,
 )
+from ft_service.data.line_errors import Fault
+from ft_service.data.samples import SamplePage, ShownSample
+from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokenizer_files import tokenizer_state
 from ft_service.data.whereabouts import Doing, Task, Whereabouts
 from ft_service.errors import SpecError, UnavailableError
@@ -106,7 +108,7 @@ class Known:
     def __init__(self, limit: int = KNOWN_REPORTS) -> None:
         self._limit = limit
         self._guard = threading.Lock()
-        self._reports: OrderedDict[tuple[str, str, int, bool], DataReport] = OrderedDict()
+        self._reports: OrderedDict[Hashable, DataReport] = OrderedDict()
 
     def get(self, request: ExamineRequest) -> DataReport | None:
         with self._guard:
@@ -200,22 +202,31 @@ class Examiner:
         `tell`: called with the progress if reading takes long.
         """
         try:
-            path.stat()
+            for name in data.files or ("",):
+                (path / name).stat()
         except OSError as error:
             return unreadable(param, data, error)
-        tokenizer = tokenizer_state(spec.model.path)
-        request = ExamineRequest(
-            *(str(path), data.sha256, spec.model.path, tokenizer, spec.training.max_length),
-            render_seconds=RENDER_SECONDS,
-            memory_bytes=min(MEMORY_BYTES, memory_bytes() // 2),
-            tokens=str(self._tokens or ""),
-            pairs=spec.dpo is not None,
-        )
+        options, pairs = TokenOptions.of(spec), spec.dpo is not None
+        request = self.request(data, path, spec.model.path, spec.training.max_length, options, pairs=pairs)
         try:
             report = self.examine(request, lambda progress: tell(progress.message(param)))
         except SpecError as error:
             return ErrorInfo(code=error.code, message=error.message, param=error.param)
         return report.error(param, data.name) or report
+
+    def request(
+        self, data: DataFileRef, path: Path, model_path: str, max_length: int, options: TokenOptions, *, pairs: bool = False
+    ) -> ExamineRequest:
+        """A request for a file that lies at `path` on this host. `pairs`: it holds pairs of answers."""
+        return ExamineRequest(
+            *(str(path), data.sha256, model_path, tokenizer_state(model_path), max_length),
+            render_seconds=RENDER_SECONDS,
+            memory_bytes=min(MEMORY_BYTES, memory_bytes() // 2),
+            pairs=pairs,
+            tokens=str(self._tokens or ""),
+            files=data.files,
+            options=options,
+        )
 
     def examine(self, request: ExamineRequest, note: Callable[[ReadProgress], object] = lambda _: None) -> DataReport:
         """The report on a file; blocks until it is read. `note`: called with the progress if that takes long.
@@ -224,18 +235,36 @@ class Examiner:
         """
         if (known := self._known.get(request)) is not None:
             return known
-        self.start()
-        self._ask(request)
         try:
-            while (answer := self._answer(request)).progress is not None:
-                note(answer.progress)
+            report = self._answered(request, note).report
         except _AtFault as error:
             return error.report()
+        assert report is not None, "it was asked for"
+        self._known.put(request, report)
+        return report
+
+    def show(self, request: ExamineRequest) -> SamplePage:
+        """The samples that a request asks for (`show`). Raises SpecError if the base's tokenizer cannot be used, OSError if the
+        file cannot be read, ExaminerLost.
+        """
+        assert request.show is not None
+        try:
+            page = self._answered(request, lambda _: None).page
+        except _AtFault as error:
+            fault = error.report().faults[0]
+            return SamplePage((ShownSample(fault.line, error=fault.reason),), False, "line", "")
+        assert page is not None, "it was asked for"
+        return page
+
+    def _answered(self, request: ExamineRequest, note: Callable[[ReadProgress], object]) -> ExamineReply:
+        """The answer to a request. Raises _AtFault, SpecError, ExaminerLost."""
+        self.start()
+        self._ask(request)
+        while (answer := self._answer(request)).progress is not None:
+            note(answer.progress)
         if answer.error is not None:
             raise SpecError(answer.error.message, param=answer.error.param, code=answer.error.code)
-        assert answer.report is not None, "one of the two"
-        self._known.put(request, answer.report)
-        return answer.report
+        return answer
 
     def stop(self, *, for_good: bool = False) -> None:
         """Kill the process: an examination in progress raises ExaminerLost. The next file gets a new process, unless
@@ -319,5 +348,5 @@ def unreadable(param: Param, data: DataFileRef, error: OSError) -> ErrorInfo:
     return ErrorInfo(code=f"invalid_{param}", message=f"{data.name} cannot be read: {error.strerror}.", param=param)
 
 
-def _key(request: ExamineRequest) -> tuple[str, str, int, bool]:
-    return request.sha256, request.tokenizer, request.max_length, request.pairs
+def _key(request: ExamineRequest) -> Hashable:
+    return request.sha256, request.tokenizer, request.max_length, request.options, request.pairs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ft_service.errors import DataError
@@ -16,6 +17,30 @@ class LineError(DataError):
         super().__init__(f"{field}: {reason}" if field else reason)
         self.field = field
         self.reason = reason
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One line's fault."""
+
+    line: int
+    """From 1; 0: the file as a whole."""
+    field: str
+    """Dotted place in the line; empty: the line as a whole."""
+    reason: str
+    last_line: int = 0
+    """Where it is one of several lines, and not known which; 0: it is this one."""
+    over_limit: bool = False
+    """A limit of time or memory was exceeded, which another host may not find."""
+
+    def __str__(self) -> str:
+        return self.text("line")
+
+    def text(self, word: str) -> str:
+        """`word`: what a line of this file is called."""
+        several = self.last_line > self.line
+        place = f"{word}s {self.line} to {self.last_line}: " if several else f"{word} {self.line}: " if self.line else ""
+        return f"{place}{self.field} {self.reason}" if self.field else f"{place}{self.reason}"
 
 
 def refuse_keys(given: Mapping[str, Any], known: Collection[str], refused: Mapping[str, str], prefix: str) -> None:

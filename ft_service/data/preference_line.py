@@ -10,11 +10,11 @@ Both become two samples with the same conversation in front, of which only the a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from ft_service.data.chat_line import Sample, load_json, parse_message, require_answered_calls
+from ft_service.data.chat_line import parse_message, require_answered_calls
 from ft_service.data.line_errors import LineError, kind, refuse_keys, text_of
+from ft_service.data.records import Chat, Pair
 from ft_service.data.tool_calls import Tool, parse_tools
 
 Message = tuple[dict[str, Any], int]
@@ -28,21 +28,10 @@ _ONE_ANSWER = "is of supervised training, which has one answer a line: give meth
 _REFUSED: Mapping[str, str] = {"messages": _ONE_ANSWER, "completion": _ONE_ANSWER, "text": _ONE_ANSWER}
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Two samples that are the same but for the answer at their end."""
-
-    preferred: Sample
-    rejected: Sample
-
-
-def parse_pair(text: str) -> Pair:
-    """A line as a Pair. Raises LineError (a DataError) with the line's first fault."""
-    line = load_json(text)
-    if not isinstance(line, dict):
-        raise LineError("", f"must be a JSON object with input and two outputs, or prompt and two answers, not {kind(line)}")
+def parse_pair(line: Mapping[str, Any]) -> Pair:
+    """An object as a Pair. Raises LineError (a DataError) with its first fault."""
     if any(key in line for key in ("chosen", "rejected")):
-        return _of_trl(line)
+        return _of_trl(dict(line))
     return _of_openai({_OLDER.get(key, key): value for key, value in line.items()})
 
 
@@ -67,7 +56,8 @@ def _of_trl(line: dict[str, Any]) -> Pair:
     _require(line, _TRL[1:])
     tools = parse_tools({"tools": line["tools"]} if line.get("tools") is not None else {})
     answers = {name: _text_or_messages(line[name], name, "assistant") for name in _TRL[1:]}
-    if "prompt" in line:
+    written_twice = all(isinstance(line[name], list) for name in _TRL[1:]) and isinstance(line.get("prompt"), str)
+    if "prompt" in line and not written_twice:  # else the two begin with what the prompt's text repeats
         return _pair(_text_or_messages(line["prompt"], "prompt", "user"), tools, answers, "prompt")
     if any(isinstance(line[name], str) for name in _TRL[1:]):
         raise LineError("prompt", "is required where chosen and rejected are texts")
@@ -91,9 +81,9 @@ def _pair(prompt: list[Message], tools: list[Tool], answers: dict[str, list[Mess
     return Pair(_sample(prompt, preferred, tools), _sample(prompt, rejected, tools))
 
 
-def _sample(prompt: list[Message], answer: list[Message], tools: list[Tool]) -> Sample:
+def _sample(prompt: list[Message], answer: list[Message], tools: list[Tool]) -> Chat:
     messages = tuple(message for message, _ in (*prompt, *answer))
-    return Sample(messages, (0,) * len(prompt) + tuple(weight for _, weight in answer), tuple(tools))
+    return Chat(messages, (0,) * len(prompt) + tuple(weight for _, weight in answer), tuple(tools))
 
 
 def _require_answer(answer: list[Message], name: str, first: int) -> None:

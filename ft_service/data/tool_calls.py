@@ -7,6 +7,7 @@ them and a string of JSON in OpenAI's files.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from ft_service.data.line_errors import LineError, kind, refuse_keys, text_of
@@ -14,7 +15,7 @@ from ft_service.data.line_errors import LineError, kind, refuse_keys, text_of
 Tool = dict[str, Any]
 
 
-def parse_tools(line: dict[str, Any]) -> list[Tool]:
+def parse_tools(line: Mapping[str, Any]) -> list[Tool]:
     """The definitions of a line, from `tools` or the older `functions`. Raises LineError."""
     if "parallel_tool_calls" in line and not isinstance(line["parallel_tool_calls"], bool):
         raise LineError("parallel_tool_calls", f"must be true or false, not {kind(line['parallel_tool_calls'])}")

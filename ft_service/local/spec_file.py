@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ft_service.bases.catalogue import Catalogue
+from ft_service.data.formats.folders import dataset_files
+from ft_service.data.formats.reading import open_data
 from ft_service.errors import SpecError
 from ft_service.host.hardware import gpu_count
 from ft_service.local.parent import find_local
-from ft_service.rundir.directory import sha256_of
 from ft_service.settings import Settings
 from ft_service.spec import (
     AdapterRef,
@@ -33,22 +35,40 @@ from ft_service.spec import (
 
 
 @dataclass(frozen=True)
+class LocalData:
+    """A data file on this host, or the files of a folder that hold a dataset's split."""
+
+    path: Path
+    files: tuple[str, ...] = ()
+    """Named from the folder; empty: `path` is a file."""
+
+    @property
+    def bytes(self) -> int:
+        return open_data(self.path, self.files).size
+
+    def ref(self) -> DataFileRef:
+        """Raises OSError."""
+        digest = open_data(self.path, self.files).digest()
+        return DataFileRef(name=self.path.name, path=str(self.path), sha256=digest, files=self.files)
+
+
+@dataclass(frozen=True)
 class SpecFile:
     """A SPEC file that was read and found valid."""
 
     path: Path
     body: dict[str, Any]
-    """As written."""
+    """As written, but for a chat template, which is its text."""
     request: JobRequest
 
     @property
-    def training_file(self) -> Path:
-        return self._existing("training_file", self.request.training_file)
+    def training_file(self) -> LocalData:
+        return self._existing("training_file", self.request.training_file, "train")
 
     @property
-    def validation_file(self) -> Path | None:
+    def validation_file(self) -> LocalData | None:
         name = self.request.validation_file
-        return None if name is None else self._existing("validation_file", name)
+        return None if name is None else self._existing("validation_file", name, "validation")
 
     @property
     def model_folder(self) -> Path | None:
@@ -56,11 +76,13 @@ class SpecFile:
         name = self.request.model
         return self._absolute(name) if name.startswith((".", "/", "~")) else None
 
-    def _existing(self, field: str, name: str) -> Path:
+    def _existing(self, field: str, name: str, split: str) -> LocalData:
         path = self._absolute(name)
+        if path.is_dir():
+            return LocalData(path, dataset_files(path, split))
         if not path.is_file():
             raise SpecError(f"{field} = {name!r}: there is no file {path}.", param=field)
-        return path
+        return LocalData(path)
 
     def _absolute(self, name: str) -> Path:
         return (self.path.parent / Path(name).expanduser()).resolve()
@@ -76,8 +98,19 @@ def load_spec_file(path: Path) -> SpecFile:
         raise SpecError(f"{path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise SpecError(f"{path} is not a text file in UTF-8.") from None
-    body = parse_yaml(text, str(path))
+    body = _with_template(parse_yaml(text, str(path)), path.parent)
     return SpecFile(path=path.absolute(), body=body, request=parse_request(body))
+
+
+def _with_template(body: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The body with the text of a chat template that it names by its file. Raises SpecError."""
+    given = body.get("chat_template")
+    if not isinstance(given, str) or "\n" in given or not given.endswith(".jinja"):
+        return body
+    try:
+        return {**body, "chat_template": (folder / Path(given).expanduser()).read_text(encoding="utf-8")}
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"chat_template = {given!r}: the file cannot be read: {error}.", param="chat_template") from None
 
 
 def resolve_spec_file(spec: SpecFile, settings: Settings, *, job_id: str, seed: int, to_train: bool = True) -> JobSpec:
@@ -87,18 +120,18 @@ def resolve_spec_file(spec: SpecFile, settings: Settings, *, job_id: str, seed: 
     Raises SpecError for a model or file that is not there; a tuned model must have been trained in this FT_HOME.
     """
     request, model, parent = _model(spec, settings, to_train)
-    training = _data_file(spec.training_file)
     validation = spec.validation_file
     return resolve(
         request,
         job_id=job_id,
         organization=settings.organization,
         model=model,
-        training_data=training,
-        validation_data=_data_file(validation) if validation else None,
+        training_data=spec.training_file.ref(),
+        validation_data=validation.ref() if validation else None,
         seed=seed,
         gpus=gpu_count(),
         parent=parent,
+        date=datetime.now(UTC).date().isoformat(),
     )
 
 
@@ -113,10 +146,6 @@ def _model(spec: SpecFile, settings: Settings, to_train: bool) -> tuple[JobReque
     there = Path(before.model.path).is_dir()
     base = before.model if there else Catalogue.from_settings(settings).find(before.model.name).ref()
     return inherit(request, before, parent.name), base, parent
-
-
-def _data_file(path: Path) -> DataFileRef:
-    return DataFileRef(name=path.name, path=str(path), sha256=sha256_of(path))
 
 
 def parse_yaml(text: str, name: str) -> dict[str, Any]:

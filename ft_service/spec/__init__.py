@@ -1,5 +1,6 @@
 """A job's options: those of a create request, and the resolved `JobSpec` that a worker reads.
 
+templates     chat templates by name
 values        kinds of values that options are made of
 methods       the loss, in OpenAI's words
 options       what we add to OpenAI's create body
@@ -43,7 +44,7 @@ from ft_service.spec.resolved import (
 )
 from ft_service.spec.stored import StoredSpec
 from ft_service.spec.tuned_name import TunedName, is_tuned
-from ft_service.spec.values import Number, Pattern, Strict, WeightFormat, compile_pattern, match_pattern
+from ft_service.spec.values import Number, Pattern, Strict, TrainOn, WeightFormat, compile_pattern, match_pattern
 
 __all__ = [
     "AUTO",
@@ -77,6 +78,7 @@ __all__ = [
     "Strict",
     "Suffix",
     "SupervisedMethod",
+    "TrainOn",
     "TrainingOptions",
     "TunedName",
     "Wandb",

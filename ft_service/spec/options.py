@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ft_service.spec.evaluation import EvaluationOptions
-from ft_service.spec.values import Number, Pattern, Strict, WeightFormat
+from ft_service.spec.templates import check_template
+from ft_service.spec.values import Number, Pattern, Strict, TrainOn, WeightFormat
 
 LEARNING_RATE = 2e-4
 """The learning rate that `learning_rate_multiplier: 1` stands for; the usual one for LoRA with AdamW."""
@@ -100,6 +101,10 @@ class TrainingOptions(Strict):
     mathematics. "auto": enough to keep the machine busy, as far as memory goes: on a GPU up to 16,384, on a CPU about 2,048."""
     max_length: Annotated[int, Field(ge=8, le=1_048_576)] = 2048
     """Tokens kept of a sample; the rest is cut from the end, and counted in a warning. Bounded by the model's own limit."""
+    train_on: TrainOn = "all_assistant"
+    """What is learned of a conversation: every answer of the assistant's that has not weight 0, only its last one, or
+    everything, users' words and system prompts included. "everything" learns the prompts of bare text too; documents are
+    always learned whole."""
     learning_rate: Annotated[Number, Field(gt=0, le=1)] | Literal["auto"] = LEARNING_RATE
     """AdamW's peak learning rate. "auto": by the base's width and family and the adapter's scaling (ft_service/spec/rates.py),
     chosen once, when the job is created; OpenAI's learning_rate_multiplier "auto" is the same."""
@@ -242,6 +247,10 @@ class JobOptions(Strict):
     training: TrainingOptions = TrainingOptions()
     distributed: DistributedOptions = DistributedOptions()
     checkpoint: CheckpointOptions = CheckpointOptions()
+    chat_template: Annotated[str, Field(min_length=1, max_length=100_000), AfterValidator(check_template)] | None = None
+    """The chat template that writes the conversations, in place of the base's: its text (Jinja), or the name of a standard one
+    (TEMPLATES); in a SPEC file also the path of a .jinja file. None: the base's own, and conversations are refused where it has
+    none. Saved with the adapter."""
     evaluation: EvaluationOptions | None = None
     """Answers to a few prompts before and after training, in the job's events and evaluation.json; None: none."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0

@@ -12,6 +12,7 @@ from ft_service.spec.mesh import check_reshard_size, mesh_shape
 from ft_service.spec.methods import AUTO, DpoOptions
 from ft_service.spec.options import CheckpointOptions, DistributedOptions, LoraOptions, PrecisionOptions, TrainingOptions
 from ft_service.spec.request import JobRequest
+from ft_service.spec.templates import named_template
 from ft_service.spec.tuned_name import TunedName
 
 
@@ -40,7 +41,9 @@ class DataFileRef(Resolved):
     path: str
     """Absolute path, as the worker sees it."""
     sha256: str
-    """Digest of the bytes at submission: the worker refuses anything else."""
+    """Digest of the bytes at submission: the worker refuses anything else. Of several files, of the digests of each."""
+    files: tuple[str, ...] = ()
+    """Where `path` is a folder: its data files in their order, named from it. Empty: `path` is a file."""
 
 
 class AdapterRef(Resolved):
@@ -70,6 +73,11 @@ class JobSpec(Resolved):
     distributed: DistributedOptions
     """nproc_per_node is a number here."""
     checkpoint: CheckpointOptions
+    chat_template: str = ""
+    """The text of the chat template to use in place of the base's; empty: the base's."""
+    date: str = ""
+    """Year, month and day (ISO 8601) for chat templates that write today's date, so that a resume makes the same tokens; empty:
+    a job of an earlier version, whose templates write the date of the day."""
     evaluation: EvaluationOptions | None = None
     dpo: DpoOptions | None = None
     """Of direct preference optimisation, whose data files hold pairs of answers; None: training is supervised."""
@@ -96,9 +104,10 @@ def resolve(
     seed: int,
     gpus: int,
     parent: AdapterRef | None = None,
+    date: str = "",
 ) -> JobSpec:
     """Fill in every default. `gpus`: GPUs of the host that will train, for `nproc_per_node: auto`. What depends on the base and
-    the machine's memory stays "auto", for `ft_service.plan.choose`.
+    the machine's memory stays "auto", for `ft_service.plan.choose`. `date`: JobSpec's.
 
     Raises SpecError for options that do not fit the number of ranks.
     """
@@ -116,6 +125,8 @@ def resolve(
         training=request.resolved_training(),
         distributed=distributed,
         checkpoint=request.checkpoint,
+        chat_template=named_template(request.chat_template or ""),
+        date=date,
         evaluation=request.evaluation,
         dpo=request.method.dpo_options(),
         parent=parent,
@@ -124,7 +135,7 @@ def resolve(
 
 def inherit(request: JobRequest, parent: JobSpec, name: str) -> JobRequest:
     """A request that goes on from the adapter `name`, which `parent` trained: the adapter's shape is kept, and so is the base's
-    precision unless the request says another.
+    precision and its chat template unless the request says another.
 
     Raises SpecError naming an option of lora that asks for another shape.
     """
@@ -139,9 +150,10 @@ def inherit(request: JobRequest, parent: JobSpec, name: str) -> JobRequest:
     given = request.lora.model_fields_set & {"lora_dropout"}
     lora = parent.lora.model_copy(update={field: getattr(request.lora, field) for field in given})
     precision = request.precision if "precision" in request.model_fields_set else parent.precision
+    chat_template = request.chat_template if request.chat_template is not None else parent.chat_template or None
     if precision.default == AUTO:
         precision = precision.model_copy(update={"default": parent.precision.default})
-    return request.model_copy(update={"lora": lora, "precision": precision})
+    return request.model_copy(update={"lora": lora, "precision": precision, "chat_template": chat_template})
 
 
 def _resolve_distributed(options: DistributedOptions, gpus: int) -> DistributedOptions:

@@ -12,6 +12,9 @@ WeightFormat = Literal["bf16", "fp8", "nf4", "nf4_fp32"]
 """nf4_fp32: NF4 with fp32 block scales, in which bases that come in bitsandbytes NF4 are kept without a loss."""
 
 
+TrainOn = Literal["all_assistant", "last_assistant", "everything"]
+
+
 def compile_pattern(pattern: str) -> Any:
     """An RE2 pattern (linear time, whatever the pattern). Raises re2.error."""
     options = re2.Options()

@@ -118,7 +118,7 @@ EXPIRY = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600
 REFUSED_PARTS: list[tuple[str, dict[str, Any], str, str]] = [
     ("a.jsonl", {"purpose": "batch"}, "purpose", "'batch'"),
     ("a.jsonl", {}, "purpose", "required"),
-    ("a.csv", {"purpose": "fine-tune"}, "file", "'a.csv'"),
+    ("a.pdf", {"purpose": "fine-tune"}, "file", "'a.pdf'"),
     ("", {"purpose": "fine-tune"}, "file", "with a filename"),
     (".jsonl/", {"purpose": "fine-tune"}, "file", ".jsonl"),
     ("a.jsonl", {"purpose": "fine-tune", "expires_after[anchor]": "created_at"}, "expires_after.seconds", "required"),

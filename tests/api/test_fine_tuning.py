@@ -60,6 +60,7 @@ def test_a_new_job_shows_what_was_resolved(service: Service, client: openai.Open
         "name": "train.jsonl",
         "path": str(service.settings.files_dir / training_file),
         "sha256": service.store.get_file("default", training_file).sha256,
+        "files": [],
     }
     assert stored.spec.seed == job.seed
     assert stored.spec.tuned_name == f"ft:tiny:local:mine:{job.id.removeprefix('ftjob-')}"

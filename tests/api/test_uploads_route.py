@@ -196,7 +196,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"bytes": 0}, "bytes"),
     ({"bytes": 8 * 1024**3 + 1}, "bytes"),
     ({"bytes": "9"}, "bytes"),
-    ({"filename": "a.csv"}, "filename"),
+    ({"filename": "a.pdf"}, "filename"),
     ({"filename": ""}, "filename"),
     ({"purpose": "batch"}, "purpose"),
     ({"mime_type": None}, "mime_type"),

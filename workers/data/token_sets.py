@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ft_service.bases.cache_folder import Cache
 from ft_service.data import token_folder
+from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokens.identity import tokens_key
 from ft_service.data.tokens.keeping import Recording, find
 from ft_service.data.tokens.render import writes_date
@@ -54,7 +55,7 @@ def _samples(run: RunDir, spec: JobSpec, file: DataFileRef | None) -> TokenSet |
     if file is None:
         return None
     pairs = spec.dpo is not None
-    key = tokens_key(spec.model.path, file.sha256, pairs=pairs)
+    key = tokens_key(spec.model.path, file.sha256, TokenOptions.of(spec), pairs=pairs)
     shared = os.environ.get(token_folder.FOLDER)
     folders = [*([Path(shared)] if shared else []), _of_run(run).folder]
 
@@ -89,11 +90,12 @@ def _is_first_here() -> bool:
 
 def _made(run: RunDir, spec: JobSpec, file: DataFileRef, key: str) -> Iterator[None]:
     """Tokenise a file into the run directory; comes back now and then. Raises FtError, OSError."""
-    tokenizer = load_tokenizer(spec.model.path)
+    options = TokenOptions.of(spec)
+    tokenizer = load_tokenizer(spec.model.path, options.chat_template)
     due = time.monotonic() + BEAT_SECONDS
     with (
         Recording(_of_run(run), key, 0) as recording,
-        closing(file_samples(tokenizer, file, pairs=spec.dpo is not None)) as samples,
+        closing(file_samples(tokenizer, file, options, pairs=spec.dpo is not None)) as samples,
     ):
         for sample in samples:
             recording.add(sample)

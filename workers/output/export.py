@@ -126,6 +126,8 @@ def write_adapter(
     for path in tokenizer_files(Path(spec.model.path)):  # so that the folder can be used, and shared, by itself
         if path.name != BASE_CONFIG and path.parent == Path(spec.model.path):
             shutil.copyfile(path, folder / path.name)
+    if spec.chat_template:  # goes before the one in the tokenizer's configuration, wherever the folder is loaded
+        (folder / "chat_template.jinja").write_text(spec.chat_template, encoding="utf-8")
     sync(folder)
     _check_in_fresh_process(folder, digests)
 

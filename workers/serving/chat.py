@@ -21,6 +21,8 @@ class Chat:
     def __init__(self, path: str) -> None:
         """Raises SpecError for a base without a usable tokenizer or chat template."""
         self.tokenizer: Any = load_tokenizer(path)
+        if self.tokenizer.chat_template is None:
+            raise SpecError("The base's tokenizer has no chat template, so it cannot be talked to.", param="model")
         self.calls = call_format(self.tokenizer)
         self.ends = _ends(self.tokenizer, Path(path))
         """Tokens that end an answer."""

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.tokenize import load_dataset, load_tokenizer
 from ft_service.errors import DataError
@@ -51,7 +52,9 @@ def _validation(spec: JobSpec, samples: int) -> tuple[Sequence[Tokens], str | No
     if spec.validation_data is None:
         return [], "the job had no validation file"
     try:
-        data = load_dataset(load_tokenizer(spec.model.path), spec.validation_data, spec.training.max_length)
+        options = TokenOptions.of(spec)
+        tokenizer = load_tokenizer(spec.model.path, options.chat_template)
+        data = load_dataset(tokenizer, spec.validation_data, spec.training.max_length, options)
     except DataError as error:
         return [], error.message
     return data[:samples], None

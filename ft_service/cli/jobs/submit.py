@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
+from ft_service.cli.data_files.commands import uploadable
 from ft_service.cli.jobs.following import watch_job
 from ft_service.cli.output import Json, connect, print_json, print_json_line
 from ft_service.client.answers import RemoteJob
 from ft_service.client.client import Client
 from ft_service.data.data_file import Param, check_lines
 from ft_service.errors import DataError, NotFoundError, SpecError
-from ft_service.local.spec_file import SpecFile, load_spec_file
+from ft_service.local.spec_file import LocalData, SpecFile, load_spec_file
 
 
 def register(app: typer.Typer) -> None:
@@ -46,15 +47,18 @@ def check_data(spec: SpecFile) -> None:
 
     What depends on the base (its chat template, its tokenizer) only the server can tell.
     """
-    for param, path in _data_files(spec):
+    for param, data in _data_files(spec):
+        path = data.path
         try:
-            report = check_lines(path, pairs=spec.request.method.type == "dpo")
+            report = check_lines(path, files=data.files, pairs=spec.request.method.type == "dpo")
         except OSError as error:
             raise SpecError(f"{path} cannot be read: {error.strerror}.", param=param) from None
         if not report.faults_total:
             continue
         all_lines = report.faults_total + report.examples
-        head = f"{path.name}: {report.faults_total:,} of {all_lines:,} lines cannot be trained on. Nothing was uploaded."
+        head = (
+            f"{path.name}: {report.faults_total:,} of {all_lines:,} {report.word}s cannot be trained on. Nothing was uploaded."
+        )
         empty = not report.faults[0].line
         text = f"{path.name}: {report.faults[0]}. Nothing was uploaded." if empty else "\n".join([head, *report.reasons()])
         raise DataError(text, param=param, code=f"invalid_{param}")
@@ -70,12 +74,15 @@ def submit_spec(client: Client, spec: SpecFile) -> RemoteJob:
         client.model(spec.request.model)  # before the upload, which may take long
     except NotFoundError as error:
         raise SpecError(error.message, param="model", code=error.code) from None
-    uploaded = {param: client.upload_file(path).id for param, path in _data_files(spec)}
+    uploaded: dict[str, str] = {}
+    for param, data in _data_files(spec):
+        with uploadable(data) as path:
+            uploaded[param] = client.upload_file(path).id
     return client.create_job({**spec.body, **uploaded})
 
 
-def _data_files(spec: SpecFile) -> list[tuple[Param, Path]]:
+def _data_files(spec: SpecFile) -> list[tuple[Param, LocalData]]:
     """Both are looked for before anything is done with one."""
-    found: list[tuple[Param, Path]] = [("training_file", spec.training_file)]
+    found: list[tuple[Param, LocalData]] = [("training_file", spec.training_file)]
     validation = spec.validation_file
     return [*found, ("validation_file", validation)] if validation else found

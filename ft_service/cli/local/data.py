@@ -30,11 +30,11 @@ def examine_data(spec: JobSpec, settings: Settings, tell: Tell, *, need_counts: 
     if need_counts or (find_spec("transformers") is not None and has_tokenizer(Path(spec.model.path))):
         with Examiner(tokens=folder_of(os.environ, settings.home)) as examiner:
             for param, data in data_files(spec):
-                reports[param] = _refuse_faults(examiner.examine_file(param, data, Path(data.path), spec, tell))
+                reports[param] = refuse_faults(examiner.examine_file(param, data, Path(data.path), spec, tell))
     else:
         for param, data in data_files(spec):
-            report = check_lines(Path(data.path), pairs=spec.dpo is not None)
-            reports[param] = _refuse_faults(report.error(param, data.name) or report)
+            report = check_lines(Path(data.path), files=data.files, pairs=spec.dpo is not None)
+            reports[param] = refuse_faults(report.error(param, data.name) or report)
     return reports
 
 
@@ -44,8 +44,9 @@ def messages(reports: DataReports, spec: JobSpec) -> Iterator[tuple[Literal["inf
         yield from reports[param].messages(data.name, spec.training.max_length)
 
 
-def _refuse_faults(examined: DataReport | ErrorInfo) -> DataReport:
+def refuse_faults(examined: DataReport | ErrorInfo) -> DataReport:
+    """Raises SpecError or DataError in place of an error."""
     if isinstance(examined, DataReport):
         return examined
-    kind = SpecError if examined.param == "model" else DataError
+    kind = SpecError if examined.param in ("model", "chat_template") else DataError
     raise kind(examined.message, param=examined.param, code=examined.code)

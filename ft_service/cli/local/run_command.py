@@ -78,7 +78,7 @@ def run(
     if node is not None and node.index:
         wait_begun(folder)  # its id and its seed are drawn on host 0
     resolved = resolve_for(loaded, settings, folder, job_id)
-    admitted = admit(resolved, data_bytes=Path(resolved.training_data.path).stat().st_size)
+    admitted = admit(resolved, data_bytes=loaded.training_file.bytes)
     if resolved.parent is not None and not RunDir(folder).list(ATTEMPTS):  # one that has begun has its own checkpoints
         prepare_local(resolved.parent)
     with display_for(Console(highlight=False, stderr=as_json)) as display:

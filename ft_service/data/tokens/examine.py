@@ -40,22 +40,24 @@ from ft_service.data.data_file import (
     DataReport,
     ExamineReply,
     ExamineRequest,
-    Fault,
     Findings,
     ReadProgress,
-    read_samples,
+    answers,
 )
+from ft_service.data.formats.reading import DataReader, open_data
+from ft_service.data.line_errors import Fault
+from ft_service.data.samples import Page, SamplePage, ShownSample
+from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.data.tokens.identity import tokens_key
 from ft_service.data.tokens.keeping import Recording, find
-from ft_service.data.tokens.limits import SampleLimits, go_first, held_memory, limit_memory
-from ft_service.data.tokens.pairs import answers_of_file
+from ft_service.data.tokens.limits import SampleLimits, TimeUp, go_first, held_memory, limit_memory
 from ft_service.data.tokens.render import writes_date
 from ft_service.data.tokens.sample import Tokens
+from ft_service.data.tokens.show import page_of
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.tokenize import load_tokenizer, nothing_to_learn, tokenize
 from ft_service.data.whereabouts import Task, Whereabouts
 from ft_service.errors import SpecError
-from ft_service.rundir.directory import sha256_of
 from ft_service.rundir.documents import ErrorInfo
 
 
@@ -85,25 +87,40 @@ class Teller:
         self._tell = tell
         self._due = time.monotonic() + seconds
 
-    def at(self, lines: int, file: BinaryIO) -> None:
-        """Note that `lines` lines were examined. `file` may have been read a little further."""
+    def at(self, lines: int, reader: DataReader) -> None:
+        """Note that `lines` lines were examined. The file may have been read a little further."""
         if time.monotonic() >= self._due:
-            self._tell(ReadProgress(lines, file.tell() / os.fstat(file.fileno()).st_size))
+            self._tell(ReadProgress(lines, reader.share))
             self._due = time.monotonic() + self._seconds
 
 
 def answer(request: ExamineRequest, teller: Teller, whereabouts: Whereabouts) -> ExamineReply:
     try:
         with whereabouts.at(Task.LOADING):
-            tokenizer = _tokenizer(request.model_path, request.tokenizer)
+            tokenizer = _tokenizer(request.model_path, request.tokenizer, request.options.chat_template)
+        if request.show is not None:
+            with SampleLimits(whereabouts, request.render_seconds, request.memory_bytes) as limits:
+                return ExamineReply(page=_page(tokenizer, request, request.show, limits))
+        key = tokens_key(request.model_path, request.sha256, request.options, pairs=request.pairs)
+        keep = Keep(Path(request.tokens), key) if request.tokens else None
+        with SampleLimits(whereabouts, request.render_seconds, request.memory_bytes) as limits:
+            data = open_data(Path(request.path), request.files)
+            asked = (tokenizer, data, request.sha256, request.max_length, teller, limits, keep, request.options)
+            report = examine(*asked, pairs=request.pairs)
     except SpecError as error:
         return ExamineReply(error=ErrorInfo(code=error.code, message=error.message, param=error.param))
-    pairs = request.pairs
-    key = tokens_key(request.model_path, request.sha256, pairs=pairs) if request.tokens else None
-    keep = Keep(Path(request.tokens), key) if key is not None else None
-    with SampleLimits(whereabouts, request.render_seconds, request.memory_bytes) as limits:
-        report = examine(tokenizer, Path(request.path), request.sha256, request.max_length, teller, limits, keep, pairs=pairs)
     return ExamineReply(report=report)
+
+
+def _page(tokenizer: PreTrainedTokenizerBase, request: ExamineRequest, page: Page, limits: SampleLimits) -> SamplePage:
+    data = open_data(Path(request.path), request.files)
+    try:
+        with limits.rendering(page.after + 1):
+            return page_of(tokenizer, data, request.options, request.max_length, after=page.after, limit=page.limit)
+    except (TimeUp, OSError) as error:
+        took = f"what is behind {data.shape.word} {page.after} took longer than {limits.time} to read and to render"
+        why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else took
+        return SamplePage((ShownSample(0, error=why),), False, data.shape.word, str(data.shape))
 
 
 @dataclass(frozen=True)
@@ -116,12 +133,13 @@ class Keep:
 
 def examine(
     tokenizer: PreTrainedTokenizerBase,
-    path: Path,
+    data: DataReader,
     sha256: str,
     max_length: int,
     teller: Teller,
     limits: SampleLimits | None = None,
     keep: Keep | None = None,
+    options: TokenOptions = DEFAULT,
     *,
     pairs: bool = False,
 ) -> DataReport:
@@ -131,46 +149,48 @@ def examine(
     go if no line is at fault, and are counted without making them anew; None: nowhere. `pairs`: lines hold pairs of answers.
     """
     findings = Findings()
-    if sha256_of(path) != sha256:
+    if data.digest() != sha256:
         findings.fault(Fault(0, "", "the file has changed since it was uploaded"))
-        return findings.report()
+        return findings.report(data.shape)
     found = find(keep.folder, keep.key) if keep is not None else None
     if found is not None:
+        data.look()
         findings.examples = len(found.samples) // (2 if pairs else 1)
         counts, exceeded = _counts_of(found.samples, max_length, pairs=pairs), 0
         found.entry.close()
     else:
-        with _recording(keep, path) as recording:
-            read = (tokenizer, path, max_length, teller, limits, findings, recording)
+        with _recording(keep, data) as recording:
+            read = (tokenizer, data, max_length, teller, limits, findings, recording, options)
             counts, exceeded = _read(*read, pairs=pairs)
             if recording is not None and not findings.faults_total:
                 recording.publish(dated=writes_date(tokenizer))
     if findings.examples and not counts.samples and not findings.faults_total:
         findings.fault(Fault(0, "", nothing_to_learn(max_length)))
-    return findings.report(counts, unread=exceeded >= GIVE_UP_AFTER)
+    return findings.report(data.shape, counts, unread=exceeded >= GIVE_UP_AFTER)
 
 
-def _recording(keep: Keep | None, path: Path) -> AbstractContextManager[Recording | None]:
-    return nullcontext() if keep is None else Recording(Cache(keep.folder), keep.key, path.stat().st_size)
+def _recording(keep: Keep | None, data: DataReader) -> AbstractContextManager[Recording | None]:
+    return nullcontext() if keep is None else Recording(Cache(keep.folder), keep.key, data.size)
 
 
 def _read(
     tokenizer: PreTrainedTokenizerBase,
-    path: Path,
+    data: DataReader,
     max_length: int,
     teller: Teller,
     limits: SampleLimits | None,
     findings: Findings,
     recording: Recording | None,
+    options: TokenOptions,
     *,
     pairs: bool,
 ) -> tuple[Counts, int]:
     """Counts of all samples, and how many exceeded a limit. Faults go into `findings`, and end the recording."""
     counts, exceeded = Counts(), 0
     widths: deque[int] = deque()
-    with path.open("rb") as file, contextlib.ExitStack() as stack:
-        source = answers_of_file(file, widths) if pairs else read_samples(file)
-        samples = stack.enter_context(closing(tokenize(tokenizer, source, limits)))
+    with data as reader, contextlib.ExitStack() as stack:
+        source = answers(reader, widths) if pairs else reader
+        samples = stack.enter_context(closing(tokenize(tokenizer, source, limits, options)))
         for first in samples:
             of_line = [first, *islice(samples, widths.popleft() - 1)] if pairs else [first]
             fault = next((sample for sample in of_line if isinstance(sample, Fault)), None)
@@ -186,7 +206,7 @@ def _read(
                 if recording is not None:
                     for sample in own:
                         recording.add(sample)
-            teller.at(findings.examples + findings.faults_total, file)
+            teller.at(findings.examples + findings.faults_total, reader)
     return counts, exceeded
 
 
@@ -226,9 +246,9 @@ def _counted(counts: Counts, samples: Sequence[Tokens], max_length: int) -> Coun
 
 
 @lru_cache(maxsize=1)
-def _tokenizer(model_path: str, digest: str) -> PreTrainedTokenizerBase:
-    """A base's tokenizer. `digest`: of its files, so that a replaced one is read again."""
-    return load_tokenizer(model_path)
+def _tokenizer(model_path: str, digest: str, chat_template: str) -> PreTrainedTokenizerBase:
+    """A base's tokenizer. `digest`: of its files, so that a replaced one is read again. `chat_template`: TokenOptions'."""
+    return load_tokenizer(model_path, chat_template)
 
 
 def _answers() -> BinaryIO:

@@ -171,6 +171,20 @@ class MarkedConversation:
         except _DiffersError:
             return self._spans(learned, None)
 
+    def words(self) -> list[Span]:
+        """Where the words of messages lie: contents and reasonings."""
+        spans: list[Span] = []
+        for place, at in self.places.items():
+            message = self._messages[place.message]
+            thought, answer = thought_and_answer(message)
+            if place.part == "e":
+                words = answer if message["role"] == "assistant" else message["content"].strip()
+                begin = at - len(words)
+                spans += [(begin, at)] if self._full.startswith(words, begin) else []
+            elif place.part == "r":
+                spans += [(at, at + len(thought))] if self._full.startswith(thought, at) else []
+        return spans
+
     def require_kept(self, learned: Sequence[int]) -> None:
         """Raises LineError for a learned answer, a reasoning of one, or a system prompt that the template leaves out."""
         for index, message in enumerate(self._messages):

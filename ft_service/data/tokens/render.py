@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Sequence
+from datetime import date, datetime
 from functools import lru_cache, partial
 from typing import Any
 
@@ -22,8 +23,9 @@ from jinja2 import nodes
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-from ft_service.data.chat_line import Sample
 from ft_service.data.line_errors import LineError
+from ft_service.data.records import Chat
+from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.data.tokens.marked import (
     TRUSTED_AFTER,
     MarkedConversation,
@@ -32,6 +34,8 @@ from ft_service.data.tokens.marked import (
     UnmarkableError,
     thought_and_answer,
 )
+from ft_service.errors import SpecError
+from ft_service.spec import TrainOn
 
 Rendered = tuple[str, list[Span]]
 """A sample's text, and the character spans of the answers to learn."""
@@ -41,6 +45,8 @@ RENDERING = 2
 conversation than before."""
 EXACT_ANSWERS = 16
 """So many answers of a conversation, the first ones, have their prefixes rendered in any case."""
+CLOCK = "strftime_now"
+"""What templates call for today's date."""
 _NOTE = "ft_note"
 """What the copy of a template calls at each turn of a loop."""
 
@@ -49,20 +55,19 @@ class _RewrittenError(Exception):
     """The template writes a prefix of the conversation differently once more follows."""
 
 
-def render(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> Rendered:
+def render(tokenizer: PreTrainedTokenizerBase, sample: Chat, options: TokenOptions = DEFAULT) -> Rendered:
     """Text and learned spans of a conversation, in time linear in it if the template writes its messages one after the other.
 
     Raises LineError for what the base's chat template does not take, or leaves out of an answer or a system prompt.
     """
     _require_tools_in_template(tokenizer, sample)
     messages, tools = list(sample.messages), list(sample.tools) or None
+    _set_clock(tokenizer, tools, options.day)
     template: Template = partial(_template, tokenizer, tools)
     full = template(messages)
-    learned = [
-        index
-        for index, (message, weight) in enumerate(zip(messages, sample.weights, strict=True))
-        if message["role"] == "assistant" and weight
-    ]
+    if options.train_on == "everything":
+        return full, [(0, len(full))]
+    learned = _learned(sample, options.train_on)
 
     def marked() -> MarkedConversation:
         added: Any = tokenizer.get_added_vocab  # pyright: ignore[reportAttributeAccessIssue] - fast ones have it
@@ -78,6 +83,49 @@ def render(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> Rendered:
         with contextlib.suppress(UnmarkableError):  # the template changes words, which is no leaving out
             marked().require_kept(learned)
     return full, spans
+
+
+def words_of(tokenizer: PreTrainedTokenizerBase, sample: Chat, full: str, options: TokenOptions) -> list[Span]:
+    """The parts of a conversation's text that are words of its messages; the rest is the template's. Where the template keeps
+    no marks they are looked for, one after the other.
+    """
+    messages, tools = list(sample.messages), list(sample.tools) or None
+    _set_clock(tokenizer, tools, options.day)
+    added: Any = tokenizer.get_added_vocab  # pyright: ignore[reportAttributeAccessIssue] - fast ones have it
+    try:
+        return MarkedConversation(partial(_template, tokenizer, tools), messages, full, tuple(added())).words()
+    except UnmarkableError:
+        spans: list[Span] = []
+        end = 0
+        for words in (part for message in messages for part in thought_and_answer(message) if part):
+            if (begin := full.find(words, end)) >= 0:
+                end = begin + len(words)
+                spans.append((begin, end))
+        return spans
+
+
+def _learned(sample: Chat, train_on: TrainOn) -> list[int]:
+    """The messages that are learned. Raises LineError if there is none."""
+    answers = [index for index, message in enumerate(sample.messages) if message["role"] == "assistant"]
+    wanted = answers[-1:] if train_on == "last_assistant" else answers
+    learned = [index for index in wanted if sample.weights[index]]
+    if not learned:
+        raise LineError(
+            f"messages.{wanted[0]}.weight" if wanted else "messages",
+            "is 0 for the last answer, the only one that training.train_on = 'last_assistant' learns",
+        )
+    return learned
+
+
+def _set_clock(tokenizer: Any, tools: list[Any] | None, day: date) -> None:
+    """Have the template find the date of this day, at midnight, wherever it asks for today's. What is given to a template as a
+    variable may not be a function, so this is a global of the one that is compiled and kept.
+    """
+    if writes_date(tokenizer):
+        compiled: Any = chat_template_utils._compile_jinja_template(  # pyright: ignore[reportPrivateUsage]
+            tokenizer.get_chat_template(None, tools)
+        )
+        compiled.environment.globals[CLOCK] = datetime(day.year, day.month, day.day).strftime
 
 
 def _all_is_there(messages: list[dict[str, Any]], learned: list[int], full: str, spans: list[Span]) -> bool:
@@ -224,17 +272,25 @@ def _noting(source: str) -> jinja2.Template:
     return jinja2.Template.from_code(environment, environment.compile(tree), environment.make_globals(None))
 
 
+def require_usable(chat_template: str) -> None:
+    """Raises SpecError for a template that is not written as one."""
+    try:
+        chat_template_utils._compile_jinja_template(chat_template)  # pyright: ignore[reportPrivateUsage]
+    except jinja2.TemplateSyntaxError as error:
+        raise SpecError(f"chat_template: line {error.lineno}: {error.message}.", param="chat_template") from None
+
+
 def writes_date(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the chat template may write the date."""
-    return "strftime_now" in _source(tokenizer)
+    return CLOCK in _source(tokenizer)
 
 
 def _source(tokenizer: PreTrainedTokenizerBase) -> str:
-    given: Any = tokenizer.chat_template
+    given: Any = tokenizer.chat_template or ""
     return given if isinstance(given, str) else " ".join(given.values())
 
 
-def _require_tools_in_template(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> None:
+def _require_tools_in_template(tokenizer: PreTrainedTokenizerBase, sample: Chat) -> None:
     """Refuse tools that the template would leave out: the model would learn to call tools that it was not told of."""
     source = _source(tokenizer)
     for used, word, what in (

@@ -1,4 +1,4 @@
-"""Chat lines to tokens: the tokenizer's own chat template (render.py), and a target mask over the assistant's words.
+"""Records to tokens: the tokenizer's own chat template (render.py) or bare text, and a mask over what is learned.
 
 Workers, which train, and the process that only counts (examine.py) share this module, so nothing here needs torch.
 """
@@ -6,9 +6,10 @@ Workers, which train, and the process that only counts (examine.py) share this m
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, nullcontext
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -17,20 +18,23 @@ import numpy as np
 from tokenizers import Encoding
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ft_service.data.chat_line import Sample
-from ft_service.data.data_file import Fault, read_samples
-from ft_service.data.line_errors import LineError
+from ft_service.data.data_file import TWO_ANSWERS, answers
+from ft_service.data.formats.reading import open_data
+from ft_service.data.line_errors import Fault, LineError
+from ft_service.data.records import Chat, Pair, Record
+from ft_service.data.token_options import DEFAULT, TokenOptions
+from ft_service.data.tokens.bare import render_bare
 from ft_service.data.tokens.limits import SampleLimits, TimeUp
-from ft_service.data.tokens.pairs import answers_of_file
-from ft_service.data.tokens.render import Rendered, Span, render, writes_date
+from ft_service.data.tokens.marked import Span
+from ft_service.data.tokens.proof import Proof, SampleText
+from ft_service.data.tokens.render import render, require_usable, writes_date
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.straddling import Joined, as_prompted
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.errors import DataError, SpecError
-from ft_service.rundir.directory import sha256_of
 from ft_service.spec import DataFileRef
 
-Chunk = list[tuple[int, Rendered | Fault]]
+Chunk = list[tuple[int, SampleText | Fault]]
 """Samples that are tokenised at once, by the numbers of their lines."""
 
 CHUNK_SAMPLES = 256
@@ -39,8 +43,9 @@ CHUNK_CHARACTERS = 512 * 1024
 times as much."""
 
 
-def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
-    """The base's tokenizer. Raises SpecError if it cannot be loaded, is not a fast one or has no chat template."""
+def load_tokenizer(model_path: str, chat_template: str = "") -> PreTrainedTokenizerBase:
+    """The base's tokenizer. `chat_template`: in place of its own, which it need not have. Raises SpecError if it cannot be
+    loaded, is not a fast one, or this template is none."""
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # it raises what its files make it raise
@@ -49,10 +54,11 @@ def load_tokenizer(model_path: str) -> PreTrainedTokenizerBase:
         raise SpecError(
             "The base's tokenizer has no tokenizer.json, which is needed to find the assistant's tokens.", param="model"
         )
-    if tokenizer.chat_template is None:
+    if chat_template:
+        tokenizer.chat_template = chat_template
+        require_usable(chat_template)
+    elif tokenizer.chat_template is None:
         tokenizer.chat_template = _template_of_processor(Path(model_path))
-    if tokenizer.chat_template is None:
-        raise SpecError("The base's tokenizer has no chat template, so chat lines cannot be rendered.", param="model")
     return tokenizer
 
 
@@ -65,27 +71,31 @@ def _template_of_processor(folder: Path) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def file_samples(tokenizer: PreTrainedTokenizerBase, file: DataFileRef, *, pairs: bool = False) -> Generator[Tokens]:
-    """The samples of a file, uncut, one after the other. `pairs`: its lines hold pairs, of which each answer is a sample.
+def file_samples(
+    tokenizer: PreTrainedTokenizerBase, file: DataFileRef, options: TokenOptions = DEFAULT, *, pairs: bool = False
+) -> Generator[Tokens]:
+    """The samples of a file, uncut, one after the other. `pairs`: it holds pairs, of which each answer is a sample.
 
     Raises DataError if the file changed since submission, or has a line that cannot be trained on.
     """
-    path = Path(file.path)
-    if not path.is_file():
-        raise DataError(f"{file.name}: the file is gone from {path}.", code="file_missing")
-    if sha256_of(path) != file.sha256:
+    data = open_data(Path(file.path), file.files)
+    gone = next((path for path in data.paths if not path.is_file()), None)
+    if gone is not None:
+        raise DataError(f"{file.name}: the file is gone from {gone}.", code="file_missing")
+    if data.digest() != file.sha256:
         raise DataError(f"{file.name}: the file has changed since the job was submitted.", code="file_changed")
-    read = answers_of_file if pairs else read_samples
-    with path.open("rb") as lines, closing(tokenize(tokenizer, read(lines))) as samples:
+    with data as reader, closing(tokenize(tokenizer, answers(reader) if pairs else reader, options=options)) as samples:
         for sample in samples:
             if isinstance(sample, Fault):
-                raise DataError(f"{file.name}: {sample}.")
+                raise DataError(f"{file.name}: {sample.text(data.shape.word)}.")
             yield sample
 
 
-def load_dataset(tokenizer: PreTrainedTokenizerBase, file: DataFileRef, max_length: int) -> TokenSet:
+def load_dataset(
+    tokenizer: PreTrainedTokenizerBase, file: DataFileRef, max_length: int, options: TokenOptions = DEFAULT
+) -> TokenSet:
     """The samples of a small file, in memory, as training takes them. Raises DataError as `file_samples` and `trainable` do."""
-    with closing(file_samples(tokenizer, file)) as samples:
+    with closing(file_samples(tokenizer, file, options)) as samples:
         return trainable(TokenSet.of(samples, dated=writes_date(tokenizer)), file, max_length)
 
 
@@ -104,49 +114,72 @@ def nothing_to_learn(max_length: int) -> str:
 
 
 def tokenize(
-    tokenizer: PreTrainedTokenizerBase, samples: Iterable[tuple[int, Sample | Fault]], limits: SampleLimits | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    records: Iterable[tuple[int, Record | Fault]],
+    limits: SampleLimits | None = None,
+    options: TokenOptions = DEFAULT,
 ) -> Generator[Tokens | Fault]:
-    """Tokens of every numbered sample, or its fault: the one given, or one that the chat template finds.
+    """Tokens of every numbered record, or its fault: the one given, or one that the chat template finds.
 
     While one chunk becomes tokens, in a thread that needs no Python, this thread renders the next: leave the tokenizer alone
     until the end. `limits`: of a sample, whose excess is its fault too; after the first few of those the iteration ends.
     """
+    proof = Proof(tokenizer, options)
     with ThreadPoolExecutor(1, "tokenize") as beside:
         ahead: tuple[Chunk, Future[list[Encoding | Joined]]] | None = None
-        for chunk in _chunks(tokenizer, samples, limits):
-            begun = chunk, beside.submit(_encoded, tokenizer, chunk, limits)
+        for chunk in _chunks(partial(_rendered, partial(as_text, tokenizer, options)), records, limits):
+            begun = chunk, beside.submit(encode, tokenizer, chunk, limits)
             if ahead is not None:
-                yield from _tokens(*ahead, limits)
+                yield from _tokens(*ahead, limits, proof)
             ahead = begun
         if ahead is not None:
-            yield from _tokens(*ahead, limits)
+            yield from _tokens(*ahead, limits, proof)
 
 
 def _chunks(
-    tokenizer: PreTrainedTokenizerBase, samples: Iterable[tuple[int, Sample | Fault]], limits: SampleLimits | None
+    render: Callable[[int, Record, SampleLimits | None], SampleText | Fault],
+    records: Iterable[tuple[int, Record | Fault]],
+    limits: SampleLimits | None,
 ) -> Iterator[Chunk]:
     chunk: Chunk = []
     characters = 0
-    for number, sample in samples:
-        rendered = sample if isinstance(sample, Fault) else _rendered(tokenizer, number, sample, limits)
+    for number, record in records:
+        rendered = record if isinstance(record, Fault) else render(number, record, limits)
         chunk.append((number, rendered))
         if isinstance(rendered, Fault):
             if limits is not None and rendered.over_limit and limits.exceeded():
                 break
         else:
-            characters += len(rendered[0])
+            characters += len(rendered.text)
         if len(chunk) == CHUNK_SAMPLES or characters >= CHUNK_CHARACTERS:
             yield chunk
             chunk, characters = [], 0
     yield chunk
 
 
-def _rendered(tokenizer: PreTrainedTokenizerBase, number: int, sample: Sample, limits: SampleLimits | None) -> Rendered | Fault:
+def as_text(tokenizer: PreTrainedTokenizerBase, options: TokenOptions, record: Record) -> SampleText:
+    """A record's text and what is learned of it. Raises LineError, and SpecError for a base that cannot write it."""
+    if isinstance(record, Pair):
+        raise LineError("", TWO_ANSWERS)
+    if not isinstance(record, Chat):
+        return SampleText(*render_bare(tokenizer, record, options.train_on), is_chat=False)
+    if tokenizer.chat_template is None:
+        raise SpecError(
+            "The base's tokenizer has no chat template, so conversations cannot be written for it. Give chat_template, "
+            "or lines of bare text: prompt and completion, or text.",
+            param="chat_template",
+        )
+    return SampleText(*render(tokenizer, record, options), is_chat=True)
+
+
+def _rendered(
+    render: Callable[[Record], SampleText], number: int, record: Record, limits: SampleLimits | None
+) -> SampleText | Fault:
     try:
         if limits is None:
-            return render(tokenizer, sample)
+            return render(record)
         with limits.rendering(number):
-            return render(tokenizer, sample)
+            return render(record)
     except LineError as error:
         return Fault(number, error.field, error.reason)
     except TimeUp:
@@ -156,20 +189,23 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, number: int, sample: Sample, l
         if limits is None:
             raise
     if limits.wait_for_encoding():  # other samples had the memory
-        return _rendered(tokenizer, number, sample, limits)
+        return _rendered(render, number, record, limits)
     return Fault(number, "", f"the base's chat template needed more than {limits.memory} of memory", over_limit=True)
 
 
-def _encoded(tokenizer: PreTrainedTokenizerBase, chunk: Chunk, limits: SampleLimits | None) -> list[Encoding | Joined]:
+def encode(tokenizer: PreTrainedTokenizerBase, chunk: Chunk, limits: SampleLimits | None) -> list[Encoding | Joined]:
     """Tokens of the rendered samples of a chunk."""
     samples = [rendered for _, rendered in chunk if not isinstance(rendered, Fault)]
-    texts = [text for text, _ in samples]
+    texts = [sample.text for sample in samples]
     options: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
     if not texts:
         return []
     with limits.encoding(*_lines(chunk)) if limits is not None else nullcontext():
         encodings = tokenizer(texts, **options).encodings or []
-        return [as_prompted(tokenizer, *sample, encoding) for sample, encoding in zip(samples, encodings, strict=True)]
+        return [
+            as_prompted(tokenizer, sample.text, sample.spans, encoding)
+            for sample, encoding in zip(samples, encodings, strict=True)
+        ]
 
 
 def _lines(chunk: Chunk) -> tuple[int, int]:
@@ -178,7 +214,9 @@ def _lines(chunk: Chunk) -> tuple[int, int]:
     return rendered[0], rendered[-1]
 
 
-def _tokens(chunk: Chunk, encoded: Future[list[Encoding | Joined]], limits: SampleLimits | None) -> Iterator[Tokens | Fault]:
+def _tokens(
+    chunk: Chunk, encoded: Future[list[Encoding | Joined]], limits: SampleLimits | None, proof: Proof
+) -> Iterator[Tokens | Fault]:
     error = encoded.exception()
     if error is not None and limits is None:
         raise error
@@ -189,19 +227,28 @@ def _tokens(chunk: Chunk, encoded: Future[list[Encoding | Joined]], limits: Samp
         return
     encodings = iter(encoded.result())
     for number, outcome in chunk:
-        yield outcome if isinstance(outcome, Fault) else _masked(number, outcome, next(encodings), limits)
+        yield outcome if isinstance(outcome, Fault) else proven(number, outcome, next(encodings), limits, proof)
 
 
-def _masked(number: int, rendered: Rendered, encoding: Encoding | Joined, limits: SampleLimits | None) -> Tokens | Fault:
+def proven(
+    number: int, sample: SampleText, encoding: Encoding | Joined, limits: SampleLimits | None, proof: Proof
+) -> Tokens | Fault:
+    """A sample's tokens, or why they may not be learned."""
     try:
-        starts = np.fromiter(map(itemgetter(0), encoding.offsets), np.int64, len(encoding))
-        return Tokens(np.asarray(encoding.ids, dtype=np.int32), _inside(starts, rendered[1], len(rendered[0])))
+        return proof.require(sample, _masked(sample, encoding))
+    except LineError as error:
+        return Fault(number, error.field, error.reason)
     except MemoryError:
         if limits is None:
             raise
     if limits.wait_for_encoding():
-        return _masked(number, rendered, encoding, limits)
+        return proven(number, sample, encoding, limits, proof)
     return Fault(number, "", f"the base's tokenizer needed more than {limits.memory} of memory", over_limit=True)
+
+
+def _masked(sample: SampleText, encoding: Encoding | Joined) -> Tokens:
+    starts = np.fromiter(map(itemgetter(0), encoding.offsets), np.int64, len(encoding))
+    return Tokens(np.asarray(encoding.ids, dtype=np.int32), _inside(starts, sample.spans, len(sample.text)))
 
 
 def _inside(starts: np.ndarray, spans: list[Span], length: int) -> np.ndarray:

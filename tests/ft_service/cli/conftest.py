@@ -25,7 +25,7 @@ class LinesOnly(Examiner):
     def examine(self, request: ExamineRequest, note: Callable[[ReadProgress], object] = print) -> DataReport:
         if Path(request.path).stem == "large":
             note(ReadProgress(7, 0.5))
-        report = check_lines(Path(request.path))
+        report = check_lines(Path(request.path), files=request.files)
         return report if report.faults_total else replace(report, counts=Counts(samples=report.examples, tokens=7))
 
 

@@ -17,6 +17,7 @@ from ft_service.cli.app import app
 from tests.support.command_line import Ft
 
 COMMANDS = {
+    "data",
     *("version", "serve", "run", "submit", "jobs", "get", "watch", "logs"),
     *(
         "audit",

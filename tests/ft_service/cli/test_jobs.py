@@ -68,11 +68,13 @@ def test_a_missing_file_stops_submit_before_anything_is_sent(ft: Ft, server: Stu
 def test_faults_of_the_data_are_told_before_anything_is_uploaded(ft: Ft, server: StubServer, spec: Path) -> None:
     (spec.parent / "data/valid.jsonl").write_text(CHAT + '{"instruction": "x", "output": "y"}\n' * 7)
     ended = ft("submit", spec)
-    alpaca = "is of Alpaca's format: in messages write instruction and input as the user's, output as the assistant's"
+    alpaca = (
+        "is Alpaca (instruction, input, output), and this file began as OpenAI chat (messages): put each format into a file of"
+    )
     assert (ended.code, server.requests) == (64, [])
     assert ended.err.splitlines() == [
         "ft: valid.jsonl: 7 of 8 lines cannot be trained on. Nothing was uploaded.",
-        f"  7 lines (2, 3, 4, 5, 6, …): instruction {alpaca}",
+        f"  7 lines (2, 3, 4, 5, 6, …): {alpaca} its own",
     ]
     assert ft("submit", spec, "--unchecked").code == 0
     (spec.parent / "data/valid.jsonl").write_text("")

@@ -16,8 +16,9 @@ from transformers import PreTrainedTokenizerFast
 from ft_service.control import check_lanes
 from ft_service.control.data_checks import Checked, Checks, check_data
 from ft_service.data import examiner
-from ft_service.data.data_file import DataReport, ExamineRequest, Fault
+from ft_service.data.data_file import DataReport, ExamineRequest
 from ft_service.data.examiner import Examiner, Tell
+from ft_service.data.line_errors import Fault
 from ft_service.errors import SpecError
 from ft_service.host import processes
 from ft_service.jobs.states import Job, State

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from ft_service.data.chat_line import LineError, Sample, parse_line
+from ft_service.data.chat_line import LineError, parse_line
+from ft_service.data.records import Chat
 
 USER = {"role": "user", "content": "Two plus two?"}
 ANSWER = {"role": "assistant", "content": "Four."}
@@ -25,7 +26,7 @@ def line(*messages: object, **more: object) -> str:
 def test_a_conversation_becomes_messages_and_weights() -> None:
     sample = parse_line(line({"role": "developer", "content": "Be brief."}, USER, ANSWER))
 
-    assert sample == Sample(({"role": "system", "content": "Be brief."}, USER, ANSWER), (0, 0, 1))
+    assert sample == Chat(({"role": "system", "content": "Be brief."}, USER, ANSWER), (0, 0, 1))
 
 
 def test_tools_their_calls_and_answers_become_what_templates_take() -> None:
@@ -93,11 +94,11 @@ def test_weights_choose_what_is_trained_on() -> None:
         (line(USER, ANSWER, tools=[TOOL], functions=[]), "functions", "keep one"),
         (line(USER, ANSWER, functions=[{"name": 1}]), "functions.0.name", "must be a string"),
         (line(USER, ANSWER, parallel_tool_calls="no"), "parallel_tool_calls", "true or false"),
-        ('{"prompt": "a", "completion": "b"}', "prompt", "not chat"),
+        ('{"prompt": "a", "completion": "b"}', "prompt", "prompts with completions"),
         ('{"input": "", "output": "b", "instruction": "a"}', "instruction", "Alpaca"),
         ('{"conversations": []}', "conversations", "ShareGPT"),
-        ('{"input": {}, "preferred_output": []}', "preferred_output", "method: {type: dpo}"),
-        ('{"prompt": "a", "chosen": "b", "rejected": "c"}', "chosen", "method: {type: dpo}"),
+        ('{"input": {}, "preferred_output": []}', "preferred_output", "preference pairs"),
+        ('{"prompt": "a", "chosen": "b", "rejected": "c"}', "chosen", "preference pairs"),
         (line("hi"), "messages.0", "not a string"),
         (line({"content": "hi"}), "messages.0.role", "is required"),
         (line({"role": "robot", "content": "hi"}), "messages.0.role", "not 'robot'"),

@@ -5,7 +5,8 @@ import tracemalloc
 from pathlib import Path
 
 from ft_service.data.chat_line import MAX_LINE_BYTES
-from ft_service.data.data_file import Fault, check_lines
+from ft_service.data.data_file import check_lines
+from ft_service.data.line_errors import Fault
 
 GOOD = json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}).encode()
 
@@ -60,7 +61,8 @@ def test_faults_are_told_once_for_each_reason_with_their_lines(tmp_path: Path) -
     assert report.reasons() == [
         f"2 lines (1, 3): messages.*.role {known}",
         "2 lines (2, 5): is not JSON: Unterminated string starting at character 2",
-        "line 6: prompt is not chat: in messages write the prompt as a user message, the completion as the assistant's",
+        "line 6: is prompt and completion, and this file began as OpenAI chat (messages): "
+        "put each format into a file of its own",
     ]
 
 

@@ -7,14 +7,20 @@ from typing import Any
 
 import pytest
 
+from ft_service.data.chat_line import load_object
 from ft_service.data.line_errors import LineError
 from ft_service.data.preference_line import parse_pair
+from ft_service.data.records import Pair
 
 ASK = {"role": "user", "content": "2 + 2?"}
 GOOD = {"role": "assistant", "content": "4"}
 BAD = {"role": "assistant", "content": "5"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+
+
+def pair_of(text: str) -> Pair:
+    return parse_pair(load_object(text))
 
 
 def openai(messages: Any, preferred: Any, rejected: Any, **more: Any) -> str:
@@ -38,25 +44,23 @@ def trl(**fields: Any) -> str:
     ],
 )
 def test_every_way_to_write_a_pair_means_the_same(text: str) -> None:
-    pair = parse_pair(text)
+    pair = pair_of(text)
     assert [message["content"] for message in pair.preferred.messages] == ["2 + 2?", "4"]
     assert [message["content"] for message in pair.rejected.messages] == ["2 + 2?", "5"]
     assert pair.preferred.weights == pair.rejected.weights == (0, 1)
 
 
 def test_only_the_answers_are_learned() -> None:
-    pair = parse_pair(openai([ASK, BAD, {**ASK, "content": "sure?"}], [GOOD], [BAD], tools=[TOOL]))
+    pair = pair_of(openai([ASK, BAD, {**ASK, "content": "sure?"}], [GOOD], [BAD], tools=[TOOL]))
     assert pair.preferred.weights == (0, 0, 0, 1)
     assert pair.preferred.tools == (TOOL,)
-    long = parse_pair(trl(chosen=[ASK, GOOD, ASK, GOOD], rejected=[ASK, GOOD, ASK, BAD]))
+    long = pair_of(trl(chosen=[ASK, GOOD, ASK, GOOD], rejected=[ASK, GOOD, ASK, BAD]))
     assert long.rejected.weights == (0, 0, 0, 1), "what both begin with is the prompt, the assistant's words in it too"
 
 
 def test_an_answer_may_call_tools_and_go_on() -> None:
     calling = {"role": "assistant", "content": None, "tool_calls": [CALL]}
-    pair = parse_pair(
-        openai([ASK], [calling, {"role": "tool", "tool_call_id": "c", "content": "4"}, GOOD], [BAD], tools=[TOOL])
-    )
+    pair = pair_of(openai([ASK], [calling, {"role": "tool", "tool_call_id": "c", "content": "4"}, GOOD], [BAD], tools=[TOOL]))
     assert pair.preferred.weights == (0, 1, 0, 1)
 
 
@@ -85,5 +89,5 @@ def test_an_answer_may_call_tools_and_go_on() -> None:
 )
 def test_what_is_no_pair_is_refused_with_its_place(text: str, field: str, reason: str) -> None:
     with pytest.raises(LineError) as caught:
-        parse_pair(text)
+        pair_of(text)
     assert (caught.value.field, reason in caught.value.reason) == (field, True), caught.value

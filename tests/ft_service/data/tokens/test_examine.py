@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ft_service.data.data_file import SHOWN_FAULTS, Counts, DataReport, ExamineRequest, ReadProgress
 from ft_service.data.examiner import Examiner
+from ft_service.data.formats.reading import open_data
 from ft_service.data.token_folder import entries_of
 from ft_service.data.tokens.examine import Teller, examine
 from ft_service.data.tokens.identity import tokens_key
@@ -37,7 +38,7 @@ def tell_nothing(progress: ReadProgress) -> None:
 
 
 def found_in(tokenizer: Any, path: Path, max_length: int = 512) -> DataReport:
-    return examine(tokenizer, path, sha256_of(path), max_length, Teller(3600.0, tell_nothing))
+    return examine(tokenizer, open_data(path), sha256_of(path), max_length, Teller(3600.0, tell_nothing))
 
 
 def test_counts_are_those_of_what_is_trained_on(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -98,7 +99,7 @@ def test_a_file_that_leaves_nothing_to_learn_is_at_fault(tokenizer: PreTrainedTo
 def test_other_bytes_than_those_submitted_are_at_fault(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text(chat("a", "b"))
-    error = examine(tokenizer, path, "another", 8, Teller(0.0, tell_nothing)).error("validation_file", "a.jsonl")
+    error = examine(tokenizer, open_data(path), "another", 8, Teller(0.0, tell_nothing)).error("validation_file", "a.jsonl")
     assert error is not None
     assert error.message == "a.jsonl: the file has changed since it was uploaded."
 
@@ -108,7 +109,7 @@ def test_how_far_it_is_is_told_only_where_it_takes_long(tokenizer: PreTrainedTok
     path = tmp_path / "train.jsonl"
     path.write_text("{}\n" + chat("a", "b") * 3 * CHUNK_SAMPLES)
     told: list[ReadProgress] = []
-    report = examine(tokenizer, path, sha256_of(path), 512, Teller(0.0, told.append))
+    report = examine(tokenizer, open_data(path), sha256_of(path), 512, Teller(0.0, told.append))
     assert report == found_in(tokenizer, path)
     assert [progress.lines for progress in told] == list(range(1, 3 * CHUNK_SAMPLES + 2))
     assert told[0].share < 1.0 == told[-1].share
@@ -151,7 +152,7 @@ def test_pairs_are_counted_and_kept_together(tokenizer: PreTrainedTokenizerFast,
     path = tmp_path / "pairs.jsonl"
     path.write_text(pair("a", "b", "c") * CHUNK_SAMPLES + pair("a" * 40, "b", "c") + pair("a", "b", "c" * 100))
     teller = Teller(3600.0, tell_nothing)
-    counts = examine(tokenizer, path, sha256_of(path), 40, teller, pairs=True).counts
+    counts = examine(tokenizer, open_data(path), sha256_of(path), 40, teller, pairs=True).counts
     assert counts is not None
     assert (counts.pairs, counts.samples) == (CHUNK_SAMPLES + 1, 2 * CHUNK_SAMPLES + 2), "one has no answer within 40 tokens"
     assert (counts.dropped, counts.cut) == (1, 3)
@@ -171,7 +172,7 @@ def test_pairs_are_counted_and_kept_together(tokenizer: PreTrainedTokenizerFast,
 def test_a_pair_at_fault_is_one_line_at_fault(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text(pair("a", "b", "c") + chat("a", "b") + pair("a", "b", "b") + pair("d", "e", "f"))
-    report = examine(tokenizer, path, sha256_of(path), 40, Teller(3600.0, tell_nothing), pairs=True)
+    report = examine(tokenizer, open_data(path), sha256_of(path), 40, Teller(3600.0, tell_nothing), pairs=True)
     assert (report.examples, report.faults_total) == (2, 2)
     assert [fault.line for fault in report.faults] == [2, 3]
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from ft_service.data.chat_line import Sample, parse_line
+from ft_service.data.chat_line import parse_line
 from ft_service.data.line_errors import LineError
+from ft_service.data.records import Chat
 from ft_service.data.tokens import render as module
 from ft_service.data.tokens.render import Rendered, render
 from ft_service.data.tokens.tokenize import load_tokenizer
@@ -40,7 +41,7 @@ def using(tokenizer: PreTrainedTokenizerFast, template: str) -> Any:
     return other
 
 
-def by_every_prefix(tokenizer: Any, sample: Sample) -> Rendered:
+def by_every_prefix(tokenizer: Any, sample: Chat) -> Rendered:
     """What is learned, by its definition, of templates that leave nothing out and do not rewrite a turn."""
     messages, tools = list(sample.messages), list(sample.tools) or None
 
@@ -76,14 +77,14 @@ def parts(content: str) -> tuple[str, str]:
     return (thought.removeprefix("<think>").strip(), answer.strip()) if mark else ("", content.strip())
 
 
-def outcome(rendering: Callable[[Any, Sample], Rendered], tokenizer: Any, sample: Sample) -> object:
+def outcome(rendering: Callable[[Any, Chat], Rendered], tokenizer: Any, sample: Chat) -> object:
     try:
         return rendering(tokenizer, sample)
     except LineError as error:
         return error.reason.split(" answer out")[0].split(" message out")[0]
 
 
-def agrees(tokenizer: Any, sample: Sample) -> bool:
+def agrees(tokenizer: Any, sample: Chat) -> bool:
     """Whether all prefixes say what is learned; they must say the same then."""
     try:
         expected = outcome(by_every_prefix, tokenizer, sample)
@@ -96,14 +97,14 @@ def agrees(tokenizer: Any, sample: Sample) -> bool:
     return True
 
 
-def marked_exactly(tokenizer: Any, sample: Sample) -> Rendered:
+def marked_exactly(tokenizer: Any, sample: Chat) -> Rendered:
     """By marks, each prefix rendered."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "EXACT_ANSWERS", 10**6)
         return render(tokenizer, sample)
 
 
-def conversation(random: random.Random, turns: int, *, tools: bool, thinking: float) -> Sample:
+def conversation(random: random.Random, turns: int, *, tools: bool, thinking: float) -> Chat:
     """Mostly what templates take: an optional system message, users and assistants in turn, calls and their answers. Rarely a
     turn is out of order, or thinks."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": "be kind"}] if random.random() < 0.5 else []
@@ -155,7 +156,7 @@ def test_the_sample_bases_template_too(monkeypatch: pytest.MonkeyPatch) -> None:
         agrees(base, sample)
 
 
-def chat(messages: int) -> Sample:
+def chat(messages: int) -> Chat:
     turns = [{"role": "assistant" if n % 2 else "user", "content": f" turn {n} " if n % 5 else ""} for n in range(messages)]
     return parse_line(json.dumps({"messages": turns}))
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from ft_service.bases.cache_folder import Cache
 from ft_service.data.data_file import DataReport, ReadProgress
 from ft_service.data.examiner import Examiner
+from ft_service.data.formats.reading import open_data
 from ft_service.data.token_folder import entries_of, remove_entries
 from ft_service.data.tokens import identity
 from ft_service.data.tokens.examine import Keep, Teller, examine
@@ -60,7 +61,7 @@ def tell_nothing(progress: ReadProgress) -> None:
 
 def examined(tokenizer: Any, file: DataFileRef, max_length: int, folder: Path | None) -> DataReport:
     keep = Keep(folder, KEY) if folder is not None else None
-    return examine(tokenizer, Path(file.path), file.sha256, max_length, Teller(3600.0, tell_nothing), keep=keep)
+    return examine(tokenizer, open_data(Path(file.path)), file.sha256, max_length, Teller(3600.0, tell_nothing), keep=keep)
 
 
 def same(found: TokenSet, expected: TokenSet) -> bool:

@@ -20,12 +20,13 @@ ASKED = [{"role": "user", "content": "2+2?"}]
 
 @pytest.fixture(scope="module")
 def base() -> Any:
-    """Bytes, and one token for two new lines."""
+    """Bytes, one token for two new lines, and one that ends a turn."""
     words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ"]
     tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, [("Ċ", "Ċ")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     fast: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.add_special_tokens({"eos_token": "<|im_end|>"})
     fast.chat_template = TEMPLATE.read_text()
     return fast
 

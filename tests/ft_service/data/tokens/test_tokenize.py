@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from ft_service.data.chat_line import Sample, parse_line
-from ft_service.data.data_file import Fault
+from ft_service.data.chat_line import parse_line
+from ft_service.data.line_errors import Fault
+from ft_service.data.records import Chat
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.tokenize import load_dataset, load_tokenizer, tokenize
 from ft_service.errors import DataError, SpecError
@@ -44,7 +45,7 @@ def learned(tokenizer: PreTrainedTokenizerFast, *messages: dict[str, Any]) -> tu
     return decoded(tokenizer, tokens.ids), decoded(tokenizer, tokens.ids[tokens.targets])
 
 
-def fault_of(tokenizer: PreTrainedTokenizerFast, number: int, sample: Sample) -> Fault:
+def fault_of(tokenizer: PreTrainedTokenizerFast, number: int, sample: Chat) -> Fault:
     (found,) = tokenize(tokenizer, [(number, sample)])
     assert isinstance(found, Fault)
     return found
@@ -104,7 +105,7 @@ def test_long_samples_are_cut_and_useless_ones_left_out(tokenizer: PreTrainedTok
 
 
 def test_chunks_keep_the_order_of_the_file(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
-    samples: list[tuple[int, Sample | Fault]] = [
+    samples: list[tuple[int, Chat | Fault]] = [
         (
             n,
             Fault(n, "", "bad")
@@ -133,10 +134,19 @@ def test_whoever_stops_in_the_middle_leaves_no_thread(tokenizer: PreTrainedToken
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tokenize")]
 
 
-def test_a_tokenizer_without_a_chat_template_is_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_conversations_are_refused_for_a_tokenizer_without_a_chat_template(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer).save_pretrained(tmp_path)
+    bare = load_tokenizer(str(tmp_path))
+    asked = parse_line(json.dumps({"messages": [say("user", "a"), say("assistant", "b")]}))
     with pytest.raises(SpecError, match="no chat template"):
-        load_tokenizer(str(tmp_path))
+        list(tokenize(bare, [(1, asked)]))
+    with pytest.raises(SpecError, match=r"chat_template: line 1: ") as caught:
+        load_tokenizer(str(tmp_path), "{% for m in %}")
+    assert caught.value.param == "chat_template"
+    given = load_tokenizer(str(tmp_path), "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}")
+    assert isinstance(next(tokenize(given, [(1, asked)])), Tokens)
 
 
 WITH_TOOLS = (

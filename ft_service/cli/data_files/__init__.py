@@ -1,0 +1,1 @@
+"""`ft data`: data files before they are trained on."""

@@ -1,0 +1,225 @@
+"""`ft data`: what a data file is, whether a base can be trained on it, and the same in OpenAI's formats."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import IO, Annotated, Any, cast
+
+import typer
+from rich.console import Console
+
+from ft_service.bases.catalogue import Catalogue
+from ft_service.cli.data_files.colours import show_page
+from ft_service.cli.local.data import refuse_faults
+from ft_service.cli.local_store import settings_with_models
+from ft_service.cli.output import Json, print_json
+from ft_service.data.data_file import DataReport, Findings, check_lines
+from ft_service.data.examiner import Examiner
+from ft_service.data.formats.folders import dataset_files
+from ft_service.data.formats.reading import open_data
+from ft_service.data.formats.writing import line_of
+from ft_service.data.line_errors import Fault, LineError
+from ft_service.data.samples import Page
+from ft_service.data.token_folder import folder_of
+from ft_service.data.token_options import TokenOptions
+from ft_service.errors import SpecError
+from ft_service.local.spec_file import LocalData
+from ft_service.spec import TrainOn
+from ft_service.spec.options import TrainingOptions
+from ft_service.spec.templates import check_template, named_template
+
+app = typer.Typer(help="Look at a data file before it is trained on: check, show, count and convert it.", no_args_is_help=True)
+
+MAX_LENGTH = TrainingOptions().max_length
+
+DataFile = Annotated[
+    Path, typer.Argument(metavar="FILE", help="JSON lines, a JSON array, CSV, Parquet, or a folder of Hugging Face's datasets.")
+]
+Model = Annotated[str, typer.Option("--model", metavar="M", help="A base by its name, or its folder (./…, /…, ~/…).")]
+Template = Annotated[
+    str, typer.Option("--chat-template", metavar="NAME|FILE", help="In place of the base's: a standard one's name, or a file.")
+]
+Learn = Annotated[TrainOn, typer.Option("--train-on", help="What is learned of a conversation.")]
+MaxLength = Annotated[int, typer.Option("--max-length", min=8, help="training.max_length: tokens kept of a sample.")]
+Split = Annotated[str, typer.Option("--split", help="Of a folder that has several.")]
+
+
+@app.command()
+def check(
+    file: DataFile,
+    model: Model = "",
+    chat_template: Template = "",
+    train_on: Learn = "all_assistant",
+    max_length: MaxLength = MAX_LENGTH,
+    split: Split = "train",
+    as_json: Json = False,
+) -> None:
+    """Say what a file is, and name every line that cannot be trained on; with --model also by the base's tokenizer."""
+    data = local_data(file, split)
+    if model:
+        report = examined(data, model, TokenOptions(template_text(chat_template), train_on=train_on), max_length)
+    else:
+        report = refuse_faults(_faults_of(check_lines(data.path, files=data.files), data))
+    if as_json:
+        print_json(asdict(report))
+        return
+    kind = report.shape or "OpenAI chat (messages) in JSON lines"
+    print(f"{data.path.name}: {kind}; {report.examples:,} {report.word}s, all of them fine.")
+    for level, message in report.messages(data.path.name, max_length):
+        if not report.shape or report.shape not in message:
+            print(message if level == "info" else f"Warning: {message}")
+
+
+@app.command()
+def show(
+    file: DataFile,
+    model: Annotated[str, typer.Option("--model", metavar="M", help="A base by its name, or its folder (./…, /…, ~/…).")],
+    chat_template: Template = "",
+    train_on: Learn = "all_assistant",
+    max_length: MaxLength = MAX_LENGTH,
+    after: Annotated[int, typer.Option("--after", min=0, metavar="LINE", help="Begin behind this record.")] = 0,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="How many records.")] = 3,
+    ids: Annotated[bool, typer.Option("--ids", help="With the number of every token.")] = False,
+    split: Split = "train",
+    as_json: Json = False,
+) -> None:
+    """Show samples as the model sees them, every token in the colour of its role: learned, words that are read, the template's,
+    or cut."""
+    data = local_data(file, split)
+    options = TokenOptions(template_text(chat_template), train_on=train_on)
+    with Examiner() as examiner:
+        request = examiner.request(data.ref(), data.path, base_folder(model), max_length, options)
+        page = examiner.show(replace(request, show=Page(after, limit)))
+    if as_json:
+        print_json(asdict(page))
+    else:
+        show_page(Console(highlight=False), page, ids=ids)
+
+
+@app.command()
+def convert(
+    file: DataFile,
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="A new file; compressed if its name ends in .gz. - is the output.")
+    ],
+    as_chat: Annotated[bool, typer.Option("--chat", help="Make conversations of prompts with completions.")] = False,
+    split: Split = "train",
+    as_json: Json = False,
+) -> None:
+    """Write a file as OpenAI's JSON lines: chats, preference pairs, or bare text as it was. Nothing is written if a line is at
+    fault."""
+    data = local_data(file, split)
+    if str(out) == "-":
+        write_lines(data, sys.stdout, as_chat=as_chat)
+        return
+    if out.exists():
+        raise SpecError(f"{out} exists: name a new file.", param="out")
+    with _written(out) as lines:
+        count = write_lines(data, lines, as_chat=as_chat)
+    if as_json:
+        print_json({"lines": count, "path": str(out)})
+    else:
+        print(f"{count:,} lines in {out}")
+
+
+def local_data(path: Path, split: str) -> LocalData:
+    """Raises SpecError for a path where nothing is, DataError for a folder without such a split."""
+    whole = path.expanduser().absolute()
+    if whole.is_dir():
+        return LocalData(whole, dataset_files(whole, split))
+    if not whole.is_file():
+        raise SpecError(f"There is no file {whole}.", param="file")
+    return LocalData(whole)
+
+
+def template_text(given: str) -> str:
+    """A template's text, by the name of a standard one or a file's. Raises SpecError."""
+    path = Path(given).expanduser()
+    try:
+        return (
+            path.read_text(encoding="utf-8")
+            if given and path.is_file()
+            else named_template(check_template(given) if given else "")
+        )
+    except (OSError, ValueError) as error:
+        raise SpecError(f"--chat-template = {given!r}: {error}.", param="chat_template") from None
+
+
+def base_folder(model: str) -> str:
+    """The folder of a base, by its name or its path. Raises SpecError."""
+    if model.startswith((".", "/", "~")):
+        folder = Path(model).expanduser().absolute()
+        return Catalogue([folder.parent]).find(folder.name, to_train=False).ref().path
+    return Catalogue.from_settings(settings_with_models()).find(model, to_train=False).ref().path
+
+
+def examined(data: LocalData, model: str, options: TokenOptions, max_length: int) -> DataReport:
+    """The report of a file by a base's tokenizer. Raises DataError for lines at fault, SpecError, ExaminerLost."""
+    with Examiner(tokens=folder_of(os.environ, settings_with_models().home)) as examiner:
+        found = open_data(data.path, data.files)
+        found.look()
+        pairs = found.shape.format is not None and found.shape.format.is_pairs
+        request = examiner.request(data.ref(), data.path, base_folder(model), max_length, options, pairs=pairs)
+        report = examiner.examine(request, lambda progress: print(progress.message("training_file"), file=sys.stderr))
+    return refuse_faults(_faults_of(report, data))
+
+
+def write_lines(data: LocalData, out: IO[str], *, as_chat: bool = False) -> int:
+    """Write every record as a line of JSON; how many. Raises DataError for records at fault."""
+    findings = Findings()
+    with open_data(data.path, data.files) as reader:
+        for number, record in reader:
+            line = _line(number, record, as_chat)
+            if isinstance(line, Fault):
+                findings.fault(line)
+            else:
+                findings.examples += 1
+                out.write(json.dumps(line, ensure_ascii=False) + "\n")
+    refuse_faults(_faults_of(findings.report(reader.shape), data))
+    return findings.examples
+
+
+@contextmanager
+def uploadable(data: LocalData) -> Iterator[Path]:
+    """A file to send to a server: the file itself, or a folder's records as JSON lines, for as long as the block runs."""
+    with ExitStack() as stack:
+        path = data.path
+        if data.files:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ft-")))
+            path = folder / f"{data.path.name}.jsonl.gz"
+            with _written(path) as lines:
+                write_lines(data, lines)
+        yield path
+
+
+def _line(number: int, record: Any, as_chat: bool) -> dict[str, Any] | Fault:
+    if isinstance(record, Fault):
+        return record
+    try:
+        return line_of(record, as_chat=as_chat)
+    except LineError as error:
+        return Fault(number, error.field, error.reason)
+
+
+def _faults_of(report: DataReport, data: LocalData) -> Any:
+    return report.error("training_file", data.path.name) or report
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[IO[str]]:
+    """A new text file, compressed if its name says so; there only if the block ends well."""
+    beside = path.with_name(f"{path.name}.part")
+    try:
+        with gzip.open(beside, "wt", encoding="utf-8") if path.suffix == ".gz" else beside.open("w", encoding="utf-8") as lines:
+            yield cast(IO[str], lines)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,57 @@
+"""Samples of a data file as the model sees them, for whoever asks: each time by a process that ends with the answer."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+from ft_service.data.examiner import Examiner
+from ft_service.data.samples import Page, SamplePage
+from ft_service.data.token_options import TokenOptions
+from ft_service.errors import NotFoundError, UnavailableError
+from ft_service.jobs.states import Job
+from ft_service.spec import DataFileRef
+from ft_service.storage.locations import Places
+
+AT_ONCE = 2
+"""Such processes beside this one: each holds some 200 MB."""
+WAIT_SECONDS = 30.0
+STUCK_SECONDS = 30.0
+
+_free = threading.BoundedSemaphore(AT_ONCE)
+
+
+def job_samples(job: Job, which: str, page: Page, places: Places) -> SamplePage:
+    """Samples of a job's file, `which`: training or validation, as the job learns them. Raises NotFoundError if it has none,
+    SpecError if the base's tokenizer cannot be used, UnavailableError.
+    """
+    spec = job.spec
+    data = spec.training_data if which == "training" else spec.validation_data
+    if data is None:
+        raise NotFoundError(f"Job {job.id} has no validation file.", param="file", code="no_validation_file")
+    return file_samples(data, spec.model.path, TokenOptions.of(spec), spec.training.max_length, page, places)
+
+
+def file_samples(
+    data: DataFileRef, model_path: str, options: TokenOptions, max_length: int, page: Page, places: Places
+) -> SamplePage:
+    """Samples of a file by a base's tokenizer. Raises NotFoundError if the file is gone, SpecError if the tokenizer cannot be
+    used, UnavailableError.
+    """
+    path = Path(data.path)
+    try:
+        path = places.fetched(path)
+        there = path.is_file() if not data.files else all((path / name).is_file() for name in data.files)
+    except OSError:
+        there = False
+    if not there:
+        raise NotFoundError(f"The contents of {data.name} are gone from the service's disk.", param="file_id", code="file_gone")
+    if not _free.acquire(timeout=WAIT_SECONDS):
+        raise UnavailableError("Samples are being shown to others. Try again in a moment.")
+    try:
+        with Examiner(stuck_seconds=STUCK_SECONDS) as examiner:
+            request = examiner.request(data, path, model_path, max_length, options)
+            return examiner.show(replace(request, show=page))
+    finally:
+        _free.release()

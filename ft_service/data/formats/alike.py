@@ -1,0 +1,181 @@
+"""Records of every format as one of ft_service/data/records.py. Pure.
+
+prompt, completion    strings: bare text; messages: a conversation of which the completion is learned
+text                  bare text
+conversations         a conversation whose turns have `from` and `value` (or role and content)
+instruction, output   a conversation: instruction and input are the user's, output the assistant's
+preference pairs      two conversations, or bare texts, that begin alike
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ft_service.data import chat_line
+from ft_service.data.chat_line import parse_chat, parse_messages
+from ft_service.data.formats.recognise import SIGNS, Format
+from ft_service.data.line_errors import LineError, kind, shown, text_of
+from ft_service.data.preference_line import parse_pair
+from ft_service.data.records import Chat, PromptCompletion, Record, Text
+from ft_service.data.tool_calls import parse_tools
+
+Fields = Mapping[str, Any]
+
+_TOOLS = ("tools", "parallel_tool_calls", "functions")
+_COLUMNS: Mapping[Format, Sequence[str]] = {
+    Format.CHAT: chat_line.KEYS,
+    Format.PROMPT_COMPLETION: ("prompt", "completion", *_TOOLS),
+    Format.TEXT: ("text",),
+    Format.SHAREGPT: ("conversations", "conversation", "system", *_TOOLS),
+    Format.ALPACA: ("instruction", "input", "output", "system"),
+    Format.OPENAI_PAIRS: (
+        *("input", "preferred_output", "non_preferred_output", "preferred_completion", "non_preferred_completion"),
+    ),
+    Format.TRL_PAIRS: ("prompt", "chosen", "rejected", "tools"),
+}
+_SPEAKERS: Mapping[str, str] = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "observation": "tool",
+    "function_call": "assistant",
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
+}
+"""What ShareGPT's `from` may say → role."""
+
+
+def columns_of(format: Format) -> Sequence[str]:
+    """The keys of a record that are used; what else it has is left out."""
+    return _COLUMNS[format]
+
+
+def as_record(format: Format, fields: Fields, *, strict: bool) -> Record:
+    """A record of this format. `strict`: keys that the format has not are faults. Raises LineError with its first fault."""
+    found = next(iter(_other_formats(format, fields)), None)
+    if found is not None:
+        raise LineError("", f"is {found.value}, and this file began as {format.value}: put each format into a file of its own")
+    columns = fields if strict else _COLUMNS[format]
+    return _PARSERS[format]({name: value for name, value in fields.items() if name in columns})
+
+
+def _other_formats(format: Format, fields: Fields) -> Sequence[Format]:
+    """What a record is instead, where it has nothing of this format."""
+    own = set().union(*(sign for one, signs in SIGNS if one is format for sign in signs))
+    if own & set(fields):
+        return []
+    return [other for other, signs in SIGNS if other is not format and any(sign <= set(fields) for sign in signs)]
+
+
+def _prompt_completion(fields: Fields) -> Record:
+    prompt, completion = _required(fields, "prompt"), _required(fields, "completion")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        text_of(prompt, "prompt")
+        if not text_of(completion, "completion"):
+            raise LineError("completion", "is empty, so there is nothing to train on")
+        return PromptCompletion(prompt, completion)
+    if not (isinstance(prompt, list) and isinstance(completion, list)):
+        raise LineError(
+            "completion", f"is {kind(completion)} and the prompt {kind(prompt)}: both are strings, or both messages"
+        )
+    before = [message for message, _ in parse_messages(fields, "prompt")] if prompt else []
+    return answered(before, fields, "completion")
+
+
+def answered(before: Sequence[dict[str, Any]], fields: Fields, key: str) -> Chat:
+    """A conversation that begins with messages, of which nothing is learned, and goes on with those of a key. LineError."""
+    own = parse_messages(fields, key)
+    if not any(weight for _, weight in own):
+        raise LineError(key, "holds no assistant message to learn")
+    messages = (*before, *(message for message, _ in own))
+    return Chat(messages, (*(0 for _ in before), *(weight for _, weight in own)), tuple(parse_tools(dict(fields))))
+
+
+def _text(fields: Fields) -> Record:
+    text = text_of(_required(fields, "text"), "text")
+    if not text.strip():
+        raise LineError("text", "is empty, so there is nothing to train on")
+    return Text(text)
+
+
+def _alpaca(fields: Fields) -> Record:
+    instruction = text_of(_required(fields, "instruction"), "instruction")
+    more = text_of(fields.get("input") or "", "input")
+    output = text_of(_required(fields, "output"), "output")
+    asked = f"{instruction}\n\n{more}" if instruction.strip() and more.strip() else instruction if instruction.strip() else more
+    if not asked.strip():
+        raise LineError("instruction", "is empty, and so is the input")
+    if not output.strip():
+        raise LineError("output", "is empty, so there is nothing to train on")
+    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": output}]
+    system = _system(fields)
+    return Chat((*system, *turns), (*(0 for _ in system), 0, 1))
+
+
+def _system(fields: Fields) -> list[dict[str, Any]]:
+    system = text_of(fields.get("system") or "", "system")
+    return [{"role": "system", "content": system}] if system.strip() else []
+
+
+def _sharegpt(fields: Fields) -> Record:
+    key = "conversations" if "conversations" in fields else "conversation"
+    turns = _required(fields, key)
+    if not isinstance(turns, list) or not turns:
+        raise LineError(key, f"must be a list with at least one turn, not {kind(turns)}")
+    if all(isinstance(turn, dict) and "role" in turn and "from" not in turn for turn in turns):
+        messages = turns
+    else:
+        messages = [_turn(turn, f"{key}.{number}") for number, turn in enumerate(turns)]
+    tools = {name: fields[name] for name in _TOOLS if name in fields}
+    try:
+        return parse_chat({"messages": [*_system(fields), *messages], **tools})
+    except LineError as error:
+        raise LineError(error.field.replace("messages", key, 1), error.reason) from None
+
+
+def _turn(turn: Any, place: str) -> dict[str, Any]:
+    """One of ShareGPT's turns in OpenAI's words. Raises LineError."""
+    if not isinstance(turn, dict):
+        raise LineError(place, f"must be an object with from and value, not {kind(turn)}")
+    for key in ("from", "value"):
+        if key not in turn:
+            raise LineError(f"{place}.{key}", "is required")
+    speaker, said = turn["from"], text_of(turn["value"], f"{place}.value")
+    if not isinstance(speaker, str) or speaker not in _SPEAKERS:
+        raise LineError(f"{place}.from", f"must be one of {', '.join(_SPEAKERS)}, not {shown(speaker)}")
+    weight = {"weight": turn["weight"]} if turn.get("weight") is not None else {}
+    if speaker == "function_call":
+        return {"role": "assistant", "content": None, "function_call": _called(said, place), **weight}
+    if _SPEAKERS[speaker] == "tool":
+        return {"role": "function", "name": "tool", "content": said}
+    return {"role": _SPEAKERS[speaker], "content": said, **weight}
+
+
+def _called(said: str, place: str) -> dict[str, Any]:
+    try:
+        call = json.loads(said)
+    except (ValueError, RecursionError):
+        call = None
+    if not isinstance(call, dict) or "name" not in call:
+        raise LineError(f"{place}.value", "must be a call in JSON: an object with name and arguments")
+    return {"name": call["name"], "arguments": json.dumps(call.get("arguments") or {}, ensure_ascii=False)}
+
+
+def _required(fields: Fields, key: str) -> Any:
+    if key not in fields:
+        raise LineError(key, "is required")
+    return fields[key]
+
+
+_PARSERS: Mapping[Format, Callable[[Fields], Record]] = {
+    Format.CHAT: parse_chat,
+    Format.PROMPT_COMPLETION: _prompt_completion,
+    Format.TEXT: _text,
+    Format.SHAREGPT: _sharegpt,
+    Format.ALPACA: _alpaca,
+    Format.OPENAI_PAIRS: parse_pair,
+    Format.TRL_PAIRS: parse_pair,
+}

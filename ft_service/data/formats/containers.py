@@ -1,0 +1,176 @@
+"""A data file's records by number, as objects of JSON, whichever container holds them. In memory bounded by a record, or by a
+few rows of a table.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import re
+import zlib
+from collections.abc import Iterator
+from typing import Any, BinaryIO, cast
+
+from ft_service.data.chat_line import MAX_LINE_BYTES, load_object
+from ft_service.data.formats.recognise import Compression
+from ft_service.data.line_errors import Fault, LineError
+
+Row = dict[str, Any] | Fault
+Numbered = Iterator[tuple[int, Row]]
+
+CHUNK_BYTES = 256 * 1024
+MAX_EXPANSION = 500
+"""Times its size that a compressed file may expand to; text rarely exceeds 30."""
+LEAST_EXPANDED = 256 * 1024**2
+"""Bytes that any file may expand to."""
+_IN_STRING = re.compile(rb'["\\]')
+_BRACKETS = re.compile(rb'["\[\]{}]')
+_IN_ARRAY = re.compile(rb'["\[\]{},]')
+
+
+class UnreadableError(Exception):
+    """The rest of the file cannot be read. The text: why."""
+
+
+class Expanding(io.RawIOBase):
+    """A compressed file's contents. Raises UnreadableError for what is damaged, or expands beyond measure."""
+
+    def __init__(self, file: BinaryIO, compression: Compression, size: int) -> None:
+        """`size`: of the compressed file, in bytes."""
+        self._name = compression.value
+        self._limit = max(LEAST_EXPANDED, MAX_EXPANSION * size)
+        self._read = 0
+        self._inner = _expanded(file, compression)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            content = self._inner.read(len(buffer))
+        except (OSError, EOFError, zlib.error) as error:
+            raise UnreadableError(f"its {self._name} data is damaged: {error}") from None
+        except Exception as error:  # zstandard has an error of its own
+            raise UnreadableError(f"its {self._name} data is damaged: {error}") from None
+        self._read += len(content)
+        if self._read > self._limit:
+            raise UnreadableError(
+                f"its {self._name} data expands to more than {MAX_EXPANSION} times its size: give the file as it was before"
+            )
+        buffer[: len(content)] = content
+        return len(content)
+
+
+def _expanded(file: BinaryIO, compression: Compression) -> BinaryIO:
+    if compression is Compression.GZIP:
+        return cast(BinaryIO, gzip.GzipFile(fileobj=file))
+    try:
+        import zstandard
+    except ImportError:
+        raise UnreadableError("it is compressed by zstd, which needs zstandard here: pip install zstandard") from None
+    return cast(BinaryIO, zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True))
+
+
+def lines(file: BinaryIO) -> Numbered:
+    """Every line of JSON lines by its number."""
+    for number, line in _lines(file):
+        yield number, _loaded(number, line)
+
+
+def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
+    """Numbered lines without their ends; None for one that is too long. Blank lines count only when something follows them."""
+    blank: list[int] = []
+    number = 0
+    while line := file.readline(MAX_LINE_BYTES + 2):
+        number += 1
+        too_long = len(line.rstrip(b"\r\n")) > MAX_LINE_BYTES
+        while too_long and line and not line.endswith(b"\n"):
+            line = file.readline(MAX_LINE_BYTES)
+        if not too_long and not line.strip():
+            blank.append(number)
+            continue
+        yield from ((earlier, b"") for earlier in blank)
+        blank.clear()
+        yield number, None if too_long else line.rstrip(b"\r\n")
+
+
+def elements(file: BinaryIO) -> Numbered:
+    """Every element of a JSON array by its number, from 1. Raises UnreadableError where the array does not end as one."""
+    splitter = _Splitter()
+    number = 0
+    while chunk := file.read(CHUNK_BYTES):
+        for text in splitter.feed(chunk):
+            number += 1
+            yield number, _loaded(number, text) if text != b"" else Fault(number, "", "is empty: there is a comma too many")
+    if not splitter.ended:
+        raise UnreadableError("the JSON array does not end: the file is cut off, or a bracket or a quote is missing")
+
+
+class _Splitter:
+    """Cuts the text of a JSON array into those of its elements, without understanding more than quotes and brackets."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._depth = 0
+        self._in_string = self._escaped = False
+        self._parts: list[bytes] = []
+        self._length = self._elements = 0
+
+    def feed(self, chunk: bytes) -> Iterator[bytes | None]:
+        """The elements that end in this piece; None for one that is too long. Raises UnreadableError."""
+        begin, at = 0, int(self._escaped)
+        self._escaped = False
+        while found := self._pattern().search(chunk, at):
+            at, sign = found.end(), found[0]
+            if self._in_string:
+                self._in_string = sign != b'"'
+                self._escaped = sign == b"\\" and at == len(chunk)
+                at += sign == b"\\"
+            elif sign == b'"':
+                self._in_string = True
+            elif sign in b"[{":
+                self._depth += 1
+                begin = at if self._depth == 1 else begin
+            elif sign == b",":
+                yield self._cut(chunk[begin : at - 1])
+                begin = at
+            else:
+                self._depth -= 1
+                if self._depth == 0:
+                    if (last := self._cut(chunk[begin : at - 1])) != b"" or self._elements > 1:
+                        yield last
+                    self.ended = True
+                    begin = at
+                    break
+        if self.ended and chunk[begin:].strip():
+            raise UnreadableError("something follows the end of the JSON array: a file holds one array, or one object a line")
+        self._keep(chunk[begin:])
+
+    def _pattern(self) -> re.Pattern[bytes]:
+        return _IN_STRING if self._in_string else _IN_ARRAY if self._depth == 1 else _BRACKETS
+
+    def _keep(self, part: bytes) -> None:
+        self._length += len(part)
+        self._parts = [*self._parts, part] if self._length <= MAX_LINE_BYTES else []
+
+    def _cut(self, part: bytes) -> bytes | None:
+        self._keep(part)
+        text = b"".join(self._parts).strip() if self._length <= MAX_LINE_BYTES else None
+        self._parts, self._length = [], 0
+        self._elements += 1
+        return text
+
+
+def _loaded(number: int, text: bytes | None) -> Row:
+    if text is None:
+        return Fault(number, "", f"is longer than {MAX_LINE_BYTES} bytes")
+    if not text:
+        return Fault(number, "", "is blank; blank lines may only stand at the end")
+    if text.startswith(b"\xef\xbb\xbf"):
+        return Fault(number, "", "starts with a byte order mark: save the file as UTF-8 without one")
+    try:
+        return load_object(text.decode())
+    except UnicodeDecodeError as error:
+        return Fault(number, "", f"is not UTF-8: byte 0x{text[error.start]:02x} at position {error.start + 1}")
+    except LineError as error:
+        return Fault(number, error.field, error.reason)

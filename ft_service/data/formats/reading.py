@@ -1,0 +1,182 @@
+"""Data files as numbered Records and Faults: uncompressed, taken out of their container, each by the file's format.
+
+Shared by the service and the workers, so that what one accepts the other trains on. One pass, in bounded memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from functools import cached_property
+from io import BufferedReader
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self, cast
+
+from ft_service.data.formats.alike import as_record, columns_of
+from ft_service.data.formats.containers import Expanding, Numbered, UnreadableError, elements, lines
+from ft_service.data.formats.recognise import (
+    HEAD_BYTES,
+    Compression,
+    Container,
+    Format,
+    compression_of,
+    container_of,
+    delimiter_of,
+    recognise,
+)
+from ft_service.data.formats.tables import arrow_rows, csv_rows
+from ft_service.data.line_errors import Fault, LineError, shown
+from ft_service.data.records import Record
+from ft_service.rundir.directory import sha256_of
+
+LISTED = 8
+"""Keys of a record of no known format that a message names."""
+
+
+@dataclass
+class Shape:
+    """What a file turned out to be."""
+
+    container: Container = Container.LINES
+    compression: Compression | None = None
+    format: Format | None = None
+    """None: no record was of a known one, so far."""
+    unused: tuple[str, ...] = ()
+    """Keys of the first record that its format has not, and that are left out."""
+
+    @property
+    def word(self) -> str:
+        """What a record of the file is called."""
+        return self.container.word
+
+    def __str__(self) -> str:
+        packed = f", compressed by {self.compression.value}" if self.compression else ""
+        return f"{self.format.value if self.format else 'of no known format'} in {self.container.value}{packed}"
+
+
+@dataclass
+class DataReader:
+    """The records of a file, or of the files of a folder one after the other. Iterate once, while it is open."""
+
+    paths: Sequence[Path]
+    shape: Shape = field(default_factory=Shape)
+
+    def __post_init__(self) -> None:
+        self._stack = ExitStack()
+        self._file: BinaryIO | None = None
+        self._columns: list[str] = []
+        self._done = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of all files. Raises OSError."""
+        return sum(path.stat().st_size for path in self.paths)
+
+    @property
+    def share(self) -> float:
+        """Of the bytes that have been read."""
+        here = self._file.tell() if self._file is not None and not self._file.closed else 0
+        return min(1.0, (self._done + here) / max(1, self.size))
+
+    def digest(self) -> str:
+        """SHA-256 of a file's bytes; of several files, of the SHA-256 of each. Raises OSError."""
+        if len(self.paths) == 1:
+            return sha256_of(self.paths[0])
+        return hashlib.sha256("\n".join(map(sha256_of, self.paths)).encode()).hexdigest()
+
+    def look(self) -> None:
+        """Find the file's shape, by its first record that tells. Closes the file again. Raises OSError."""
+        with self, closing(iter(self)) as records:
+            next((record for _, record in records if self.shape.format is not None), None)
+
+    def __iter__(self) -> Generator[tuple[int, Record | Fault]]:
+        """Every record by its number, from 1, through all files; or its fault. Raises OSError."""
+        before = number = 0
+        for path in self.paths:
+            try:
+                for number, row in self._rows(path):
+                    yield before + number, row if isinstance(row, Fault) else self._record(before + number, row)
+            except UnreadableError as error:
+                where = f"{path.name}: " if len(self.paths) > 1 else ""
+                yield 0, Fault(0, "", f"{where}{error}")
+                return
+            before += number
+            self._done += path.stat().st_size
+
+    def _rows(self, path: Path) -> Numbered:
+        self._stack.close()
+        self._file = file = self._stack.enter_context(path.open("rb"))
+        compression = compression_of(_head(file))
+        content: BinaryIO = file
+        if compression is not None:
+            raw = Expanding(file, compression, os.fstat(file.fileno()).st_size)
+            content = cast(BinaryIO, BufferedReader(raw, HEAD_BYTES))
+        head = content.peek(HEAD_BYTES) if isinstance(content, BufferedReader) else _head(content)
+        container = container_of(head)
+        if container in (Container.PARQUET, Container.ARROW) and compression is not None:
+            raise UnreadableError(
+                f"it is {container.value} within {compression.value}: give the {container.value} file as it is"
+            )
+        if self.shape.format is None:
+            self.shape.container, self.shape.compression = container, compression
+        match container:
+            case Container.LINES:
+                return lines(content)
+            case Container.ARRAY:
+                return elements(content)
+            case Container.CSV:
+                return csv_rows(content, delimiter_of(head) or ",")
+            case Container.PARQUET | Container.ARROW:
+                return arrow_rows(file, container, self._columns)
+
+    def _record(self, number: int, row: dict[str, object]) -> Record | Fault:
+        try:
+            return as_record(self._format(row), row, strict=self._is_strict)
+        except LineError as error:
+            return Fault(number, error.field, error.reason)
+
+    def _format(self, row: dict[str, object]) -> Format:
+        """The file's format, which its first record of a known one decides. Raises LineError."""
+        if self.shape.format is None:
+            format = recognise(row)
+            if format is None and not row:
+                return Format.CHAT
+            if format is None:
+                raise LineError("", unknown_format(list(row)))
+            self.shape.format = format
+            if not self._is_strict:
+                self.shape.unused = tuple(name for name in self._columns or row if name not in columns_of(format))
+        return self.shape.format
+
+    @property
+    def _is_strict(self) -> bool:
+        """Whether unknown keys are faults: OpenAI's own formats, in its own container, have no others."""
+        own = (Format.CHAT, Format.OPENAI_PAIRS)
+        return self.shape.format in own and self.shape.container in (Container.LINES, Container.ARRAY)
+
+
+def unknown_format(keys: Sequence[str]) -> str:
+    named = ", ".join(shown(key) for key in keys[:LISTED]) + (", …" if len(keys) > LISTED else "")
+    known = "; ".join(format.value for format in Format)
+    return f"is of no known format: its keys are {named}. Known are {known}"
+
+
+def open_data(path: Path, files: Sequence[str] = ()) -> DataReader:
+    """The reader of a file, or of a folder's files (dataset_files), which are named from the folder."""
+    return DataReader([path / name for name in files] if files else [path])
+
+
+def _head(file: BinaryIO) -> bytes:
+    head = file.read(HEAD_BYTES)
+    file.seek(0)
+    return head

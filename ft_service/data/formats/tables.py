@@ -1,0 +1,135 @@
+"""Tables (CSV, Parquet and Arrow), row by row as objects of JSON. Columns that the format has not are not read."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any, BinaryIO
+
+from ft_service.data.chat_line import MAX_LINE_BYTES
+from ft_service.data.formats.alike import columns_of
+from ft_service.data.formats.containers import Numbered, Row, UnreadableError
+from ft_service.data.formats.recognise import Container, recognise
+from ft_service.data.line_errors import Fault
+
+BATCH_BYTES = 4 * 1024**2
+"""Of a table, about, that is turned into rows at once."""
+MOST_ROWS = 1024
+_JSON_COLUMNS = ("messages", "conversations", "conversation", "tools", "functions")
+"""Columns that hold JSON as text where a table cannot hold lists."""
+_NOT_UTF8 = re.compile("[\udc80-\udcff]")
+
+
+def csv_rows(file: BinaryIO, delimiter: str) -> Numbered:
+    """Every row of a table with a header, by its number; the header is row 0. Raises UnreadableError."""
+    csv.field_size_limit(MAX_LINE_BYTES)
+    text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    reader = csv.reader(text, delimiter=delimiter, strict=True)
+    number = 0
+    try:
+        names = [name.strip() for name in next(reader)]
+        while (cells := next(reader, None)) is not None:
+            if cells:  # a blank line is no row
+                number += 1
+                yield number, _csv_row(number, names, cells)
+    except csv.Error as error:
+        raise UnreadableError(f"row {number + 1} is no CSV: {error}") from None
+    finally:
+        text.detach()  # the file is closed by whoever opened it
+
+
+def _csv_row(number: int, names: Sequence[str], cells: Sequence[str]) -> Row:
+    if len(cells) != len(names):
+        return Fault(number, "", f"has {len(cells)} cells, and the header has {len(names)} columns")
+    for name, cell in zip(names, cells, strict=True):
+        if found := _NOT_UTF8.search(cell):
+            return Fault(number, name, f"is not UTF-8: byte 0x{ord(found[0]) - 0xDC00:02x} at character {found.start() + 1}")
+    return _from_columns(number, dict(zip(names, cells, strict=True)))
+
+
+def _from_columns(number: int, row: Mapping[str, Any]) -> Row:
+    """A row without what is null in it, and with the JSON that some columns hold as text."""
+    given = {name: _without_null(value) for name, value in row.items() if value is not None}
+    for name in _JSON_COLUMNS:
+        if isinstance(value := given.get(name), str):
+            if not value.strip():
+                del given[name]
+                continue
+            try:
+                given[name] = json.loads(value)
+            except (ValueError, RecursionError):
+                return Fault(number, name, "is not JSON")
+    return given
+
+
+def _without_null(value: Any) -> Any:
+    """Tables give every struct all the fields that any of them has."""
+    if isinstance(value, dict):
+        return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
+    return [_without_null(inner) for inner in value] if isinstance(value, list) else value
+
+
+def arrow_rows(file: BinaryIO, container: Container, columns: list[str]) -> Numbered:
+    """Every row of a Parquet or Arrow file, by its number. `columns`: gets the names of all columns. Raises UnreadableError."""
+    try:
+        import pyarrow as pa
+    except ImportError:
+        raise UnreadableError(f"it is {container.value}, which needs pyarrow here: pip install pyarrow") from None
+    number = 0
+    try:
+        with closing(_batches(file, container, columns)) as batches:
+            for batch in batches:
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, _from_columns(number, row)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise UnreadableError(f"{container.value} cannot be read after row {number}: {' '.join(str(error).split())}") from None
+
+
+def _batches(file: BinaryIO, container: Container, columns: list[str]) -> Generator[Any]:
+    if container is Container.PARQUET:
+        yield from _parquet_batches(file, columns)
+        return
+    import pyarrow as pa
+
+    magic = file.read(6)
+    file.seek(0)
+    if magic == b"ARROW1":
+        opened = pa.ipc.open_file(file)
+        whole = (opened.get_batch(index) for index in range(opened.num_record_batches))
+    else:
+        opened = whole = pa.ipc.open_stream(file)
+    columns[:] = opened.schema.names
+    wanted = wanted_columns(columns)
+    for batch in whole:
+        chosen = batch.select(wanted)
+        step = _rows_at_once(chosen.nbytes, chosen.num_rows)
+        yield from (chosen.slice(begin, step) for begin in range(0, chosen.num_rows, step))
+
+
+def _parquet_batches(file: BinaryIO, columns: list[str]) -> Iterator[Any]:
+    """Pages are read as they are needed: a row group may be as large as the file."""
+    import pyarrow.parquet as parquet
+
+    with parquet.ParquetFile(file, buffer_size=1024**2, pre_buffer=False) as table:
+        metadata = table.metadata
+        size = sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
+        rows = _rows_at_once(size, metadata.num_rows)
+        columns[:] = table.schema_arrow.names
+        yield from table.iter_batches(batch_size=rows, columns=wanted_columns(columns), use_threads=False)
+
+
+def wanted_columns(names: Sequence[str]) -> list[str]:
+    """The columns that the table's format has, in their order; all where it is of no known format."""
+    format = recognise(names)
+    known = columns_of(format) if format is not None else names
+    return [name for name in names if name in known]
+
+
+def _rows_at_once(size: int, rows: int) -> int:
+    """Rows of a table of so many bytes that are turned into objects at once."""
+    return max(1, min(MOST_ROWS, BATCH_BYTES * rows // max(1, size)))

@@ -1,0 +1,81 @@
+"""Records as lines of OpenAI's formats, which every trainer reads. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ft_service.data.line_errors import LineError
+from ft_service.data.records import Chat, Pair, PromptCompletion, Record, Text
+
+
+def line_of(record: Record, *, as_chat: bool = False) -> dict[str, Any]:
+    """The object of a record's line: a chat, a preference pair, or bare text as it was. `as_chat`: a prompt becomes a user's
+    message, its completion the answer. Raises LineError for a document that is to be a chat.
+    """
+    match record:
+        case Chat():
+            return {"messages": _messages(record, 0), **_tools(record)}
+        case PromptCompletion() if as_chat:
+            return {"messages": [*_user(record.prompt), _answer(record.completion)]}
+        case PromptCompletion():
+            return {"prompt": record.prompt, "completion": record.completion}
+        case Text() if as_chat:
+            raise LineError("text", "is a document, and not a conversation")
+        case Text():
+            return {"text": record.text}
+        case Pair():
+            return _pair(record)
+
+
+def _pair(pair: Pair) -> dict[str, Any]:
+    chosen, rejected = pair.preferred, pair.rejected
+    begin = next(index for index, weight in enumerate(chosen.weights) if weight)
+    given = Chat(chosen.messages[:begin], chosen.weights[:begin], chosen.tools)
+    return {
+        "input": {"messages": _messages(given, 0), **_tools(given)},
+        "preferred_output": _messages(chosen, begin, weights=False),
+        "non_preferred_output": _messages(rejected, begin, weights=False),
+    }
+
+
+def _messages(chat: Chat, begin: int, *, weights: bool = True) -> list[dict[str, Any]]:
+    """Its messages from one on; `weights`: with weight 0 where an answer is not learned."""
+    return [
+        _message(message)
+        | ({"weight": 0} if weights and message["role"] == "assistant" and not weight and any(chat.weights) else {})
+        for message, weight in zip(chat.messages[begin:], chat.weights[begin:], strict=True)
+    ]
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """With arguments of calls as OpenAI writes them, and a tool's answer to OpenAI's older calls in its older words."""
+    written = dict(message)
+    if message["role"] == "tool" and "tool_call_id" not in message:
+        written["role"] = "function"
+    if calls := message.get("tool_calls"):
+        written["content"] = message["content"] or None
+        if all("id" in call for call in calls):
+            written["tool_calls"] = [call | {"function": _called(call)} for call in calls]
+        else:
+            del written["tool_calls"]
+            written["function_call"] = _called(calls[0])
+    return written
+
+
+def _called(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+
+
+def _tools(chat: Chat) -> dict[str, Sequence[Any]]:
+    return {"tools": list(chat.tools)} if chat.tools else {}
+
+
+def _user(prompt: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}]
+
+
+def _answer(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}

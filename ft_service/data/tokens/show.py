@@ -1,0 +1,98 @@
+"""Samples as the model sees them: every token with its text and its role.
+
+The texts of a sample's tokens, one after the other, are the sample's text: what lies between two tokens belongs to the second,
+and of several tokens that make one character the first one shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import islice
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from ft_service.data.formats.reading import DataReader
+from ft_service.data.line_errors import Fault, LineError
+from ft_service.data.records import Chat, Pair, PromptCompletion, Record, Text
+from ft_service.data.samples import Answer, SamplePage, ShownSample, ShownToken
+from ft_service.data.token_options import TokenOptions
+from ft_service.data.tokens.marked import Span
+from ft_service.data.tokens.proof import Proof
+from ft_service.data.tokens.render import words_of
+from ft_service.data.tokens.tokenize import as_text, encode, proven
+
+
+def page_of(
+    tokenizer: PreTrainedTokenizerBase, data: DataReader, options: TokenOptions, max_length: int, *, after: int, limit: int
+) -> SamplePage:
+    """Up to `limit` records behind number `after`, as samples. Reads the file up to there. Raises OSError, SpecError."""
+    shown: list[ShownSample] = []
+    with data, closing(iter(data)) as records:
+        behind = ((number, record) for number, record in records if number > after or not number)
+        for number, record in islice(behind, limit):
+            shown += _shown(tokenizer, number, record, options, max_length)
+        more = next(behind, None) is not None
+    return SamplePage(tuple(shown), more, data.shape.word, str(data.shape))
+
+
+def _shown(
+    tokenizer: PreTrainedTokenizerBase, number: int, record: Record | Fault, options: TokenOptions, max_length: int
+) -> Iterator[ShownSample]:
+    if isinstance(record, Fault):
+        yield ShownSample(number, error=f"{record.field} {record.reason}".strip())
+        return
+    parts: dict[Answer, Chat | PromptCompletion | Text]
+    parts = {"preferred": record.preferred, "rejected": record.rejected} if isinstance(record, Pair) else {"": record}
+    for answer, part in parts.items():
+        try:
+            yield _sample(tokenizer, number, part, options, max_length, answer)
+        except LineError as error:
+            yield ShownSample(number, error=f"{error.field} {error.reason}".strip(), answer=answer)
+
+
+def _sample(
+    tokenizer: PreTrainedTokenizerBase,
+    number: int,
+    record: Chat | PromptCompletion | Text,
+    options: TokenOptions,
+    max_length: int,
+    answer: Answer,
+) -> ShownSample:
+    """Raises LineError."""
+    sample = as_text(tokenizer, options, record)
+    text = sample.text
+    (encoding,) = encode(tokenizer, [(number, sample)], None)
+    tokens = proven(number, sample, encoding, None, Proof(tokenizer, options))
+    if isinstance(tokens, Fault):
+        raise LineError(tokens.field, tokens.reason)
+    words = words_of(tokenizer, record, text, options) if isinstance(record, Chat) else _bare_words(record, text)
+    inside = _starts_within(encoding.offsets, words)
+    shown: list[ShownToken] = []
+    end = 0
+    for place, (token, (_, until)) in enumerate(zip(encoding.ids, encoding.offsets, strict=True)):
+        until = max(until, end)
+        role = (
+            "cut" if place >= max_length else "learned" if tokens.targets[place] else "words" if inside[place] else "template"
+        )
+        shown.append(ShownToken(int(token), text[end:until], role))
+        end = until
+    kept = tokens.cut(max_length)
+    cut_at = max_length if len(shown) > max_length else None
+    return ShownSample(number, tuple(shown), kept.target_count, len(shown), cut_at, answer=answer)
+
+
+def _bare_words(record: PromptCompletion | Text, text: str) -> list[Span]:
+    words = record.text if isinstance(record, Text) else record.prompt
+    begin = text.find(words)
+    return [(begin, begin + len(words))]
+
+
+def _starts_within(offsets: list[Span], spans: list[Span]) -> np.ndarray:
+    """bool [tokens]: the token begins within one of the spans."""
+    starts = np.array([first for first, _ in offsets], dtype=np.int64)
+    inside = np.zeros(len(starts), dtype=np.bool_)
+    for first, end in spans:
+        inside |= (starts >= first) & (starts < end)
+    return inside

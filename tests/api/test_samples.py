@@ -1,0 +1,43 @@
+"""Samples of files and jobs as the model sees them, over the wire."""
+
+from __future__ import annotations
+
+import httpx2
+import pytest
+
+from tests.support.rest.service import Service
+from tests.support.training.models import save_tokenizer
+
+LINES = b"".join(b'{"text": "%d"}\n' % number for number in range(3))
+
+
+@pytest.fixture
+def service_with_tokenizer(service: Service) -> Service:
+    save_tokenizer(service.settings.home / "models/tiny")
+    return service
+
+
+def get(service: Service, path: str, **query: object) -> httpx2.Response:
+    return service.http("GET", path, params=query)
+
+
+def test_samples_of_a_file_and_of_a_job(service_with_tokenizer: Service) -> None:
+    service = service_with_tokenizer
+    file = service.client().files.create(file=("a.jsonl", LINES), purpose="fine-tune")
+    answer = get(service, f"/v1/files/{file.id}/samples", model="tiny", limit=2).json()
+    assert (answer["has_more"], answer["format"], answer["word"]) == (True, "plain text (text) in JSON lines", "line")
+    first, second = answer["data"]
+    assert first["tokens"] == [
+        {"id": first["tokens"][0]["id"], "text": "0", "role": "learned"},
+        {"id": 2, "text": "<|im_end|>", "role": "learned"},
+    ]
+    assert (second["line"], second["learned"], second["total"], second["cut_at"], second["error"]) == (2, 1, 2, None, None)
+    job = service.client().fine_tuning.jobs.create(model="tiny", training_file=file.id)
+    of_job = get(service, f"/v1/fine_tuning/jobs/{job.id}/samples", after=1).json()
+    assert [sample["line"] for sample in of_job["data"]] == [2, 3]
+    assert of_job["data"][0] == second
+    assert get(service, f"/v1/fine_tuning/jobs/{job.id}/samples", file="validation").status_code == 404
+    assert get(service, f"/v1/files/{file.id}/samples", model="gone").json()["error"]["param"] == "model"
+    wrong = get(service, f"/v1/files/{file.id}/samples", model="tiny", chat_template="chatmi").json()["error"]
+    assert wrong["param"] == "chat_template"
+    assert "there are chatml, llama-3" in wrong["message"]

@@ -98,7 +98,8 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
     built.peft_model.train()
     limits = settle_limits(built.peft_model, spec, runtime.device, warn=lambda text: reporter.message(text, "warn"))
     config = built.peft_model.peft_config["default"] if os.environ.get(WITH_ADAPTERS) else None
-    saver, watch = Saver(runtime, reporter, config), AdapterWatch(job.parameters)
+    saver = Saver(runtime, reporter, config)
+    watch = AdapterWatch(job.parameters, warn=lambda text: reporter.message(text, "warn"))
     parts = (runtime, built.peft_model, job, train_set, valid_set, schedule, reporter, stop, saver, watch, limits)
     stopped_at = Trainer(*parts).fit()
     if stopped_at is not None:

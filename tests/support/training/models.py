@@ -41,6 +41,14 @@ GROUPED = {"num_key_value_heads": 2}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True}
 """Five experts of 80 rows: neither two nor three ranks' shares end where an expert does."""
 
+DELTA_NET = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+MAMBA2 = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**GROUPED},
     "qwen2": {**GROUPED},
@@ -113,6 +121,51 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_groups": 2,
         "chunk_size": 8,
     },
+    "qwen3_next": {
+        **GROUPED,
+        **EXPERTS,
+        **DELTA_NET,
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        "shared_expert_intermediate_size": 40,
+    },
+    "qwen3_5_text": {**GROUPED, **DELTA_NET, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]},
+    "olmo_hybrid": {**GROUPED, **DELTA_NET, "layer_types": ["linear_attention", "full_attention"]},
+    "kimi_linear": {
+        **EXPERTS,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "granitemoehybrid": {
+        **GROUPED,
+        **MAMBA2,
+        "layer_types": ["mamba", "attention"],
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 40,
+    },
+    "falcon_h1": {**GROUPED, **MAMBA2, "mamba_d_ssm": 96, "ssm_multipliers": [0.5, 1.5, 0.7, 0.9, 1.1]},
+    "bamba": {**GROUPED, **MAMBA2, "attn_layer_indices": [1]},
+    "lfm2": {**GROUPED, "layer_types": ["conv", "full_attention"]},
+    "jamba": {
+        **GROUPED,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "mamba_d_state": 16,
+        "mamba_dt_rank": 8,
+    },
     "gemma4_text": {
         **GROUPED,
         "head_dim": 16,
@@ -141,10 +194,15 @@ OF_EXPERTS: dict[str, list[str]] = {
     "ernie4_5_moe": ATTENTION,
     "nemotron_h": [*ATTENTION, "in_proj"],
     "gemma4_text": ATTENTION,
+    "qwen3_next": [*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"],
+    "kimi_linear": [*ATTENTION, "f_b_proj", "g_b_proj", "kv_b_proj"],
+    "granitemoehybrid": [*ATTENTION, "in_proj", "out_proj"],
+    "falcon_h1": [*ATTENTION, "in_proj", "gate_proj", "up_proj", "down_proj"],
+    "jamba": [*ATTENTION, "in_proj", "x_proj", "out_proj"],
 }
-"""Mixtures of experts → what to adapt there: PEFT's own "all-linear" would put adapters on experts too."""
+"""Family → what to adapt there, where PEFT's own "all-linear" would put adapters on experts too, or on what it refuses."""
 
-PADDED = ("llama4_text", "nemotron_h", "gemma4_text")
+PADDED = ("llama4_text",)
 """Families whose samples are not packed."""
 
 MIXED_IN_FAMILIES = {

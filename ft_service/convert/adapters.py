@@ -87,6 +87,7 @@ TABLE: dict[str, Rule] = {
     "lora_alpha": takes("lora.lora_alpha"),
     "lora_dropout": takes("lora.lora_dropout"),
     **_every(("lora_target_modules", "lora_target"), _target_modules),
+    "lora_target_parameters": takes("lora.target_parameters"),
     "lora_target_linear": switch(means(lora__target_modules="all-linear")),
     **_every(("use_rslora", "peft_use_rslora"), switch(means(lora__use_rslora=True))),
     **_every(("use_dora", "peft_use_dora"), unless_off("DoRA is not supported: leave it out")),

@@ -126,6 +126,17 @@ def _require_text_decoder(config: PreTrainedConfig, text: PreTrainedConfig) -> N
         )
 
 
+def balance_note(path: str) -> str | None:
+    """What is to be said of the balance loss of a base's routers. None: its config.json asks for none."""
+    text = _config(path).get_text_config(decoder=True)
+    if not getattr(text, "output_router_logits", False):
+        return None
+    return (
+        "The base's config.json asks for the routers' balance loss (output_router_logits, router_aux_loss_coef). It is no part "
+        "of the loss here: routers are frozen, and the loss is that of the target tokens alone."
+    )
+
+
 def _without_noise(config: PreTrainedConfig) -> None:
     """A config without dropout and router noise in the frozen base: they draw from a rank's own generator, and a resume on
     another number of ranks would train another model.

@@ -13,8 +13,9 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from workers.output.export import new_folder
 from workers.output.model_shards import DTYPES, TensorPlan, in_files, write_file, write_index
 from workers.quant.fp8 import LARGEST
 from workers.tasks.fidelity import measure
+from workers.tasks.merged_experts import ExpertsUpdate, expected_shapes, stack_of, updates_by_tensor
 
 CHUNK_BYTES = 16 * 1024**2
 """fp32 rows that are worked on at once."""
@@ -112,8 +114,22 @@ class PeftAdapter:
             magnitude=self.read(magnitude) if magnitude in self._shapes else None,
         )
 
+    def stacks(self, model: PreTrainedModel) -> dict[str, str]:
+        """Module of the adapter → the stack of experts that it changes."""
+        parameters = sorted(self.config.target_parameters or ())
+        named = {module: module.removeprefix("base_model.model.") for module in self.modules}
+        found = {module: stack_of(name, f"{module}.base_layer" in named, model, parameters) for module, name in named.items()}
+        return {module: stack for module, stack in found.items() if stack is not None}
+
+    def experts_update(self, module: str, stack: str, experts: int, transposed: bool) -> ExpertsUpdate:
+        a, b = self.read(f"{module}.lora_A.weight"), self.read(f"{module}.lora_B.weight")
+        return ExpertsUpdate.of(a, b, experts, self.scaling(stack), transposed)
+
+    def rank(self, module: str) -> int:
+        return _by_pattern(self.config.rank_pattern, module, self.config.r)
+
     def scaling(self, module: str) -> float:
-        rank = _by_pattern(self.config.rank_pattern, module, self.config.r)
+        rank = self.rank(module)
         alpha = _by_pattern(self.config.alpha_pattern, module, self.config.lora_alpha)
         return alpha / (math.sqrt(rank) if self.config.use_rslora else rank)
 
@@ -176,7 +192,9 @@ class Targets:
 
     def __init__(self, base: Path, model: PreTrainedModel, tensors: Safetensors, adapter: PeftAdapter) -> None:
         """Raises SpecError naming the first weight that the base does not hold, or holds in another shape."""
-        wanted = [*adapter.weights(), *adapter.replaced]
+        self._stack_of = adapter.stacks(model)
+        weights = {name: module for name, module in adapter.weights().items() if module not in self._stack_of}
+        wanted = [*weights, *adapter.replaced]
         pieces = find_pieces(model, wanted, tensors.names())
         missing = [name for name in wanted if len(pieces.get(name, [])) != 1]
         if missing:
@@ -186,14 +204,32 @@ class Targets:
                 param="base",
             )
         self.adapter = adapter
-        self.modules = {pieces[name][0].tensor: module for name, module in adapter.weights().items()}
+        self.stacks = self._of_stacks(model, tensors)
+        self.modules = {pieces[name][0].tensor: module for name, module in weights.items()}
         self.replaced = {pieces[name][0].tensor: theirs for name, theirs in adapter.replaced.items()}
         for name, module in self.modules.items():
             shape = (adapter.shape(f"{module}.lora_B.weight")[0], adapter.shape(f"{module}.lora_A.weight")[1])
             if tensors.shape(name) != shape:
                 raise SpecError(f"The adapter changes {name} of shape {shape}; {base} has {tensors.shape(name)}.", param="base")
 
-    def update(self, name: str) -> Update | None:
+    def _of_stacks(self, model: PreTrainedModel, tensors: Safetensors) -> dict[str, Callable[[], ExpertsUpdate]]:
+        """Tensor → what the adapters on experts change in it."""
+        pieces = find_pieces(model, self._stack_of.values(), tensors.names())
+        updates: dict[str, Callable[[], ExpertsUpdate]] = {}
+        for module, stack in self._stack_of.items():
+            parameter = model.get_parameter(stack)
+            transposed = bool(getattr(model.get_submodule(stack.rpartition(".")[0]), "is_transposed", False))
+            r = self.adapter.rank(stack)
+            found = self.adapter.shape(f"{module}.lora_A.weight"), self.adapter.shape(f"{module}.lora_B.weight")
+            if stack not in pieces or found != expected_shapes(parameter.shape, parameter.shape[0], r, transposed):
+                raise SpecError(f"The adapter changes {stack}, which the base does not hold in this shape.", param="base")
+            whole = partial(self.adapter.experts_update, module, stack, parameter.shape[0], transposed)
+            updates |= updates_by_tensor(pieces[stack], lambda name: tensors.shape(name)[0], whole)
+        return updates
+
+    def update(self, name: str) -> Update | ExpertsUpdate | None:
+        if name in self.stacks:
+            return self.stacks[name]()
         return self.adapter.update(self.modules[name]) if name in self.modules else None
 
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -18,6 +19,7 @@ from ft_service.spec import BaseModelRef, DataFileRef, JobSpec, parse_request, r
 from tests.support.bases import AS_IT_IS
 from workers.base.load import initial_adapter, plain_name
 from workers.model.build import base_on_meta, decoder_layers, precision_map
+from workers.model.lora import adapted_modules
 from workers.quant import fp8, nf4, nf4_fp32
 
 VOCABULARY = 256
@@ -202,6 +204,8 @@ OF_EXPERTS: dict[str, list[str]] = {
 }
 """Family → what to adapt there, where PEFT's own "all-linear" would put adapters on experts too, or on what it refuses."""
 
+RARE = ("ernie4_5_moe", "olmo_hybrid", "kimi_linear", "granitemoehybrid", "bamba", "jamba", "falcon_h1", "qwen3_next")
+"""Families whose tests of loading and packing are slow ones; the short list of parity has them all."""
 PADDED = ("llama4_text",)
 """Families whose samples are not packed."""
 
@@ -226,6 +230,12 @@ def save_tiny(family: str, folder: Path, *, original_format: bool = True, **chan
                 tensor += 0.2 * torch.randn_like(tensor)
     model.save_pretrained(folder, save_original_format=original_format)
     return folder
+
+
+def family_params(*left_out: str) -> list[Any]:
+    """The families as parameters of a test, the rare ones marked slow."""
+    families = [family for family in FAMILIES if family not in left_out]
+    return [pytest.param(family, marks=pytest.mark.slow if family in RARE else ()) for family in families]
 
 
 LARGER = {"hidden_size": 64, "intermediate_size": 192, "pad_token_id": None, "initializer_range": 0.02}
@@ -269,10 +279,9 @@ def reference(model: Path, spec: JobSpec, dtype: torch.dtype = torch.float32) ->
     stock = AutoModelForImageTextToText if of_several else AutoModelForCausalLM
     base = stock.from_pretrained(model, dtype=dtype, attn_implementation="eager" if capped else None)
     targets = spec.lora.target_modules
-    if of_several and targets == "all-linear":  # PEFT's own would adapt the towers too
-        inside = {id(module) for module in base.get_decoder().modules()} - {id(base.get_output_embeddings())}
-        targets = [name for name, m in base.named_modules() if isinstance(m, nn.Linear) and id(m) in inside]
     named = base_on_meta(str(model)) if of_several else base  # without towers, whose layers overrides must not match
+    if of_several and targets == "all-linear":  # PEFT's own would adapt the towers too
+        targets = adapted_modules(named, spec.lora)
     for name, weight_format in precision_map(named, decoder_layers(named), spec.precision).items():
         weight = _weight(base, name)
         by_outputs = weight.data.mT if _is_transposed(base, name) else weight.data
@@ -285,6 +294,7 @@ def reference(model: Path, spec: JobSpec, dtype: torch.dtype = torch.float32) ->
         r=spec.lora.r,
         lora_alpha=spec.lora.lora_alpha,  # pyright: ignore[reportArgumentType]
         target_modules=targets,
+        target_parameters=list(spec.lora.target_parameters) or None,
         rank_pattern=dict(spec.lora.rank_pattern),
         alpha_pattern=dict(spec.lora.alpha_pattern),
         task_type="CAUSAL_LM",

@@ -8,11 +8,29 @@ from fastapi_offline import FastAPIOffline
 from api import openapi
 from api.http.dependencies import Services
 from api.http.middleware import RequestContext
-from api.routes import checkpoints, files, fine_tuning, graders, health, inference, models, permissions, uploads, webhooks
+from api.page.inner_api import ApiError
+from api.page.rendering import SignInNeeded, refusal, to_sign_in
+from api.routes import (
+    checkpoints,
+    files,
+    fine_tuning,
+    graders,
+    health,
+    inference,
+    metrics,
+    models,
+    permissions,
+    planning,
+    sign_in_links,
+    uploads,
+    webhooks,
+)
+from api.routes.page import entry, jobs
 from api.wire import errors
 from ft_service import __version__
 from ft_service.bases.catalogue import Catalogue
 from ft_service.meters import Meters
+from ft_service.serving.preview import Preview
 from ft_service.settings import Settings
 from ft_service.store.sql import Store
 
@@ -23,8 +41,27 @@ What OpenAI's API does not have says so, and carries the mark `x-beyond-openai`.
 """
 
 
-def create_app(settings: Settings, store: Store, meters: Meters | None = None) -> FastAPI:
+_REST = (
+    fine_tuning,
+    metrics,
+    planning,
+    files,
+    uploads,
+    permissions,
+    checkpoints,
+    graders,
+    models,
+    webhooks,
+    inference,
+    sign_in_links,
+    health,
+)
+_PAGE = (entry, jobs)
+
+
+def create_app(settings: Settings, store: Store, meters: Meters | None = None, preview: Preview | None = None) -> FastAPI:
     """The application over a store whose schema is up to date. `meters` None: new ones, for this application alone.
+    `preview`: what answers chat completions; None: nothing here does.
 
     Raises SpecError if FT_MODEL_ALIASES is wrong.
     """
@@ -36,10 +73,15 @@ def create_app(settings: Settings, store: Store, meters: Meters | None = None) -
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.services = Services(settings, store, Catalogue.from_settings(settings), meters)
-    for routes in (fine_tuning, files, uploads, permissions, checkpoints, graders, models, webhooks, inference, health):
+    app.state.services = Services(settings, store, Catalogue.from_settings(settings), meters, preview)
+    for routes in _REST:
         # As they are: a router that FastAPI includes is looked through anew at every request.
         app.router.routes.extend(routes.router.routes)
+    if settings.page == "on":
+        for routes in _PAGE:
+            app.router.routes.extend(routes.router.routes)
+        app.add_exception_handler(SignInNeeded, to_sign_in)
+        app.add_exception_handler(ApiError, refusal)
     errors.install_handlers(app)
     app.add_middleware(RequestContext, meters=meters)
     openapi.complete_document(app)

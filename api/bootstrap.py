@@ -8,6 +8,7 @@ from pathlib import Path
 from ft_service.errors import SpecError
 from ft_service.host.servers import write_private
 from ft_service.settings import Settings
+from ft_service.store.records import Principal
 from ft_service.store.sql import Store
 
 PROJECT = "default"
@@ -37,6 +38,12 @@ def prepare(settings: Settings, store: Store) -> str | None:
     key = _first_key(store, _given_key(settings))
     _write_credentials(path, key)
     return key
+
+
+def local_holder(settings: Settings, store: Store) -> Principal | None:
+    """Who holds the key of the credentials file; None: there is none that opens this service."""
+    key = _known_key(settings.home / "credentials", store)
+    return None if key is None else store.authenticate(key)
 
 
 def _first_key(store: Store, secret: str | None) -> str:

@@ -29,12 +29,24 @@ _JOBS = "/v1/fine_tuning/jobs"
 _OPERATIONS = (
     *("/livez", "/readyz", "/metrics"),
     *(f"{_JOBS}/{{job_id}}/adapter", f"{_JOBS}/{{job_id}}/logs", f"{_JOBS}/{{job_id}}/checkpoints/{{checkpoint_id}}/adapter"),
+    *(f"{_JOBS}/{{job_id}}/{part}" for part in ("metrics", "plan", "request")),
+    *("/v1/fine_tuning/metrics", "/v1/fine_tuning/plan", "/v1/sign_in_links"),
     "/v1/fine_tuning/checkpoints/{checkpoint}/adapter",
 )
-_PARAMETERS = ("stream", "last-event-id", "idempotency-key")
+_PARAMETERS = ("status", "base", "type", "stream", "last-event-id", "idempotency-key")
 _PROPERTIES = {
     "JobRequest": tuple(JobOptions.model_fields),
-    "JobView": ("phase", "reason", "attempt", "progress", "pending_reason", "chosen", *JobOptions.model_fields),
+    "JobView": (
+        "phase",
+        "reason",
+        "attempt",
+        "progress",
+        "pending_reason",
+        "queue",
+        "suffix",
+        "chosen",
+        *JobOptions.model_fields,
+    ),
     "ModelView": ("root",),
 }
 _METADATA = {

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 import uvicorn
 
 from api.app import create_app
-from api.bootstrap import PROJECT, prepare
+from api.bootstrap import PROJECT, local_holder, prepare
 from api.http import probe
 from api.transfer.multipart import TEMPORARY_PREFIX
 from ft_service import logs
@@ -34,6 +34,7 @@ from ft_service.errors import SpecError, UnavailableError
 from ft_service.host.servers import announced, living_servers
 from ft_service.jobs.states import Phase, State
 from ft_service.meters import Meters
+from ft_service.serving.preview import Preview
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
 from ft_service.store.sql import Store, migrate, open_store
@@ -55,12 +56,17 @@ class _Ending(Protocol):
     should_exit: bool
 
 
-def reconcile_here(settings: Settings, store: Store, meters: Meters, stop: threading.Event) -> None:
-    """Run jobs where FT_LAUNCHER says."""
-    Reconciler(store, new_launcher(settings), Places.of(settings), meters=meters).run(stop)
+def reconcile_here(
+    settings: Settings, store: Store, meters: Meters, stop: threading.Event, preview: Preview | None = None
+) -> None:
+    """Run jobs where FT_LAUNCHER says. `preview`: makes way for them."""
+    minutes = settings.preempt_after_minutes
+    displace_after = None if minutes is None else minutes * 60.0
+    launcher, places = new_launcher(settings), Places.of(settings)
+    Reconciler(store, launcher, places, meters=meters, guest=preview, displace_after=displace_after).run(stop)
 
 
-def serve(settings: Settings, reconcile: Work = reconcile_here, *, api_only: bool = False, as_json: bool = False) -> None:
+def serve(settings: Settings, reconcile: Work | None = None, *, api_only: bool = False, as_json: bool = False) -> None:
     """Serve until SIGINT or SIGTERM. Only for a process's main thread.
 
     `api_only`: other processes bring the database up to date (`migrate`) and move jobs (`reconcile_only`). `as_json`: print
@@ -76,15 +82,18 @@ def serve(settings: Settings, reconcile: Work = reconcile_here, *, api_only: boo
             migrate(settings.resolved_database_url())
         store = stack.enter_context(_opened(settings))
         meters = Meters()
-        app = create_app(settings, store, meters)
+        preview = Preview(settings, store) if settings.previews and not api_only else None
+        app = create_app(settings, store, meters, preview)
         key = prepare(settings, store)
         _remove_stale_uploads(settings.files_dir)
         web = _web_server(app)
         stack.enter_context(announced(settings.home, url, settings.model_folders()))
         stack.enter_context(_ended_by_signals(web))
         if not api_only:
-            _work_beside(stack, settings, store, meters, reconcile, web)
-        _greet(url, key, as_json)
+            if preview is not None:
+                stack.enter_context(_in_thread("preview", preview.run, web))
+            _work_beside(stack, settings, store, meters, reconcile or partial(reconcile_here, preview=preview), web)
+        _greet(url, key, as_json, _link(settings, store))
         _look_for_garbage_less()
         web.run(sockets=[listener])
         if not api_only:
@@ -244,11 +253,23 @@ def _look_for_garbage_less() -> None:
     gc.set_threshold(50_000, 20, 100)
 
 
-def _greet(url: str, key: str | None, as_json: bool) -> None:
+def _greet(url: str, key: str | None, as_json: bool, link: str | None) -> None:
+    private = sys.stdout.isatty()  # else it may be a log, where no key and no link belongs
+    page = None if link is None else f"{url}{link if private else '/'}"
     text = f"Serving {url}/v1 (documentation: {url}/docs)"
-    _say("serving", text, as_json, base_url=f"{url}/v1", documentation=f"{url}/docs", pid=os.getpid())
-    if key and sys.stdout.isatty():  # never into a log
+    if page is not None:
+        text += f"\nPage: {page} ({'signs in once; later' if private else 'sign in'}: ft open)"
+    _say("serving", text, as_json, base_url=f"{url}/v1", documentation=f"{url}/docs", page=page, pid=os.getpid())
+    if key and private:
         _say("first_key", f"First admin key: {key}", as_json, key=key)
+
+
+def _link(settings: Settings, store: Store) -> str | None:
+    """Path of a link that signs in with the key of the credentials file; without one, of the page; None: there is no page."""
+    if settings.page == "off":
+        return None
+    holder = local_holder(settings, store)
+    return "/" if holder is None else f"/sign-in?link={store.new_link(holder)}"
 
 
 def _say_what_goes_on(store: Store, as_json: bool) -> None:

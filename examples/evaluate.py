@@ -37,6 +37,8 @@ class Score:
     correct: int
     total: int
     samples: tuple[Sample, ...]
+    begin: tuple[Sample, ...] = ()
+    """The first few of the file, right or wrong: the same ones for every model."""
 
     @property
     def accuracy(self) -> float:
@@ -86,9 +88,10 @@ def evaluate(
     samples = [
         Sample(chat[-2]["content"], right, answer.strip()) for chat, right, answer in zip(chats, expected, answers, strict=True)
     ]
+    begin = tuple(samples[:3])
     samples.sort(key=lambda sample: sample.expected == sample.answer)
     correct = sum(sample.expected == sample.answer for sample in samples)
-    return Score(correct, len(samples), tuple(samples[:5]))
+    return Score(correct, len(samples), tuple(samples[:5]), begin)
 
 
 def main() -> None:

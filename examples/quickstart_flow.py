@@ -17,7 +17,17 @@ from typing import Any, Literal
 from openai import NotFoundError, OpenAI, OpenAIError
 from openai.types.fine_tuning import FineTuningJob
 from quickstart_processes import Evaluation, ProcessError, Server
-from quickstart_report import LOADING, change, curve, decode_metrics, draw_losses, new_folder, percent
+from quickstart_report import (
+    LOADING,
+    change,
+    curve,
+    decode_metrics,
+    draw_losses,
+    has_command,
+    new_folder,
+    percent,
+    side_by_side,
+)
 from rich.console import Console
 
 from ft_service.cli.display import Display, display_for
@@ -89,6 +99,8 @@ def _run(home: Path, spec_path: Path) -> int:
     memory = home / "quickstart.json"
     with Evaluation(model, HELD_OUT) as before, Server(home, MODELS) as server:
         _line("server", f"{server.connection.base_url}, for this run only")
+        with Client(server.connection) as ours:
+            _line("page", ours.sign_in_link("/jobs"))
         client = OpenAI(base_url=server.connection.base_url, api_key=server.connection.api_key)
         try:
             job = _follow(client, _begin(client, spec, memory))
@@ -101,8 +113,11 @@ def _run(home: Path, spec_path: Path) -> int:
         except BaseException:
             _pause(client, memory)
             raise
+    console.print()
     _line("time", f"{clock(time.monotonic() - began)}\n")
     console.print(LOADING.format(model=_shown(model), adapter=_shown(adapter)), soft_wrap=True)
+    if has_command("chat"):
+        console.print(f"Chat with it:\n\n  FT_HOME={_shown(home)} .venv/bin/ft chat {job.id}\n", soft_wrap=True)
     return 0
 
 
@@ -188,10 +203,16 @@ def _show_results(
     with Evaluation(model, HELD_OUT, adapter) as after, console.status("Asking the tuned model what it has not seen"):
         picture = draw_losses(rows, folder / "loss.png")
         first, last = before.accuracy(), after.accuracy()
+        answers = [
+            (message, base, tuned) for (message, base), (_, tuned) in zip(before.answers(), after.answers(), strict=True)
+        ]
     console.print()
     _line("accuracy", f"{percent(first)} → {percent(last)} of {last[1]} held-out messages turned into exactly the right JSON")
     _line("loss", f"{change(curve(rows, 'train_loss'))}, drawn in {_shown(picture)}")
     _line("adapter", _shown(adapter))
+    console.print("\nHeld-out messages, and what the base and the tuned model answer:")
+    for line in side_by_side(answers, console.width):
+        console.print(line, markup=False, soft_wrap=True)
     return adapter
 
 

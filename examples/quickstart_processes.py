@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Any, Self
 
 import httpx2
 
@@ -71,7 +71,7 @@ class Server:
 
 
 class Evaluation:
-    """`evaluate.py` in a process of its own, used in a `with`; `score` waits for it."""
+    """`evaluate.py` in a process of its own, used in a `with`; `accuracy` and `answers` wait for it."""
 
     def __init__(self, model: Path, data: Path, adapter: Path | None = None) -> None:
         self._arguments = ["--model", str(model), "--data", str(data), "--json"]
@@ -90,13 +90,20 @@ class Evaluation:
 
     def accuracy(self) -> tuple[int, int]:
         """(right answers, all of them). Raises ProcessError if the evaluation failed."""
+        score = self._score()
+        return score["correct"], score["total"]
+
+    def answers(self) -> list[tuple[str, str]]:
+        """(message, the model's answer) of the first few samples. Raises ProcessError if the evaluation failed."""
+        return [(sample["prompt"], sample["answer"]) for sample in self._score()["begin"]]
+
+    def _score(self) -> dict[str, Any]:
         self._process.wait()
         if self._process.returncode:
             self._errors.seek(0)
             raise ProcessError(f"the evaluation failed:\n{self._errors.read().decode(errors='replace')}")
         self._output.seek(0)
-        score = json.loads(self._output.read())
-        return score["correct"], score["total"]
+        return json.loads(self._output.read())
 
 
 def _start(command: list[str], env: dict[str, str], output: IO[bytes], errors: IO[bytes]) -> subprocess.Popen[bytes]:

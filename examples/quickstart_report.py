@@ -9,8 +9,11 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import typer
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+
+from ft_service.cli.app import app
 
 Point = tuple[int, float]
 
@@ -65,3 +68,19 @@ def change(points: Sequence[Point]) -> str:
 def percent(score: tuple[int, int]) -> str:
     correct, total = score
     return f"{correct / total:.0%}"
+
+
+def side_by_side(answers: Sequence[tuple[str, str, str]], width: int) -> list[str]:
+    """Lines for (message, the base's answer, the tuned model's) each; cut to `width` columns."""
+    lines: list[str] = []
+    for rows in answers:
+        lines.append("")
+        for title, text in zip(("message", "base", "tuned"), rows, strict=True):
+            line = f"  {title:<10}{' '.join(text.split()) or '(nothing)'}"
+            lines.append(line if len(line) <= width else f"{line[: width - 1]}…")
+    return lines
+
+
+def has_command(name: str) -> bool:
+    """Whether `ft` has a command of that name."""
+    return name in getattr(typer.main.get_command(app), "commands", {})

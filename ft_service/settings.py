@@ -46,8 +46,13 @@ class Settings(BaseSettings):
     """Address the server listens on."""
     port: int = Field(default=8000, ge=0, le=65535)
     """0: any free port; the chosen one is printed and written to FT_HOME/server.json."""
+    page: Literal["on", "off"] = "on"
+    """The page for browsers below `/`, and their sessions; off: only the REST API."""
     slots: int | None = Field(default=None, ge=1, le=1024)
     """Ranks this host runs at once; None: its GPUs, or without a GPU its processors (at least 2)."""
+    preempt_after_minutes: float | None = Field(default=None, ge=0)
+    """Minutes that a job holds its slots before one of higher priority may take them: it stops at a checkpoint and is queued
+    again, so that this is also how often it can happen to it. None: nobody's slots are taken."""
     max_file_bytes: int = Field(default=512 * 1024**2, ge=1)
     """Largest file uploaded in one request."""
     max_upload_bytes: int = Field(default=8 * 1024**3, ge=1)
@@ -59,6 +64,11 @@ class Settings(BaseSettings):
     inference_url: str = Field(default="", pattern=r"^(https?://.+)?$")
     """Base URL (with /v1) of an OpenAI-compatible server that serves the tuned models by their names: chat completions are
     passed on to it. Empty: they are refused with what to do."""
+    preview: Literal["auto", "on", "off"] = "auto"
+    """Answer chat completions for bases and tuned models by a process of this host, where no inference_url is set: a preview,
+    to try them, and no serving engine. auto: where jobs run as processes of this host too, and the server moves them."""
+    preview_idle_seconds: float = Field(default=600.0, gt=0)
+    """After so long without a request that process ends."""
     inference_api_key: SecretStr | None = None
     """What that server wants as its key; None: nothing."""
     wandb_api_key: SecretStr | None = None
@@ -111,6 +121,16 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _one_host_to_preview(self) -> Settings:
+        if self.preview == "on" and self.launcher != "local":
+            raise ValueError(
+                "FT_PREVIEW = on needs FT_LAUNCHER = local: a cluster has no host of the service's own to answer on"
+            )
+        if self.preview == "on" and self.inference_url:
+            raise ValueError("FT_PREVIEW = on and FT_INFERENCE_URL are both set: one of them answers. Keep one")
+        return self
+
+    @model_validator(mode="after")
     def _whole_cluster(self) -> Settings:
         if self.launcher == "local":
             if self.storage:
@@ -129,6 +149,11 @@ class Settings(BaseSettings):
                 "FT_LAUNCHER = kubernetes needs PostgreSQL in FT_DATABASE_URL: SQLite's locks do not work between hosts"
             )
         return self
+
+    @property
+    def previews(self) -> bool:
+        """Whether chat completions are answered here."""
+        return self.preview != "off" and self.launcher == "local" and not self.inference_url
 
     def resolved_database_url(self) -> str:
         """The URL to connect to. Raises OSError if FT_DATABASE_URL_FILE cannot be read."""

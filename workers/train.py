@@ -31,7 +31,9 @@ from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, OutcomeKind
 from ft_service.rundir.fence import Fence
 from ft_service.spec import JobSpec
+from workers.base.agreement import from_first
 from workers.base.load import adapters, load
+from workers.data.sharing import Limits
 from workers.data.token_sets import job_samples, remove_own
 from workers.job import origins
 from workers.job.parent_adapter import adopt
@@ -49,7 +51,10 @@ from workers.ranks.runtime import COMPUTE_DTYPE, Runtime, enter, leave, report_f
 from workers.ranks.sharding import shard
 from workers.training.guards import AdapterWatch, check_gathered_weights, check_ids
 from workers.training.loop import Schedule, Trainer
+from workers.training.objective import Objective, Preference, Supervised
 from workers.training.packing import settle_limits
+from workers.training.reference import INDEX as REFERENCE
+from workers.training.reference import compute_reference, find_reference, key_of_reference
 from workers.training.stop import StopRequest
 
 
@@ -89,21 +94,27 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
     for level, text in built.loaded.messages() if built.loaded else ():
         reporter.message(text, level)
     check_gathered_weights(built.peft_model, runtime.compute_dtype)
-    # A resumed attempt has its adapter from its own checkpoint, and does not need the parent any more.
-    adopted = adopt(built.peft_model, spec.parent) if spec.parent and runtime.start.checkpoint is None else None
-    if adopted is not None:
+    # A resumed attempt has its adapter from its own checkpoint, and needs the parent only for a reference that is lost.
+    resumes = runtime.start.checkpoint is not None
+    needs_parent = not resumes or (spec.dpo is not None and not runtime.run.path(REFERENCE).is_file())
+    adopted = adopt(built.peft_model, spec.parent) if spec.parent and from_first(needs_parent) else None
+    if adopted is not None and not resumes:
         reporter.message(f"The adapter is that of {adopted.tuned_name}, step {adopted.step}; the optimizer begins anew.")
     origins.record(runtime.run, spec, built, train_set, valid_set, adopted)  # a job goes on only on the base that it began with
     job = JobState(dict(adapters(built.peft_model)), spec.training)  # on the final parameters: loading replaced them
-    schedule = Schedule.of(spec, len(train_set))
-    _resume(runtime, reporter, job, schedule)
-
     built.peft_model.train()
     limits = settle_limits(built.peft_model, spec, runtime.device, warn=lambda text: reporter.message(text, "warn"))
+    objectives = _objectives(runtime, built, train_set, valid_set, limits, reporter, stop)  # before the adapter changes
+    if objectives is None:
+        reporter.message("Stopped before the first step, while reference log-probabilities were computed.")
+        return Outcome(kind=OutcomeKind.STOPPED, checkpoint=runtime.start.checkpoint)
+    train_data, valid_data = objectives
+    schedule = Schedule.of(spec, len(train_data))
+    _resume(runtime, reporter, job, schedule)
     config = built.peft_model.peft_config["default"] if os.environ.get(WITH_ADAPTERS) else None
     saver = Saver(runtime, reporter, config)
     watch = AdapterWatch(job.parameters, warn=lambda text: reporter.message(text, "warn"))
-    parts = (runtime, built.peft_model, job, train_set, valid_set, schedule, reporter, stop, saver, watch, limits)
+    parts = (runtime, built.peft_model, job, train_data, valid_data, schedule, reporter, stop, saver, watch, limits)
     stopped_at = Trainer(*parts).fit()
     if stopped_at is not None:
         reporter.message(f"Stopped at step {job.step}; checkpoint {stopped_at} is complete.")
@@ -119,6 +130,29 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
     which = "" if published == steps else f" of step {published}, with the lowest validation loss,"
     reporter.message(f"Training is complete after {steps} steps; the adapter{which} is written.")
     return Outcome(kind=OutcomeKind.SUCCEEDED)
+
+
+def _objectives(
+    runtime: Runtime,
+    built: BuiltModel,
+    train: TokenSet,
+    valid: TokenSet,
+    limits: Limits,
+    reporter: Reporter,
+    stop: StopRequest,
+) -> tuple[Objective, Objective] | None:
+    """Training and validation data with what the loss is taken of. None: the job was stopped meanwhile."""
+    options = runtime.spec.dpo
+    if options is None:
+        return Supervised(train), Supervised(valid)
+    key = key_of_reference(runtime.run, runtime.spec, train, valid)
+    found = find_reference(runtime.run, key, train, valid)
+    if found is None:
+        parts = (runtime, built.peft_model, key, train, valid, limits)
+        found = compute_reference(*parts, tell=reporter.message, stops=stop.agreed)
+    if found is None:
+        return None
+    return Preference(train, found.training, options), Preference(valid, found.validation, options)
 
 
 def construct(

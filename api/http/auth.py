@@ -1,4 +1,4 @@
-"""Authentication: `Authorization: Bearer <key>`."""
+"""Authentication: `Authorization: Bearer <key>`; or a browser's session, which a key has opened on the page."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
+from api.http import sessions
 from api.http.dependencies import Services, Svc
 from ft_service.errors import AuthError, ForbiddenError
 from ft_service.store.records import Principal
@@ -16,8 +17,11 @@ _Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
 
 
 async def authenticated(request: Request, credentials: _Credentials, services: Svc) -> Principal:
-    """The holder of the key. Raises AuthError; the message never repeats the key."""
-    principal = await _holder(credentials, services)
+    """The holder of the key or session. Raises AuthError; the message never repeats the key."""
+    if credentials is None and (secret := sessions.secret_of(request)) and services.settings.page == "on":
+        principal = await sessions.holder(request, secret, services.holders)
+    else:
+        principal = await _holder(credentials, services)
     if principal.scope == "metrics":
         raise ForbiddenError("A key of scope metrics reads /metrics and nothing else.")
     request.state.principal = principal  # for the log

@@ -12,12 +12,15 @@ from fastapi import Depends, Request
 from pydantic import ValidationError
 
 from api.http.batching import Batched
+from api.http.curve_cache import CurveCache
 from api.http.key_cache import Holders
 from ft_service.bases.catalogue import Catalogue
 from ft_service.control.admission import Asked, create
+from ft_service.control.forecasts import Forecasts
 from ft_service.errors import SpecError
 from ft_service.jobs.states import Job
 from ft_service.meters import Meters
+from ft_service.serving.preview import Preview
 from ft_service.settings import Settings
 from ft_service.spec import Strict, spec_error
 from ft_service.storage.locations import Places
@@ -39,6 +42,8 @@ class Services:
     store: Store
     catalogue: Catalogue
     meters: Meters = field(default_factory=Meters)
+    preview: Preview | None = None
+    """None: chat completions are not answered here."""
 
     @cached_property
     def holders(self) -> Holders:
@@ -46,9 +51,19 @@ class Services:
         return Holders(self.store)
 
     @cached_property
+    def curves(self) -> CurveCache:
+        """The curves of jobs."""
+        return CurveCache(self.store)
+
+    @cached_property
     def create_job(self) -> Batched[Asked, Job]:
         """Check and store a job from its parsed body, in a batch with those that arrive at the same time."""
         return Batched(partial(create, store=self.store, settings=self.settings, catalogue=self.catalogue))
+
+    @cached_property
+    def forecasts(self) -> Forecasts:
+        """Where jobs stand in the queue."""
+        return Forecasts(self.store)
 
     @cached_property
     def places(self) -> Places:

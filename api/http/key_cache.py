@@ -1,4 +1,4 @@
-"""Holders of keys, remembered for a moment."""
+"""Holders of keys and of browsers' sessions, remembered for a moment."""
 
 from __future__ import annotations
 
@@ -28,11 +28,21 @@ class Holders:
 
     async def find(self, secret: str) -> Principal | None:
         """The holder of a key. None: the key is not valid. Raises UnavailableError if the database does not answer."""
-        digest = hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
+        return await self._find(_digest(secret), self._store.authenticate, secret)
+
+    async def find_session(self, secret: str) -> Principal | None:
+        """The holder of a browser's session, as `find`."""
+        return await self._find(_digest(f"session {secret}"), self._store.session_holder, secret)
+
+    def forget_session(self, secret: str) -> None:
+        """Look a session up anew: it was ended."""
+        self._known.pop(_digest(f"session {secret}"), None)
+
+    async def _find(self, digest: bytes, look_up: Callable[[str], Principal | None], secret: str) -> Principal | None:
         principal, until = self._known.get(digest, (None, 0.0))
         if principal and self._clock() < until:
             return principal
-        principal = await run_in_threadpool(self._store.authenticate, secret)
+        principal = await run_in_threadpool(look_up, secret)
         self._remember(digest, principal)
         return principal
 
@@ -43,3 +53,7 @@ class Holders:
         if len(self._known) >= _MOST:
             self._known.clear()
         self._known[digest] = (principal, self._clock() + REMEMBERED_SECONDS)
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()

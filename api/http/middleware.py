@@ -15,12 +15,15 @@ from ft_service.meters import Meters
 
 log = logging.getLogger("ft_service.api")
 
+INNER = "ft_service.inner"
+"""In the scope of a request that the page makes within another: that one is logged and counted."""
 _UNKNOWN = "none"
 """Route of a request that no route was found for: its path is the client's choice and no label."""
 _NOSNIFF = (b"x-content-type-options", b"nosniff")
 _NO_STORE = (b"cache-control", b"no-store")
 _PROBES = ("/livez", "/readyz", "/metrics")
-_WATCHED = ("/v1/fine_tuning/jobs/{job_id}", "/v1/fine_tuning/jobs/{job_id}/events")
+_JOB = "/v1/fine_tuning/jobs/{job_id}"
+_WATCHED = (_JOB, f"{_JOB}/events", f"{_JOB}/metrics")
 """What everybody who watches a job asks every second."""
 
 
@@ -34,7 +37,7 @@ class RequestContext:
         self._meters = meters
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or INNER in scope:
             await self._app(scope, receive, send)
             return
         request_id = new_id("req_")
@@ -64,7 +67,7 @@ class RequestContext:
         """Count the request and log it: the path and what it names, never the query, the body or the key."""
         route = getattr(scope.get("route"), "path", _UNKNOWN)
         self._meters.requests.labels(scope["method"], route, status).observe(seconds)
-        usual = route in _PROBES or (scope["method"] == "GET" and route in _WATCHED)
+        usual = route in _PROBES or (scope["method"] == "GET" and (route in _WATCHED or route.startswith("/page/live/")))
         level = logging.DEBUG if usual and status < 400 else logging.INFO
         about_it: dict[str, Any] = {"method": scope["method"], "route": route, "status": status, "seconds": round(seconds, 5)}
         if job_id := scope.get("path_params", {}).get("job_id"):

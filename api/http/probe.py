@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -28,14 +29,19 @@ def serving(port: int, address: str, meters: Meters) -> Iterator[int]:
     try:
         server = make_server(address, port, application(meters), kind, handler_class=_Silent)
     except OSError as error:
-        message = f"FT_METRICS_PORT = {port}: cannot listen there: {error.strerror or error}."
-        raise SpecError(message, param="FT_METRICS_PORT", code="cannot_listen") from None
+        raise SpecError(_cannot_listen(port, address, error), param="FT_METRICS_PORT", code="cannot_listen") from None
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     try:
         yield server.server_port
     finally:
         server.shutdown()
         server.server_close()
+
+
+def _cannot_listen(port: int, address: str, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"Port {port} of {address} is in use by another program. Stop that, or set FT_METRICS_PORT to another port."
+    return f"Metrics cannot be served on {address} (FT_BIND), port {port} (FT_METRICS_PORT): {error.strerror or error}."
 
 
 def application(meters: Meters) -> Application:

@@ -56,7 +56,7 @@ async def create(
         if not (job_id and (created_before := await run_in_threadpool(earlier))):
             raise
         return created_before
-    return written(job_view(job, organization=caller.organization, metrics=None, now=0.0))
+    return written(job_view(job, organization=caller.organization))
 
 
 _CREATE = {"response_model": JobView, "openapi_extra": body_schema(JobRequest)}
@@ -65,11 +65,19 @@ router.add_api_route("", create, methods=["POST"], route_class_override=BareRout
 
 @router.get("", response_model=ListView[JobView])
 def list_jobs(
-    request: Request, caller: Caller, services: Svc, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
+    request: Request,
+    caller: Caller,
+    services: Svc,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    status: State | None = None,
+    base: Annotated[str | None, Query(description="Name of a base model: only jobs that train on it.")] = None,
 ) -> Any:
     """Newest first. `metadata[k]=v`, any number of times: only jobs whose metadata hold all these pairs. `metadata=null`: only
-    jobs without metadata."""
-    page = services.store.list_jobs(caller.project_id, after=after, limit=limit, metadata=_metadata(request))
+    jobs without metadata. `status` and `base`, which OpenAI's API has not: only jobs in that state, on that base."""
+    page = services.store.list_jobs(
+        caller.project_id, after=after, limit=limit, metadata=_metadata(request), state=status, base=base
+    )
     return list_view([_view(job, caller, services) for job in page.data], page.has_more)
 
 
@@ -108,13 +116,14 @@ def events(
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     stream: bool = False,
+    kind: Annotated[Literal["message"] | None, Query(alias="type", description="Only messages, no numbers of steps.")] = None,
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> Any:
     """Newest first. `stream=true` (not in OpenAI's API): server-sent events instead, the oldest first, from the one after
     `Last-Event-ID` (or `after`) until the job has ended, then `[DONE]`; `limit` has no effect then."""
     if stream:
         return event_stream.response(services.store, caller.project_id, job_id, last_event_id or after)
-    page = services.store.list_events(caller.project_id, job_id, after=after, limit=limit)
+    page = services.store.list_events(caller.project_id, job_id, after=after, limit=limit, messages=kind is not None)
     return list_view([event_view(event) for event in page.data], page.has_more)
 
 
@@ -197,9 +206,18 @@ async def _create(body: Any, caller: Principal, services: Services, job_id: str 
 
 
 def _view(job: Job, caller: Principal, services: Services) -> JobView:
-    metrics = services.store.latest_metrics(job.id) if job.attempt else None
-    now = services.store.now() if metrics and job.state is State.RUNNING else 0.0
-    return job_view(job, organization=caller.organization, metrics=metrics, now=now)
+    store = services.store
+    metrics = validated = store.latest_metrics(job.id) if job.attempt else None
+    if metrics is not None and metrics.valid_loss is None and job.spec.validation_data is not None:
+        validated = store.latest_validation(job.id)
+    return job_view(
+        job,
+        organization=caller.organization,
+        metrics=metrics,
+        now=store.now() if metrics and job.state is State.RUNNING else 0.0,
+        place=services.forecasts.find(job) if job.state is State.QUEUED else None,
+        valid_loss=validated.valid_loss if validated else None,
+    )
 
 
 def _metadata(request: Request) -> dict[str, str] | Literal["none"] | None:

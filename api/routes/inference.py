@@ -1,20 +1,25 @@
-"""Chat completions, which scripts ask for once their job has succeeded. This service trains: it passes them on to the
-operator's inference server if there is one, and otherwise says what to do instead.
+"""Chat completions, which scripts ask for once their job has succeeded: the operator's inference server answers them if there
+is one, else the preview on this host. Without either the refusal says what to do instead.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from api.http.auth import Caller
-from api.http.dependencies import JsonBody, Svc, server_sent
+from api.http.dependencies import JsonBody, Services, Svc, server_sent
 from api.http.routing import keyed_router
-from api.transfer import inference_proxy
+from api.transfer import chat_answer, inference_proxy
+from api.transfer.adapter_download import adapter_folder
 from ft_service.control import tuned_models
 from ft_service.errors import NotFoundError, SpecError
+from ft_service.serving.preview import Deliver, Preview, Ticket
+from ft_service.serving.request import ChatCompletion, parse_chat_completion
 from ft_service.spec import is_tuned
 
 router = keyed_router("/v1/chat/completions", "inference")
@@ -25,9 +30,10 @@ _BODY = {"requestBody": {"required": True, "content": {"application/json": {"sch
 
 
 @router.post("", openapi_extra=_BODY, response_class=StreamingResponse, responses=_ANSWER)
-async def create(body: JsonBody, caller: Caller, services: Svc) -> StreamingResponse:
-    """With FT_INFERENCE_URL: that server's answer, streamed if asked for. Tuned models must be the project's own or granted to
-    it. Without: a 404 that names the adapter and how to serve it."""
+async def create(request: Request, body: JsonBody, caller: Caller, services: Svc) -> Response:
+    """For a base, an alias, a tuned model or a checkpoint of one; streamed if asked for. Tuned models must be the project's own
+    or granted to it. With FT_INFERENCE_URL that server answers. Else the preview of this host does (FT_PREVIEW): training comes
+    first, and while it has the slots this is a 503 with `retry-after`."""
     name: Any = body.get("model") if isinstance(body, dict) else None
     if not isinstance(name, str):
         raise SpecError("model is required: the name of a tuned model.", param="model", code="missing_required_parameter")
@@ -36,7 +42,25 @@ async def create(body: JsonBody, caller: Caller, services: Svc) -> StreamingResp
         return await inference_proxy.chat_completion(services.settings, body)
     if tuned is not None:  # whoever serves models may have loaded one that was pruned since
         await run_in_threadpool(tuned_models.refuse_pruned, tuned, services.places)
-    raise _not_served(tuned)
+    if services.preview is None:
+        raise _not_served(tuned)
+    asked = parse_chat_completion(body)
+    submit = partial(_submit, services, services.preview, asked, tuned)
+    return await chat_answer.answer(request, asked, services.preview, submit)
+
+
+def _submit(
+    services: Services, preview: Preview, asked: ChatCompletion, tuned: tuned_models.Tuned | None, deliver: Deliver
+) -> Ticket:
+    if tuned is None:
+        try:
+            base = services.catalogue.find(asked.model)
+        except SpecError as error:
+            raise NotFoundError(error.message, param="model", code="model_not_found") from None
+        return preview.submit(str(base.path), None, asked.order(None), deliver)
+    adapter = adapter_folder(tuned, services.places)
+    spec = tuned.job.spec
+    return preview.submit(spec.model.path, spec.precision.model_dump(mode="json"), asked.order(str(adapter)), deliver)
 
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)

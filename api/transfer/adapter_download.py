@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from fastapi.responses import StreamingResponse
 
 from api.transfer import tar_stream
@@ -11,22 +13,30 @@ from ft_service.storage.locations import Places
 from ft_service.supervisor import worker_tasks
 
 
+def adapter_folder(model: Tuned, places: Places) -> Path:
+    """The folder with a model's adapter. That of a checkpoint is made at its first use. Raises NotFoundError if it is gone."""
+    refuse_pruned(model, places)
+    if model.checkpoint is not None:
+        whole = places.whole_run(model.job.id, model.checkpoint.name)
+        return worker_tasks.make_checkpoint_adapter(whole, model.checkpoint.name)
+    folder = places.run(model.job.id).plain(model.adapter_key)
+    if not isinstance(folder, Path) or not folder.is_dir():
+        raise _gone(model)
+    return folder
+
+
+def _gone(model: Tuned) -> NotFoundError:
+    return NotFoundError(f"The adapter of {model.name} is gone from the service's disk.", param="job_id", code="no_adapter")
+
+
 def archived(model: Tuned, places: Places) -> StreamingResponse:
     """A tar of the model's adapter, in a folder `adapter/`. That of a checkpoint is made at its first download.
 
     Raises NotFoundError if it is gone from the disk.
     """
-    refuse_pruned(model, places)
-    run = places.run(model.job.id)
-    if model.checkpoint is None:
-        folder = run.plain(model.adapter_key)
-    else:
-        folder = worker_tasks.make_checkpoint_adapter(
-            places.whole_run(model.job.id, model.checkpoint.name), model.checkpoint.name
-        )
-    files = tar_stream.members(folder, "adapter") if folder is not None else []
+    files = tar_stream.members(adapter_folder(model, places), "adapter")
     if not files:
-        raise NotFoundError(f"The adapter of {model.name} is gone from the service's disk.", param="job_id", code="no_adapter")
+        raise _gone(model)
     name = model.job.id if model.checkpoint is None else f"{model.job.id}-step-{model.checkpoint.step}"
     headers = {
         "content-length": str(tar_stream.length(files)),

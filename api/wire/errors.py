@@ -63,17 +63,27 @@ def internal_error(request_id: str) -> JSONResponse:
     return error_response(500, message, kind=SERVER, code="internal_error", headers={"x-should-retry": "false"})
 
 
+def error_body(error: FtError) -> dict[str, Any]:
+    """The body of an error where no status can be sent any more: in the middle of a stream."""
+    _, kind = _status(error)
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+
+
+def _status(error: FtError) -> tuple[int, str]:
+    return next(STATUS[parent] for parent in type(error).__mro__ if parent in STATUS)
+
+
 def _ft_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, FtError)
-    status, kind = next(STATUS[parent] for parent in type(error).__mro__ if parent in STATUS)
-    return error_response(status, error.message, kind=kind, param=error.param, code=error.code, headers=_headers(status))
+    status, kind = _status(error)
+    return error_response(status, error.message, kind=kind, param=error.param, code=error.code, headers=_headers(status, error))
 
 
-def _headers(status: int) -> dict[str, str]:
+def _headers(status: int, error: FtError) -> dict[str, str]:
     if status == 401:
         return {"www-authenticate": "Bearer"}
     if status == 503:
-        return {"retry-after": "1"}
+        return {"retry-after": str(error.retry_after if isinstance(error, UnavailableError) else 1)}
     # The rest of 5xx comes again however often it is tried; a 409 is a lost race and may be tried again.
     return {"x-should-retry": "false"} if status >= 500 else {}
 

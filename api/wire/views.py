@@ -10,9 +10,10 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, Field
 
+from ft_service.jobs.forecast import Place
 from ft_service.jobs.states import Job, Phase, State
 from ft_service.rundir.events import Metrics
-from ft_service.spec import LEARNING_RATE, Integration, Strict, TrainingOptions, TunedName
+from ft_service.spec import DPO_LEARNING_RATE, LEARNING_RATE, Integration, JobSpec, Strict, TunedName
 from ft_service.store.records import Checkpoint, File, Permission, StoredEvent, Upload, UploadPart
 
 View = TypeVar("View")
@@ -122,13 +123,26 @@ class HyperparametersView(BaseModel):
     learning_rate_multiplier: float
 
 
+class DpoHyperparametersView(HyperparametersView):
+    """The same of direct preference optimisation; learning_rate_multiplier is of its own usual rate."""
+
+    beta: float
+    loss_type: str
+    rpo_alpha: float | None
+
+
 class SupervisedView(BaseModel):
     hyperparameters: HyperparametersView
 
 
+class DpoView(BaseModel):
+    hyperparameters: DpoHyperparametersView
+
+
 class MethodView(BaseModel):
-    type: Literal["supervised"] = "supervised"
-    supervised: SupervisedView
+    type: Literal["supervised", "dpo"] = "supervised"
+    supervised: SupervisedView | None = None
+    dpo: DpoView | None = None
 
 
 class JobErrorView(BaseModel):
@@ -138,7 +152,7 @@ class JobErrorView(BaseModel):
 
 
 class ProgressView(BaseModel):
-    """The newest numbers that training reported."""
+    """The newest numbers that training reported; `valid_loss`: of the last validation so far."""
 
     step: int
     total_steps: int
@@ -150,6 +164,20 @@ class ProgressView(BaseModel):
     step_seconds: float | None
     tokens_per_second: float | None
     trained_tokens: int | None
+
+
+class QueueView(BaseModel):
+    """Where a waiting job stands."""
+
+    position: int
+    """1: no other waiting job is expected to start before it."""
+    reason: str
+    """Why it does not run yet."""
+    estimated_start: int | None
+    """Seconds since the epoch, by how long jobs took and take here; null: not known yet."""
+    share: float
+    """Its project's part, from 0 to 1, of what all projects have used lately (half of it is forgotten every three days). Of
+    jobs of like priority those start first whose project has the smaller part."""
 
 
 class JobView(BaseModel):
@@ -185,7 +213,11 @@ class JobView(BaseModel):
     pending_reason: str | None
     """Why a job does not start although its turn has come, or why nothing is known of it now; null: it waits for its turn, or
     runs."""
+    queue: QueueView | None
+    """While queued."""
+    suffix: str | None
     priority: int
+    max_seconds: int | None
     lora: dict[str, Any]
     precision: dict[str, Any]
     training: dict[str, Any]
@@ -273,10 +305,19 @@ def upload_part_view(part: UploadPart) -> UploadPartView:
     return UploadPartView(id=part.id, created_at=int(part.created_at), upload_id=part.upload_id)
 
 
-def job_view(job: Job, *, organization: str, metrics: Metrics | None, now: float) -> JobView:
-    """A job as the wire shows it. `metrics`: the job's newest; `now`: database time, for the estimate."""
+def job_view(
+    job: Job,
+    *,
+    organization: str,
+    metrics: Metrics | None = None,
+    now: float = 0.0,
+    place: Place | None = None,
+    valid_loss: float | None = None,
+) -> JobView:
+    """A job as the wire shows it. `metrics`: the job's newest; `now`: database time, for the estimate; `place`: in the queue,
+    if it is known; `valid_loss`: of the last validation."""
     spec = job.spec
-    hyperparameters = _hyperparameters(spec.training)
+    hyperparameters = _hyperparameters(spec)
     return JobView(
         id=job.id,
         created_at=int(job.created_at),
@@ -295,13 +336,16 @@ def job_view(job: Job, *, organization: str, metrics: Metrics | None, now: float
         estimated_finish=_whole(_estimate(job, metrics, now)),
         integrations=[Integration.model_validate(given) for given in job.request.get("integrations") or ()],
         metadata=job.request.get("metadata"),
-        method=MethodView(supervised=SupervisedView(hyperparameters=hyperparameters)),
+        method=_method(spec, hyperparameters),
         phase=job.phase.value if job.phase else None,
         reason=job.reason.value if job.reason else None,
         attempt=job.attempt,
-        progress=_progress(metrics) if metrics else None,
+        progress=_progress(metrics, valid_loss) if metrics else None,
         pending_reason=job.pending if job.state in (State.QUEUED, State.RUNNING) else None,
+        queue=_queue(place) if place and job.state is State.QUEUED else None,
+        suffix=job.request.get("suffix"),
         priority=job.priority,
+        max_seconds=job.max_seconds,
         lora=spec.lora.model_dump(),
         precision=spec.precision.model_dump(),
         training=spec.training.model_dump(),
@@ -318,7 +362,7 @@ def event_view(event: StoredEvent) -> EventView:
         level=event.level,
         message=event.message,
         type="metrics" if event.metrics else "message",
-        data=event.metrics.model_dump(exclude_none=True) if event.metrics else None,
+        data=event.metrics.flat() if event.metrics else None,
     )
 
 
@@ -346,24 +390,43 @@ def permission_view(permission: Permission) -> PermissionView:
     return PermissionView(id=permission.id, created_at=int(permission.created_at), project_id=permission.grantee)
 
 
-def _hyperparameters(training: TrainingOptions) -> HyperparametersView:
+def _method(spec: JobSpec, hyperparameters: HyperparametersView) -> MethodView:
+    if spec.dpo is None:
+        return MethodView(supervised=SupervisedView(hyperparameters=hyperparameters))
+    own = DpoHyperparametersView(**hyperparameters.model_dump(), **spec.dpo.model_dump())
+    return MethodView(type="dpo", dpo=DpoView(hyperparameters=own))
+
+
+def _hyperparameters(spec: JobSpec) -> HyperparametersView:
+    training, of_one = spec.training, LEARNING_RATE if spec.dpo is None else DPO_LEARNING_RATE
     return HyperparametersView(
         n_epochs=training.n_epochs if training.max_steps is None else None,
         batch_size=training.batch_size,
         # Back to the number the user wrote: 1e-4 / 2e-4 and its kind carry the noise of two roundings.
-        learning_rate_multiplier=float(f"{training.learning_rate / LEARNING_RATE:.12g}"),
+        learning_rate_multiplier=float(f"{training.learning_rate / of_one:.12g}"),
     )
 
 
-def _progress(metrics: Metrics) -> ProgressView:
+def _progress(metrics: Metrics, valid_loss: float | None) -> ProgressView:
     speed = metrics.tokens / metrics.step_seconds if metrics.tokens and metrics.step_seconds else None
-    return ProgressView(tokens_per_second=speed, **metrics.model_dump(include=set(ProgressView.model_fields)))
+    known = metrics.model_dump(include=set(ProgressView.model_fields))
+    return ProgressView(**{**known, "tokens_per_second": speed, "valid_loss": valid_loss})
 
 
 def _estimate(job: Job, metrics: Metrics | None, now: float) -> float | None:
     if job.state is not State.RUNNING or metrics is None or metrics.step_seconds is None:
         return None
     return now + (metrics.total_steps - metrics.step) * metrics.step_seconds
+
+
+def _queue(place: Place) -> QueueView:
+    forecast = place.forecast
+    return QueueView(
+        position=forecast.position,
+        reason=forecast.reason,
+        estimated_start=_whole(forecast.starts_at),
+        share=round(place.share, 4),
+    )
 
 
 def _whole(seconds: float | None) -> int | None:

@@ -5,23 +5,17 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from ft_service import __version__
-from ft_service.cli import (
-    convert_command,
-    jobs,
-    keys,
-    merge_command,
-    plan_command,
-    prune_command,
-    run_command,
-    serve,
-    verify_command,
-)
+from ft_service.cli import chat_command, convert_command, keys, merge_command, models, prune_command, serve, verify_command
+from ft_service.cli.jobs import comparing, fetching, following, listing, submit, verbs
+from ft_service.cli.local import plan_command, run_command
 from ft_service.cli.output import Json, complain, print_json
 from ft_service.errors import DataError, FtError, SpecError
 
@@ -29,7 +23,7 @@ FAILED = 1
 WRONG = 64
 INTERRUPTED = 130
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(pretty_exceptions_enable=False, context_settings={"help_option_names": ["--help", "-h"]})
 
 
 @app.command()
@@ -54,27 +48,35 @@ def options(
     """Fine-tune language models on your own machines: serve the API, submit jobs and watch them."""
 
 
-serve.register(app)
-run_command.register(app)
-plan_command.register(app)
-jobs.register(app)
-convert_command.register(app)
-verify_command.register(app)
-merge_command.register(app)
-prune_command.register(app)
+for part in (
+    *(serve, run_command, plan_command, submit, listing, following, comparing, verbs, fetching, models),
+    *(convert_command, verify_command, merge_command, chat_command, prune_command),
+):
+    part.register(app)
 app.add_typer(keys.app, name="keys")
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line; the exit code. Mistakes of the user's and failures of the service end in one line on stderr."""
+    """Run one command line; the exit code. Mistakes of the user's and failures of the service are told on stderr: in a
+    sentence, or with --json as one object `{"error": {"message", "code", "param", "exit_code"}}` on a line.
+    """
+    as_json = "--json" in arguments
     try:
         code = app(args=list(arguments) or ["--help"], prog_name="ft", standalone_mode=False)
     except typer.TyperException as error:
-        return complain(error.format_message(), WRONG)
+        return _tell(SpecError(error.format_message(), code="usage"), WRONG, as_json)
     except (typer.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except (SpecError, DataError) as error:
-        return complain(error.message, WRONG)
+        return _tell(error, WRONG, as_json)
     except FtError as error:
-        return complain(error.message, FAILED)
+        return _tell(error, FAILED, as_json)
     return code if isinstance(code, int) else 0
+
+
+def _tell(error: FtError, code: int, as_json: bool) -> int:
+    if not as_json:
+        return complain(error.message, code)
+    body = {"message": error.message, "code": error.code, "param": error.param, "exit_code": code}
+    print(json.dumps({"error": body}, ensure_ascii=False), file=sys.stderr)
+    return code

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ft_service.client.client import Client
@@ -20,7 +22,8 @@ from ft_service.errors import SpecError
 from ft_service.settings import Settings
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-JobId = Annotated[str, typer.Argument(metavar="ID", help="The job, as `ft jobs` shows it.")]
+OWN_WIDTH = 1000
+"""Columns of output that is piped: nothing is cut."""
 
 
 def load_settings(**overrides: Any) -> Settings:
@@ -44,8 +47,9 @@ def connect() -> Client:
 
 
 def complain(message: str, code: int) -> int:
-    """Print one line on stderr; returns the exit code."""
-    print(f"ft: {' '.join(message.split())}", file=sys.stderr)
+    """Print a sentence on stderr, or a line for each of several; returns the exit code."""
+    lines = [" ".join(line.split()) for line in message.splitlines() if line.strip()] or [""]
+    print("\n  ".join([f"ft: {lines[0]}", *lines[1:]]), file=sys.stderr)
     return code
 
 
@@ -57,28 +61,56 @@ def print_json_line(document: Any) -> None:
     print(json.dumps(document, ensure_ascii=False), flush=True)
 
 
-def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print columns under titles; cut to the width of a terminal, whole when piped."""
+def print_table(
+    titles: Sequence[str], rows: Sequence[Sequence[str]], notes: tuple[str, Sequence[str | None]] | None = None
+) -> None:
+    """Print columns under titles; cut to the width of a terminal, whole when piped. `notes`: a title and a sentence (or
+    none) for each row, which a terminal shows below the row and a pipe as the last column.
+    """
+    if notes is not None and not is_terminal():
+        titles, rows = [*titles, notes[0]], [(*row, note or "") for row, note in zip(rows, notes[1], strict=True)]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in titles:
         table.add_column(title, no_wrap=True)
     for row in rows:
-        table.add_row(*row)
-    _console().print(table, highlight=False, markup=False)
+        table.add_row(*(escape(cell) for cell in row))
+    console = _console()
+    with console.capture() as captured:
+        console.print(table, highlight=False)
+    header, *lines = captured.get().splitlines()
+    print(header)
+    for line, note in zip(lines, notes[1] if notes and is_terminal() else [None] * len(lines), strict=True):
+        print(line)
+        if note:
+            text = f"    {' '.join(note.split())}"
+            print(text if len(text) <= console.width else text[: console.width - 1] + "…")
 
 
 def print_fields(fields: Sequence[tuple[str, str | None]]) -> None:
-    """Print names and values, one pair a line; pairs without a value are left out."""
+    """Print names and values, one pair a line; pairs without a value are left out. On a terminal long values go on below."""
     shown = [(name, value) for name, value in fields if value]
     width = max((len(name) for name, _ in shown), default=0)
     for name, value in shown:
-        print(f"{name:<{width}}  {value}")
+        line = f"{name:<{width}}  {value}"
+        room = screen_width()
+        print(
+            textwrap.fill(line, room, subsequent_indent=" " * (width + 2), break_on_hyphens=False) if len(line) > room else line
+        )
 
 
-def local_time(seconds: float | None) -> str:
+def local_time(seconds: float | None, *, seconds_too: bool = False) -> str:
     """A moment (seconds since the epoch) on this machine's clock, to the minute; empty for None."""
-    return "" if seconds is None else datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
+    return "" if seconds is None else datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M" + ":%S" * seconds_too)
+
+
+def is_terminal() -> bool:
+    return sys.stdout.isatty()
+
+
+def screen_width() -> int:
+    """Columns of the terminal; very many where there is none."""
+    return _console().width
 
 
 def _console() -> Console:
-    return Console() if sys.stdout.isatty() else Console(width=1000, no_color=True)
+    return Console() if is_terminal() else Console(width=OWN_WIDTH, no_color=True)

@@ -1,15 +1,17 @@
-"""`ft serve`: the server in the foreground; and its parts alone, for where they run in containers of their own."""
+"""`ft serve`: the server in the foreground; its parts alone, for where they run in containers of their own; and its page."""
 
 from __future__ import annotations
 
 import importlib
 import signal
+import webbrowser
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 
 from ft_service import __version__
-from ft_service.cli.output import Json, load_settings, print_json_line
+from ft_service.cli.output import Json, connect, load_settings, print_json_line
 from ft_service.errors import FtError
 from ft_service.host.lifetime import die_with_parent
 
@@ -20,6 +22,7 @@ def register(app: typer.Typer) -> None:
     app.command()(serve)
     app.command()(reconcile)
     app.command()(migrate)
+    app.command("open")(open_page)
 
 
 def serve(
@@ -51,6 +54,22 @@ def migrate(as_json: Json = False) -> None:
         print_json_line({"event": "migrated", "version": __version__})
     else:
         print("The database has this version's schema.")
+
+
+def open_page(
+    job: Annotated[str | None, typer.Argument(metavar="[ID]", help="A job to look at; default: the list.")] = None,
+    only_print: Annotated[bool, typer.Option("--print", help="Print the link, and start no browser.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Open the server's page in a browser, signed in: by a link that works once, within 15 minutes."""
+    with connect() as client:
+        url = client.sign_in_link(f"/jobs/{quote(job, safe='')}" if job else "/jobs")
+    if as_json:
+        print_json_line({"url": url})
+    elif only_print or not webbrowser.open(url):
+        print(url)
+    else:
+        print("The page is open in your browser. `ft open --print` prints a link in its place.")
 
 
 def _server() -> Any:

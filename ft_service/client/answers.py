@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ft_service.jobs.states import TERMINAL, State
 from ft_service.rundir.events import Metrics
+from ft_service.spec import JobOptions
 
 
 class Answer(BaseModel):
@@ -23,6 +25,8 @@ class RemoteFile(Answer):
 
     filename: str
     bytes: int
+    created_at: int = 0
+    purpose: str = ""
 
 
 class RemoteJob(Answer):
@@ -44,21 +48,82 @@ class RemoteJob(Answer):
     """The newest numbers: step, total_steps, train_loss, …"""
     pending_reason: str | None = None
     """Why it does not start although its turn has come, or why nothing is known of it."""
+    queue: dict[str, Any] | None = None
+    """While it waits: position, reason, estimated_start, share."""
+    suffix: str | None = None
+    seed: int | None = None
+    lora: dict[str, Any] = {}
     precision: dict[str, Any] = {}
     training: dict[str, Any] = {}
     distributed: dict[str, Any] = {}
+    checkpoint: dict[str, Any] = {}
     chosen: dict[str, str] = {}
     """Options that were "auto" → why they are what they are."""
 
     @property
+    def options(self) -> dict[str, Any]:
+        """All options by dotted name."""
+        sections = ("lora", "precision", "training", "distributed", "checkpoint")
+        return {f"{section}.{name}": value for section in sections for name, value in getattr(self, section).items()}
+
+    @property
     def choices(self) -> list[tuple[str, str]]:
         """Options that were "auto", dotted, and their values with the reason."""
-        sections = {"precision": self.precision, "training": self.training, "distributed": self.distributed}
-        found = []
-        for option, why in self.chosen.items():
-            section, _, name = option.partition(".")
-            found.append((option, f"{sections.get(section, {}).get(name)} ({why})"))
-        return found
+        return [(option, f"{self.options.get(option)} ({why})") for option, why in self.chosen.items()]
+
+    @property
+    def given_options(self) -> dict[str, Any]:
+        """Options that are not what they are by default, nor chosen by the service."""
+        usual = JobOptions().model_dump()
+        known = {
+            f"{section}.{name}": value
+            for section in usual
+            if isinstance(usual[section], dict)
+            for name, value in usual[section].items()
+        }
+        return {
+            name: value
+            for name, value in self.options.items()
+            if name not in self.chosen and not (name in known and known[name] == value)
+        }
+
+    @property
+    def base(self) -> str:
+        """The base's name, also where the job goes on from a tuned model."""
+        return self.model.removeprefix("ft:").split(":", 1)[0] if self.model.startswith("ft:") else self.model
+
+    @property
+    def ranks(self) -> int | None:
+        """Processes that train; None: not known."""
+        nodes, each = self.distributed.get("nnodes", 1), self.distributed.get("nproc_per_node")
+        return nodes * each if isinstance(nodes, int) and isinstance(each, int) else None
+
+    @property
+    def state_text(self) -> str:
+        """The status in a word or a few."""
+        if self.status == State.RUNNING and self.phase == "stopping":
+            return "stopping at a checkpoint"
+        if self.status == State.CANCELLED and self.phase == "stopping":
+            return "cancelled; its processes are ending"
+        return self.waiting_text or (f"{self.status} ({self.phase})" if self.phase else self.status)
+
+    @property
+    def waiting_text(self) -> str | None:
+        """What a queued job waits for; None: it is not queued."""
+        if self.status != State.QUEUED:
+            return None
+        if self.pending_reason:
+            return f"queued: {self.pending_reason}"
+        place = self.queue or {}
+        if not place:
+            return "queued"
+        at = place.get("estimated_start")
+        starts = f", starts about {datetime.fromtimestamp(at):%Y-%m-%d %H:%M}" if at else ""
+        return f"queued: number {place.get('position')}{starts}. {place.get('reason')}"
+
+    def seconds(self, now: float) -> float:
+        """From its creation to its end, or to now."""
+        return max(0.0, (self.finished_at or now) - self.created_at)
 
     @property
     def over(self) -> bool:

@@ -6,9 +6,11 @@ Every method is one request (lists page by themselves) and raises the errors of 
 from __future__ import annotations
 
 import contextlib
+import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -28,6 +30,7 @@ from ft_service.errors import (
     SpecError,
     UnavailableError,
 )
+from ft_service.rundir.events import Metrics
 from ft_service.rundir.untrusted_tar import unpack
 
 BY_STATUS: dict[int, type[FtError]] = {
@@ -86,8 +89,30 @@ class Client:
             raise SpecError(f"{path} cannot be read: {error.strerror}.", param="file") from None
         return RemoteFile.model_validate(answer)
 
+    def file(self, file_id: str) -> RemoteFile:
+        return RemoteFile.model_validate(self._call("GET", f"/files/{_part(file_id)}"))
+
+    def files(self, limit: int = PAGE) -> list[RemoteFile]:
+        """The newest `limit` files, newest first."""
+        return list(islice(self._pages("/files", RemoteFile, min(limit, PAGE)), limit))
+
+    def file_content(self, file_id: str) -> bytes:
+        return self._send("GET", f"/files/{_part(file_id)}/content").content
+
+    def delete_file(self, file_id: str) -> None:
+        self._call("DELETE", f"/files/{_part(file_id)}")
+
+    def delete_model(self, name: str) -> None:
+        """Delete a tuned model. Raises NotFoundError, or SpecError for a base."""
+        self._call("DELETE", f"/models/{_part(name)}")
+
     def models(self) -> list[RemoteModel]:
         return [RemoteModel.model_validate(item) for item in self._call("GET", "/models")["data"]]
+
+    def sign_in_link(self, path: str) -> str:
+        """The address of a page of the server's, by which a browser is signed in once. Raises NotFoundError if it has none."""
+        link = self._call("POST", "/sign_in_links")["path"]
+        return f"{self.base_url.rpartition('/')[0]}{link}&to={path}"
 
     # Jobs
 
@@ -97,12 +122,7 @@ class Client:
 
     def jobs(self, limit: int = 20) -> list[RemoteJob]:
         """The newest `limit` jobs, newest first."""
-        newest: list[RemoteJob] = []
-        for job in self._pages("/fine_tuning/jobs", RemoteJob, min(limit, PAGE)):
-            newest.append(job)
-            if len(newest) == limit:
-                break
-        return newest
+        return list(islice(self._pages("/fine_tuning/jobs", RemoteJob, min(limit, PAGE)), limit))
 
     def job(self, job_id: str) -> RemoteJob:
         return RemoteJob.model_validate(self._call("GET", _job(job_id)))
@@ -121,6 +141,12 @@ class Client:
     def checkpoints(self, job_id: str) -> list[RemoteCheckpoint]:
         """All of a job's complete checkpoints, newest first."""
         return list(self._pages(f"{_job(job_id)}/checkpoints", RemoteCheckpoint, PAGE))
+
+    def metrics(self, job_id: str) -> list[Metrics]:
+        """The numbers of every step that was reported, in the order of the steps; the last word on each."""
+        found = (event.metrics() for event in self.events(job_id))
+        by_step = {known.step: known for known in found if known is not None}
+        return [by_step[step] for step in sorted(by_step)]
 
     def events(self, job_id: str, *, since: str | None = None, limit: int | None = None) -> list[RemoteEvent]:
         """Events in the order they happened: those after the event with the id `since`, of these the newest `limit`."""
@@ -210,6 +236,21 @@ class Client:
             top.replace(out)
         return out
 
+    # Answers
+
+    def chat(self, body: dict[str, Any]) -> Iterator[str]:
+        """A chat completion's text as it comes. `body`: OpenAI's, with `stream`, for one answer. Raises what it ends in."""
+        request = self._http.build_request("POST", "/chat/completions", json=body, timeout=_NO_END)
+        with _reaching(self.base_url):
+            answer = self._http.send(request, stream=True)
+            try:
+                if answer.is_error:
+                    answer.read()
+                    raise error_of(answer)
+                yield from _texts(answer)
+            finally:
+                answer.close()
+
     # Transport
 
     def _pages(self, path: str, model: type[Item], limit: int) -> Iterator[Item]:
@@ -243,6 +284,23 @@ class Client:
         if not answer.is_success:
             raise error_of(answer)
         return answer
+
+
+def _texts(answer: httpx2.Response) -> Iterator[str]:
+    """What the events of a streamed chat completion say. Raises UnavailableError for a stream that breaks off."""
+    for line in answer.iter_lines():
+        data = line.removeprefix("data: ")
+        if data == "[DONE]":
+            return
+        if data == line:
+            continue
+        event = json.loads(data)
+        if "error" in event:
+            raise UnavailableError(str(event["error"].get("message")), code=event["error"].get("code"))
+        for choice in event["choices"]:
+            calls = choice["delta"].get("tool_calls")
+            yield choice["delta"].get("content") or (json.dumps(calls, ensure_ascii=False) if calls else "")
+    raise UnavailableError("The answer broke off: try again.")
 
 
 def error_of(answer: httpx2.Response) -> FtError:

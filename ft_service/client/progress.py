@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -101,14 +102,23 @@ class Curve:
             self._values = {known: old for known, old in self._values.items() if known < step}
         self._values[step] = value
 
-    def sparkline(self, width: int) -> str:
-        """`▇▅▃▁ 2.310 → 0.520`, at most `width` bars, each the mean of its share of the values; empty with fewer than two."""
+    @staticmethod
+    def scale_of(curves: Sequence[Curve]) -> tuple[float, float] | None:
+        """The lowest and the highest value of several curves, to draw them on one scale; None: there are no values."""
+        values = [value for curve in curves for value in curve._values.values()]
+        return (min(values), max(values)) if values else None
+
+    def sparkline(self, width: int, scale: tuple[float, float] | None = None) -> str:
+        """`▇▅▃▁ 2.310 → 0.520`, at most `width` bars, each the mean of its share of the values; empty with fewer than two.
+        `scale`: the values of the lowest and the highest bar; None: the curve's own.
+        """
         values = list(self._values.values())
         if len(values) < 2:
             return ""
         count = min(width, len(values))
         edges = [len(values) * i // count for i in range(count + 1)]
         means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-        low, span = min(means), max(means) - min(means)
+        low, high = scale or (min(means), max(means))
+        span = high - low
         heights = [round((mean - low) / span * (len(_BARS) - 1)) if span else 0 for mean in means]
         return f"{''.join(_BARS[height] for height in heights)} {values[0]:.3f} → {values[-1]:.3f}"

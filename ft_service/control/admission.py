@@ -33,6 +33,8 @@ from ft_service.store.database import UNSTORABLE
 from ft_service.store.records import File, NewEvent, NewJob, Principal
 from ft_service.store.sql import Store
 
+_NO_FILE = DataFileRef(name="", path="", sha256="")
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -79,7 +81,7 @@ def create(asked: Sequence[Asked], *, store: Store, settings: Settings, catalogu
     taken. Raises UnavailableError if the store does not answer.
     """
     capacity = capacity_of(settings)
-    files = store.find_files({file_id for one in asked for file_id in _file_ids(one.request)})
+    files = store.find_files({file_id for one in asked for file_id in file_ids(one.request)})
     outcomes = [_new_job(one, files, settings, catalogue, capacity) for one in asked]
     created = iter(_create(store, [outcome for outcome in outcomes if isinstance(outcome, NewJob)]))
     return [next(created) if isinstance(outcome, NewJob) else outcome for outcome in outcomes]
@@ -96,7 +98,7 @@ def _new_job(
     asked: Asked, files: Mapping[str, File], settings: Settings, catalogue: Catalogue, capacity: Capacity
 ) -> NewJob | Exception:
     try:
-        resolved = _resolve(asked, files, settings, catalogue, capacity)
+        resolved = resolve_asked(asked, files, settings, catalogue, capacity)
         admitted = admit(resolved, capacity.machine, files[asked.request.training_file].bytes)
         spec, told = admitted.spec, [NewEvent(level=level, message=message) for level, message in admitted.told]
     except Exception as error:
@@ -110,14 +112,26 @@ def _new_job(
         state=State.VALIDATING,
         priority=asked.request.priority,
         slots=spec.world_size,
+        max_seconds=asked.request.max_seconds,
+        key_id=asked.principal.key_id,
+        work=admitted.work and admitted.work.flops,
+        planned_seconds=admitted.work and admitted.work.seconds,
     )
     return NewJob(job, told)
 
 
-def _resolve(asked: Asked, files: Mapping[str, File], settings: Settings, catalogue: Catalogue, capacity: Capacity) -> JobSpec:
+def resolve_asked(
+    asked: Asked, files: Mapping[str, File], settings: Settings, catalogue: Catalogue, capacity: Capacity, *, data: bool = True
+) -> JobSpec:
+    """The job's spec, with what is "auto" still open. `data` False: its training file is not known yet.
+
+    Raises SpecError for a base or a file that there is not, and for ranks that it could never get.
+    """
     request, project = asked.request, asked.principal.project_id
     model = catalogue.find(asked.base)
-    training = _data_file(request.training_file, "training_file", project, files, settings)
+    training = _NO_FILE
+    if data:
+        training = _data_file(request.training_file, "training_file", project, files, settings)
     validation = None
     if request.validation_file is not None:
         validation = _data_file(request.validation_file, "validation_file", project, files, settings)
@@ -163,7 +177,8 @@ def _find_parent(name: str, principal: Principal, store: Store, settings: Settin
     return found.job.spec, ref
 
 
-def _file_ids(request: JobRequest) -> list[str]:
+def file_ids(request: JobRequest) -> list[str]:
+    """Ids of the files that a job names."""
     return [file_id for file_id in (request.training_file, request.validation_file) if file_id is not None]
 
 

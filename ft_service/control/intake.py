@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import shutil
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 from ft_service.ids import new_id
 from ft_service.jobs.states import Job, Level
@@ -34,16 +36,26 @@ class Intake:
     more: bool
 
 
-def read_report(run: RunDir, job: Job) -> Intake:
-    """What the newest attempt reported since `job.ingested`."""
+def read_report(run: RunDir, job: Job, now: float) -> Intake:
+    """What the newest attempt reported since `job.ingested`, and when its steps say that it ends. `now`: database time."""
     segments = read_segments(run, job.attempt, job.ingested, SEGMENTS_PER_PASS) if job.attempt else []
     lines = [((seq, line), event) for seq, events in segments for line, event in enumerate(events)]
     return Intake(
-        job=replace(job, ingested=segments[-1][0]) if segments else job,
+        job=replace(_measured(job, [event for _, event in lines], now), ingested=segments[-1][0]) if segments else job,
         events=[_new_event(source, event) for source, event in lines],
         checkpoints=[found for _, event in lines if (found := _checkpoint(job, event)) is not None],
         more=len(segments) == SEGMENTS_PER_PASS,
     )
+
+
+def _measured(job: Job, events: Sequence[Event], now: float) -> Job:
+    """The job with what is left of it, as its newest steps took. One step alone may have waited for a checkpoint."""
+    steps = [event.metrics for event in events if event.kind == "metrics" and event.metrics is not None]
+    seconds = [metrics.step_seconds for metrics in steps if metrics.step_seconds is not None]
+    if not seconds:
+        return job
+    left = max(0, steps[-1].total_steps - steps[-1].step) * median(seconds)
+    return replace(job, left_seconds=left, ends_at=now + left)
 
 
 def note_event(note: str, level: Level = "info") -> NewEvent:

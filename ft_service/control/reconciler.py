@@ -11,16 +11,18 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import assert_never
+from typing import Protocol, assert_never
 
 from ft_service.control.data_checks import Check, Checks, check_data
 from ft_service.control.intake import Intake, collect_result, note_event, read_report
 from ft_service.errors import NotFoundError
 from ft_service.jobs import decisions, reasons
 from ft_service.jobs.decisions import Become, Kill, Launch, Place, Signal, Validate, Wait
+from ft_service.jobs.estimates import Paces
+from ft_service.jobs.queue import Line, displaced, next_start
 from ft_service.jobs.slot_choice import choose_slots
 from ft_service.jobs.states import Absent, Ended, Job, Observation, Running, State
 from ft_service.launcher.base import Launcher, LaunchError
@@ -31,6 +33,7 @@ from ft_service.rundir.checkpoints import newest_checkpoint, newest_step
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Control, Start
 from ft_service.storage.locations import Places
+from ft_service.store.queue import HOST_SECONDS
 from ft_service.store.records import Claim, File, JobChange, NewEvent
 from ft_service.store.sql import Store
 
@@ -46,7 +49,19 @@ DROP_SECONDS = 0.5
 """How often it is asked whether a job whose files are being read still wants that."""
 TELL_SECONDS = 5.0
 """How often jobs are looked for that this host can never start."""
+DISPLACE_SECONDS = 1.0
+"""How often jobs are looked for that must make room."""
 MAX_REST_SECONDS = 10.0
+GUEST_SECONDS = 0.05
+"""Between asking whether a job's slots are free of whoever else uses them."""
+
+
+class Guest(Protocol):
+    """Somebody who uses slots that no job holds, until a job needs them."""
+
+    def make_way(self, slots: Collection[int]) -> bool:
+        """Whether the slots, which a job now holds, are not in use. If they are, they will not be for long: ask again."""
+        ...
 
 
 class Reconciler:
@@ -59,22 +74,33 @@ class Reconciler:
         places: Places,
         *,
         meters: Meters | None = None,
+        guest: Guest | None = None,
+        displace_after: float | None = None,
         check: Check | None = None,
         idle_seconds: float = IDLE_SECONDS,
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
-        """`meters`: None: counts for nobody. `check`: of a job's data files and adapter; None: `check_data`."""
+        """`meters`: None: counts for nobody. `guest`: None: nobody else uses slots. `displace_after`: seconds that a job has
+        held its slots before one of higher priority may take them; None: none may. `check`: of a job's data files and adapter;
+        None: `check_data`.
+        """
         self._store = store
         self._launcher = launcher
         self._places = places
         self._meters = meters or Meters()
+        self._guest = guest
         self._meters.place_away.set_function(lambda: launcher.away_seconds)
         self._idle_seconds = idle_seconds
         self._lease_seconds = lease_seconds
+        self._displace_after = displace_after
+        self._displace_at = 0.0
         self._owner = f"{platform.node()}:{os.getpid()}"
         self._wake = store.stirred
         self._queue_first = False
         self._tell_at = 0.0
+        self._host_at = 0.0
+        self._paces = Paces()
+        self._expected_seconds: float | None = None
         self._drop_at = 0.0
         self._warm = check is None
         self._checks = Checks(check or partial(check_data, places=places), self.wake, places.tokens_dir)
@@ -167,14 +193,40 @@ class Reconciler:
             if claim := self._store.claim_too_large(**who, host_slots=total):
                 return claim
             self._tell_at = time.monotonic() + TELL_SECONDS
-        free = len(self._store.free_slots(host, total))
-        return self._store.claim_next(**who, max_slots=free, host_slots=total) if free else None
+        self._tell_host(host, total)
+        may_displace = self._displace_after is not None and time.monotonic() >= self._displace_at
+        if not may_displace and not self._store.free_slots(host, total):
+            return None
+        line = self._store.line_for(host, total, self._paces)
+        start = next_start(line)
+        if start is None:
+            if may_displace:
+                self._make_room(line)
+            return None
+        self._expected_seconds = start.job.seconds
+        return self._store.claim_queued(start.job.id, **who, host_slots=total)
+
+    def _make_room(self, line: Line) -> None:
+        """Ask jobs to stop that the head of the queue may displace."""
+        assert self._displace_after is not None, "nobody may be displaced"
+        self._displace_at = time.monotonic() + DISPLACE_SECONDS
+        head, holdings = displaced(line, after_seconds=self._displace_after) or (None, [])
+        for holding in holdings:
+            if head and self._store.displace(head, holding.id):
+                log.info("job makes room for %s", head.id, extra={"job_id": holding.id})
+
+    def _tell_host(self, host: str, total: int) -> None:
+        """Now and then: say that the host is there, and look at how long jobs take."""
+        if time.monotonic() >= self._host_at:
+            self._host_at = time.monotonic() + HOST_SECONDS / 6
+            self._store.tell_host(host, total)
+            self._paces = Paces(self._store.measured_jobs())
 
     def _reconcile(self, claim: Claim) -> None:
         run = self._places.run(claim.job.id)
         seen = self._launcher.observe(_attempt(run, claim.job)) if claim.job.attempt else Absent()
         # Read after observing: what an attempt wrote before it ended is then all there.
-        report = read_report(run, claim.job)
+        report = read_report(run, claim.job, claim.now)
         if isinstance(seen, Running) and seen.note:
             report = replace(report, events=[*report.events, note_event(seen.note, seen.level)])
         if isinstance(seen, Ended) and report.more:
@@ -195,7 +247,7 @@ class Reconciler:
             case Launch():
                 self._launch(claim, report, run)
             case Signal():
-                self._launcher.signal(_attempt(run, job), Control(generation=job.generation, desired=job.desired))
+                self._launcher.signal(_attempt(run, job), Control(generation=job.generation, desired=job.wish))
                 self._apply(claim, report, decisions.signalled(job))
             case Kill(reason):
                 self._kill(claim, report, run, reason)
@@ -228,7 +280,8 @@ class Reconciler:
         if slots is None:
             self._apply(claim, report, job)
             return
-        placed = decisions.placed(job, self._launcher.host)
+        expected = self._expected_seconds
+        placed = replace(decisions.placed(job, self._launcher.host), ends_at=None if expected is None else claim.now + expected)
         # That training starts is for the ranks to say.
         message = f"Attempt {placed.attempt} is placed on {job.slots} slot{'s' if job.slots > 1 else ''}."
         if self._apply(claim, report, placed, [NewEvent(level="info", message=message)], take_slots=slots):
@@ -238,6 +291,12 @@ class Reconciler:
     def _launch(self, claim: Claim, report: Intake, run: RunDir) -> None:
         job = report.job
         spec = job.spec
+        slots = self._store.held_slots(job.id)
+        if self._guest is not None and not self._guest.make_way(slots):
+            if self._apply(claim, report, job):
+                self._store.look_again(job.id)
+                time.sleep(GUEST_SECONDS)
+            return
         run.write_if_absent("spec.json", spec)
         start = Start(
             job_id=job.id,
@@ -245,7 +304,7 @@ class Reconciler:
             world_size=job.slots,
             generation=job.generation,
             checkpoint=newest_checkpoint(run),
-            slots=self._store.held_slots(job.id),
+            slots=slots,
             nodes=spec.distributed.nnodes,
         )
         attempt = _attempt(run, job)

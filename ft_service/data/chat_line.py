@@ -1,7 +1,7 @@
 """One line of a chat training file, as OpenAI's users write them: `{"messages": [{"role": …, "content": …}, …], "tools": […]}`.
 
 Shared by the service, which checks a file before a job may start, and the workers, which train on it, so that both accept the
-same lines. Unsupported content (images, preference pairs) is refused by name instead of being left out silently.
+same lines. Unsupported content (images) is refused by name instead of being left out silently.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROLES: Mapping[str, str] = {
 of `tool`."""
 
 _KEYS = {"messages", "tools", "parallel_tool_calls", "functions"}
-_PREFERENCE = "belongs to preference pairs (DPO), which cannot be trained on in this version"
+_PREFERENCE = "belongs to preference pairs, which need method: {type: dpo}"
 _COMPLETION = "is not chat: in messages write the prompt as a user message, the completion as the assistant's"
 _REFUSED_KEYS: Mapping[str, str] = {
     "instruction": "is of Alpaca's format: in messages write instruction and input as the user's, output as the assistant's",
@@ -38,6 +38,7 @@ _REFUSED_KEYS: Mapping[str, str] = {
     "non_preferred_output": _PREFERENCE,
     "chosen": _PREFERENCE,
     "rejected": _PREFERENCE,
+    "input": _PREFERENCE,
     "prompt": _COMPLETION,
     "completion": _COMPLETION,
     "text": "is bare text: write messages with role and content",
@@ -88,7 +89,7 @@ class Sample:
 
 def parse_line(text: str) -> Sample:
     """A line as a Sample. Raises LineError (a DataError) with the line's first fault."""
-    line = _load(text)
+    line = load_json(text)
     if not isinstance(line, dict):
         raise LineError("", f"must be a JSON object with messages, not {kind(line)}")
     refuse_keys(line, _KEYS, _REFUSED_KEYS, "")
@@ -98,24 +99,41 @@ def parse_line(text: str) -> Sample:
     if not isinstance(messages, list) or not messages:
         raise LineError("messages", f"must be a list with at least one message, not {kind(messages)}")
     tools = parse_tools(line)
-    parsed = [_parse_message(message, f"messages.{number}") for number, message in enumerate(messages)]
-    _require_answered_calls(parsed)
+    parsed = [parse_message(message, f"messages.{number}") for number, message in enumerate(messages)]
+    require_answered_calls(parsed)
     _require_target(parsed)
     return Sample(tuple(message for message, _ in parsed), tuple(weight for _, weight in parsed), tuple(tools))
 
 
-def _load(text: str) -> Any:
+def parse_conversation(messages: list[Any], tools: list[Any]) -> tuple[list[dict[str, Any]], list[Tool]]:
+    """Messages that an answer is wanted to, and definitions of tools, as a chat template takes them: as in a line, and a field
+    without a value is none. Raises LineError.
+    """
+    given = [_without_nulls(message) if isinstance(message, dict) else message for message in messages]
+    parsed = [parse_message(message, f"messages.{number}") for number, message in enumerate(given)]
+    require_answered_calls(parsed)
+    return [message for message, _ in parsed], parse_tools({"tools": tools})
+
+
+def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without what OpenAI's answers hold and a next request sends back: fields that are null."""
+    return {key: value for key, value in message.items() if value is not None or key == "content"}
+
+
+def load_json(text: str) -> Any:
+    """A line's JSON. Raises LineError."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise LineError("", f"is not JSON: {error.msg} at character {error.pos + 1}") from None
+        raise LineError("", f"is not JSON: {error.msg.removesuffix(' at')} at character {error.pos + 1}") from None
     except RecursionError:
         raise LineError("", "is not usable JSON: nested too deeply") from None
     except ValueError as error:  # numbers of thousands of digits
         raise LineError("", f"is not usable JSON: {error}") from None
 
 
-def _parse_message(message: Any, place: str) -> tuple[dict[str, Any], int]:
+def parse_message(message: Any, place: str) -> tuple[dict[str, Any], int]:
+    """A message as chat templates take it, and its weight. Raises LineError. `place`: dotted, in the line."""
     if not isinstance(message, dict):
         raise LineError(place, f"must be an object with role and content, not {kind(message)}")
     role = _parse_role(message, place)
@@ -149,7 +167,7 @@ def _parse_content(message: dict[str, Any], place: str) -> str:
 
 def _parse_part(part: Any, place: str) -> str:
     if not isinstance(part, dict) or part.get("type") != "text":
-        raise LineError(place, "only parts of type text can be trained on: no images, audio or files")
+        raise LineError(place, "only parts of type text are taken: no images, audio or files")
     refuse_keys(part, {"type", "text"}, {}, f"{place}.")
     return text_of(part.get("text"), f"{place}.text")
 
@@ -184,13 +202,14 @@ def _parse_weight(message: dict[str, Any], role: str, place: str) -> int:
     return weight
 
 
-def _require_answered_calls(parsed: list[tuple[dict[str, Any], int]]) -> None:
+def require_answered_calls(parsed: list[tuple[dict[str, Any], int]], place: str = "messages") -> None:
+    """Raises LineError for a tool's message that answers no call before it. `place`: of the messages in the line."""
     called: set[str] = set()
     for number, (message, _) in enumerate(parsed):
         called.update(call["id"] for call in message.get("tool_calls", []) if "id" in call)
         answered = message.get("tool_call_id")
         if answered is not None and answered not in called:
-            raise LineError(f"messages.{number}.tool_call_id", f"{shown(answered)} is the id of no call before it")
+            raise LineError(f"{place}.{number}.tool_call_id", f"{shown(answered)} is the id of no call before it")
 
 
 def _require_target(parsed: list[tuple[dict[str, Any], int]]) -> None:

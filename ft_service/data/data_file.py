@@ -6,18 +6,25 @@ line.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, TypeVar
 
 from pydantic import TypeAdapter
 
 from ft_service.data.chat_line import MAX_LINE_BYTES, LineError, Sample, parse_line
+from ft_service.data.preference_line import Pair, parse_pair
 from ft_service.rundir.documents import ErrorInfo
 
 SHOWN_FAULTS = 20
-"""Faults that are kept, and spelled out in the error message; the rest is counted."""
+"""Faults that are kept, and reasons that the error message spells out; the rest is counted."""
+SHOWN_LINES = 5
+"""Lines that are named of those that are at fault for one reason."""
+_GROUPS = 100
+"""Reasons that are told apart; further ones are counted together."""
+_NUMBER = re.compile(r"\d+")
 
 PROGRESS_SECONDS = 30.0
 """How often it is said how far a file has been read."""
@@ -30,6 +37,7 @@ GIVE_UP_AFTER = 3
 """Samples beyond a limit after which the rest of a file is not read: each has cost seconds, and more would tell nothing new."""
 
 Param = Literal["training_file", "validation_file"]
+Parsed = TypeVar("Parsed", Sample, Pair)
 
 
 @dataclass(frozen=True)
@@ -53,11 +61,36 @@ class Fault:
 
 
 @dataclass(frozen=True)
+class FaultGroup:
+    """Lines that are at fault for the same reason."""
+
+    first: Fault
+    count: int = 1
+    lines: tuple[int, ...] = ()
+    """The first ones."""
+
+    def __str__(self) -> str:
+        if self.count == 1:
+            return str(self.first)
+        more = ", …" if self.count > len(self.lines) else ""
+        lines = f"{self.count:,} lines ({', '.join(map(str, self.lines))}{more})"
+        return f"{lines}: {' '.join(part for part in (self.first.field, self.first.reason) if part)}"
+
+    def joined_by(self, fault: Fault) -> FaultGroup:
+        """The group with one more line. A place in which its lines differ gets a star: `messages.*.role`."""
+        field = self.first.field if fault.field == self.first.field else _NUMBER.sub("*", fault.field)
+        lines = (*self.lines, fault.line) if len(self.lines) < SHOWN_LINES else self.lines
+        return FaultGroup(replace(self.first, field=field), self.count + 1, lines)
+
+
+@dataclass(frozen=True)
 class Counts:
     """The samples and tokens of a file that can be trained on, by the base's tokenizer and chat template."""
 
     samples: int = 0
-    """Those that are trained on."""
+    """Those that are trained on; of pairs each answer is one."""
+    pairs: int = 0
+    """Pairs of answers that are trained on; 0: the file holds none."""
     tokens: int = 0
     """Of these, once they were cut."""
     targets: int = 0
@@ -69,7 +102,7 @@ class Counts:
     lost_tokens: int = 0
     """Tokens that they lose."""
     dropped: int = 0
-    """Samples left out because no target is left of them."""
+    """Samples left out because no target is left of them, pairs because none is left of one answer."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +118,8 @@ class DataReport:
     """None: no tokens were counted, or there are faults."""
     unread: bool = False
     """Reading was given up: what is behind the last fault is not known."""
+    groups: list[FaultGroup] = field(default_factory=list)
+    """All faults by their reason, in the order of the file; empty: told by a version that did not group them."""
 
     @property
     def is_lasting(self) -> bool:
@@ -95,23 +130,29 @@ class DataReport:
         """The job's error, naming file, lines and reasons; None if every line is fine."""
         if not self.faults_total:
             return None
-        shown = "; ".join(str(fault) for fault in self.faults)
-        hidden = self.faults_total - len(self.faults)
-        more = f"; and {hidden} more" if hidden else ""
+        shown = "; ".join(self.reasons())
         lines = "line" if self.faults_total == 1 else "lines"
         count = f" ({self.faults_total} {lines} at fault, {self.examples} fine)" if self.faults[0].line else ""
         if self.unread:
             count = "; the rest was not read"
-        return ErrorInfo(code=f"invalid_{param}", message=f"{filename}: {shown}{more}{count}.", param=param)
+        return ErrorInfo(code=f"invalid_{param}", message=f"{filename}: {shown}{count}.", param=param)
+
+    def reasons(self) -> list[str]:
+        """Why lines are at fault, each reason once, with its lines."""
+        groups = self.groups or [FaultGroup(fault) for fault in self.faults]
+        shown = [str(group) for group in groups[:SHOWN_FAULTS]]
+        told = sum(group.count for group in groups[:SHOWN_FAULTS])
+        return [*shown, f"and {self.faults_total - told:,} more"] if told < self.faults_total else shown
 
     def messages(self, name: str, max_length: int) -> Iterator[tuple[Literal["info", "warn"], str]]:
         """Level and sentence for events: what is trained on, and what is left out and why. `name`: the file's."""
         counts = self.counts
         if counts is None:
             return
+        of = f"{counts.pairs:,} pairs of answers" if counts.pairs else f"{counts.samples:,} samples"
         yield (
             "info",
-            f"{name}: {counts.samples:,} samples of {counts.tokens:,} tokens, {counts.targets:,} of them the assistant's to "
+            f"{name}: {of} of {counts.tokens:,} tokens, {counts.targets:,} of them the assistant's to "
             f"learn; the longest sample has {counts.longest:,} tokens.",
         )
         if counts.cut:
@@ -121,7 +162,8 @@ class DataReport:
                 f"{counts.lost_tokens:,} tokens are lost. A larger max_length keeps them.",
             )
         if counts.dropped:
-            yield "warn", f"{name}: {counts.dropped:,} samples are left out: no assistant token within {max_length} tokens."
+            what = "pairs" if counts.pairs else "samples"
+            yield "warn", f"{name}: {counts.dropped:,} {what} are left out: no assistant token within {max_length} tokens."
 
 
 @dataclass(frozen=True)
@@ -139,6 +181,8 @@ class ExamineRequest:
     """From the beginning to the first Progress, and from one to the next."""
     render_seconds: float = RENDER_SECONDS
     memory_bytes: int = MEMORY_BYTES
+    pairs: bool = False
+    """Lines hold pairs of answers (preference_line.py)."""
     tokens: str = ""
     """Folder in which the tokens are kept if no line is at fault, and looked for; empty: they are not."""
 
@@ -175,6 +219,7 @@ class Findings:
     def __init__(self, limit: int = SHOWN_FAULTS) -> None:
         self._limit = limit
         self._faults: list[Fault] = []
+        self._groups: dict[tuple[str, str], FaultGroup] = {}
         self.faults_total = 0
         self.examples = 0
 
@@ -182,21 +227,27 @@ class Findings:
         self.faults_total += 1
         if len(self._faults) < self._limit:
             self._faults.append(fault)
+        alike = (_NUMBER.sub("#", fault.field), _NUMBER.sub("#", fault.reason))
+        if alike in self._groups:
+            self._groups[alike] = self._groups[alike].joined_by(fault)
+        elif len(self._groups) < _GROUPS:
+            self._groups[alike] = FaultGroup(fault, 1, (fault.line,))
 
     def report(self, counts: Counts | None = None, *, unread: bool = False) -> DataReport:
         """The report, at the end of the file or where reading was given up."""
         if not self.examples and not self.faults_total:
             self.fault(Fault(0, "", "the file holds no examples"))
-        return DataReport(self.examples, self._faults, self.faults_total, None if self.faults_total else counts, unread)
+        groups = list(self._groups.values())
+        return DataReport(self.examples, self._faults, self.faults_total, None if self.faults_total else counts, unread, groups)
 
 
-def check_lines(path: Path, limit: int = SHOWN_FAULTS) -> DataReport:
-    """Report on a file of chat lines, without counting tokens. Raises OSError if it cannot be read."""
+def check_lines(path: Path, limit: int = SHOWN_FAULTS, *, pairs: bool = False) -> DataReport:
+    """Report on a file of chat lines, or of pairs, without counting tokens. Raises OSError if it cannot be read."""
     findings = Findings(limit)
     with path.open("rb") as file:
-        for _, sample in read_samples(file):
-            if isinstance(sample, Fault):
-                findings.fault(sample)
+        for _, found in read_pairs(file) if pairs else read_samples(file):
+            if isinstance(found, Fault):
+                findings.fault(found)
             else:
                 findings.examples += 1
     return findings.report()
@@ -205,7 +256,13 @@ def check_lines(path: Path, limit: int = SHOWN_FAULTS) -> DataReport:
 def read_samples(file: BinaryIO) -> Iterator[tuple[int, Sample | Fault]]:
     """Every line by its number, from 1: its conversation, or its fault."""
     for number, line in _lines(file):
-        yield number, _parse(number, line)
+        yield number, _parse(number, line, parse_line)
+
+
+def read_pairs(file: BinaryIO) -> Iterator[tuple[int, Pair | Fault]]:
+    """Every line by its number, from 1: its pair of answers, or its fault."""
+    for number, line in _lines(file):
+        yield number, _parse(number, line, parse_pair)
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
@@ -225,7 +282,7 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
         yield number, None if too_long else line.rstrip(b"\r\n")
 
 
-def _parse(number: int, line: bytes | None) -> Sample | Fault:
+def _parse(number: int, line: bytes | None, parse: Callable[[str], Parsed]) -> Parsed | Fault:
     if line is None:
         return Fault(number, "", f"is longer than {MAX_LINE_BYTES} bytes")
     if not line:
@@ -233,7 +290,7 @@ def _parse(number: int, line: bytes | None) -> Sample | Fault:
     if line.startswith(b"\xef\xbb\xbf"):
         return Fault(number, "", "starts with a byte order mark: save the file as UTF-8 without one")
     try:
-        return parse_line(line.decode())
+        return parse(line.decode())
     except UnicodeDecodeError as error:
         return Fault(number, "", f"is not UTF-8: byte 0x{line[error.start]:02x} at position {error.start + 1}")
     except LineError as error:

@@ -106,7 +106,7 @@ class Known:
     def __init__(self, limit: int = KNOWN_REPORTS) -> None:
         self._limit = limit
         self._guard = threading.Lock()
-        self._reports: OrderedDict[tuple[str, str, int], DataReport] = OrderedDict()
+        self._reports: OrderedDict[tuple[str, str, int, bool], DataReport] = OrderedDict()
 
     def get(self, request: ExamineRequest) -> DataReport | None:
         with self._guard:
@@ -209,6 +209,7 @@ class Examiner:
             render_seconds=RENDER_SECONDS,
             memory_bytes=min(MEMORY_BYTES, memory_bytes() // 2),
             tokens=str(self._tokens or ""),
+            pairs=spec.dpo is not None,
         )
         try:
             report = self.examine(request, lambda progress: tell(progress.message(param)))
@@ -318,5 +319,5 @@ def unreadable(param: Param, data: DataFileRef, error: OSError) -> ErrorInfo:
     return ErrorInfo(code=f"invalid_{param}", message=f"{data.name} cannot be read: {error.strerror}.", param=param)
 
 
-def _key(request: ExamineRequest) -> tuple[str, str, int]:
-    return request.sha256, request.tokenizer, request.max_length
+def _key(request: ExamineRequest) -> tuple[str, str, int, bool]:
+    return request.sha256, request.tokenizer, request.max_length, request.pairs

@@ -16,8 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import assert_never
 
+from ft_service.jobs.queue import Waiting
 from ft_service.jobs.reasons import ERROR_CODE, RETRY, USER_TEXT, Reason, Retry, failure_text, reason_of
-from ft_service.jobs.states import Absent, Ended, Job, Level, Observation, Phase, Running, State, Unknown
+from ft_service.jobs.states import Absent, Ended, Halt, Job, Level, Observation, Phase, Running, State, Unknown
 from ft_service.rundir.documents import Desired, ErrorInfo
 
 MAX_FAILURES = 3
@@ -76,6 +77,7 @@ RECHECK_SECONDS = 5.0
 """Until a queued job whose last attempt could not be observed is looked at again."""
 UNSEEN_SECONDS = 10.0
 """How long a place may not answer before its jobs say so."""
+_TIME_IS_UP = "The job has held its slots for as long as it may (max_seconds)."
 _UNSEEN = "The job cannot be observed now; what runs goes on"
 
 
@@ -101,6 +103,8 @@ def _decide_at_rest(job: Job, seen: Observation, now: float) -> Action:
         return Kill(Reason.STOP_TIMEOUT)
     if job.state is State.PAUSED or now < job.not_before:
         return Wait()
+    if job.is_out_of_time(now):
+        return _out_of_time(job, now)
     if isinstance(seen, Unknown):  # steps aside, so that the queue behind it moves
         rest = replace(job, not_before=now + RECHECK_SECONDS)
         return _tell_unseen(rest, seen) if _is_news(job, seen) else Become(rest)
@@ -134,16 +138,18 @@ def _decide_running(job: Job, seen: Observation, now: float) -> Action:
         case Absent():
             return Launch() if job.desired is Desired.RUN else Become(_at_rest(job), release=True)
         case Running():
-            return _decide_alive(job, seen)
+            return _decide_alive(job, seen, now)
         case Ended():
             return _decide_ended(job, seen, now)
         case _:
             assert_never(seen)
 
 
-def _decide_alive(job: Job, seen: Running) -> Action:
+def _decide_alive(job: Job, seen: Running, now: float) -> Action:
     if job.generation != job.signalled:
         return Signal()
+    if job.wish is Desired.RUN and job.is_out_of_time(now):
+        return Become(halted(job, Halt.TIME_LIMIT), message=f"{_TIME_IS_UP} It stops at a checkpoint.", level="warn")
     if seen.silent_seconds > SILENCE_LIMIT_SECONDS:
         return Kill(Reason.STALLED)
     if job.phase in (Phase.LAUNCHING, Phase.WAITING) and not seen.admitted:
@@ -179,6 +185,8 @@ def _decide_ended(job: Job, seen: Ended, now: float) -> Action:
     if reason is Reason.SUCCEEDED:
         done = replace(job, state=State.SUCCEEDED, phase=None, reason=reason, finished_at=now)
         return Become(done, release=True, message=USER_TEXT[reason])
+    if job.halt is Halt.TIME_LIMIT and job.desired is Desired.RUN:
+        return _out_of_time(job, now)
     if reason is None:
         return _after_stop(job, seen, now)
     error = seen.exit.error if seen.exit else None
@@ -190,11 +198,30 @@ def _decide_ended(job: Job, seen: Ended, now: float) -> Action:
 def _after_stop(job: Job, seen: Ended, now: float) -> Become:
     """No failure. Where the attempt did not get its place the job waits, and says why."""
     rest, message = _at_rest(job), seen.exit.message if seen.exit else None
+    if job.halt is Halt.PREEMPTED and rest.state is State.QUEUED:
+        rest = replace(rest, reason=Reason.PREEMPTED)
+        message = f"{USER_TEXT[Reason.PREEMPTED]} It goes on from there when slots are free."
     if rest.state is not State.QUEUED or not seen.delay_seconds:
         return Become(rest, release=True, message=message)
     message = f"{message} The next attempt is made in {seen.delay_seconds:g} seconds."
     rest = replace(rest, not_before=now + seen.delay_seconds, pending=message)
     return Become(rest, release=True, message=message, level="warn")
+
+
+def _out_of_time(job: Job, now: float) -> Become:
+    return Become(fail(job, Reason.TIME_LIMIT, None, now), release=True, message=USER_TEXT[Reason.TIME_LIMIT])
+
+
+def halted(job: Job, halt: Halt, why: str | None = None) -> Job:
+    """The job whose attempt is to stop at a checkpoint, though its user wants it to run. `why`: for the user."""
+    return replace(job, halt=halt, generation=job.generation + 1, pending=why or job.pending)
+
+
+def displaced_by(job: Job, head: Waiting) -> Job:
+    """The job when it is to make room for another. Itself, if it is not training any more or stops already."""
+    if job.state is not State.RUNNING or job.phase is not Phase.TRAINING or job.wish is not Desired.RUN:
+        return job
+    return halted(job, Halt.PREEMPTED, f"It stops at a checkpoint, to make room for a job of priority {head.priority}.")
 
 
 def launch_failed(job: Job, message: str, checkpoint_step: int, now: float) -> Become:
@@ -213,14 +240,15 @@ def _after_failure(job: Job, checkpoint_step: int, reason: Reason, error: ErrorI
         return Become(fail(job, reason, error, now, text), release=True, message=text)
     delay = BACKOFF_SECONDS * 2 ** (failures - 1)
     where = f"from step {checkpoint_step}" if checkpoint_step >= 0 else "from the beginning"
-    rest = replace(_at_rest(job), reason=reason, not_before=now + delay)
+    left_seconds = job.left_seconds if checkpoint_step >= 0 else None
+    rest = replace(_at_rest(job), reason=reason, not_before=now + delay, left_seconds=left_seconds)
     return Become(rest, release=True, message=f"{text} The job goes on {where}.", level="error")
 
 
 def _at_rest(job: Job) -> Job:
     """Where a job goes whose attempt has ended before its time."""
     state = State.PAUSED if job.desired is Desired.PAUSE else State.QUEUED
-    return replace(job, state=state, phase=None, signalled=job.generation, pending=None)
+    return replace(job, state=state, phase=None, halt=None, signalled=job.generation, pending=None)
 
 
 def fail(job: Job, reason: Reason, error: ErrorInfo | None, now: float, text: str | None = None) -> Job:
@@ -230,7 +258,7 @@ def fail(job: Job, reason: Reason, error: ErrorInfo | None, now: float, text: st
         "message": text or failure_text(reason, error),
         "param": error.param if error else None,
     }
-    return replace(job, state=State.FAILED, phase=None, reason=reason, error=shown, finished_at=now)
+    return replace(job, state=State.FAILED, phase=None, halt=None, reason=reason, error=shown, finished_at=now)
 
 
 def validated(job: Job, error: ErrorInfo | None, now: float) -> Job:
@@ -250,6 +278,7 @@ def placed(job: Job, host: str) -> Job:
         attempt=job.attempt + 1,
         ingested=-1,
         host=host,
+        halt=None,
         signalled=job.generation,
         pending=None,
     )
@@ -266,5 +295,5 @@ def too_large(job: Job) -> Job:
 
 def signalled(job: Job) -> Job:
     """The job after its wish was written to the running attempt."""
-    phase = Phase.LAUNCHING if job.desired is Desired.RUN else Phase.STOPPING
+    phase = Phase.LAUNCHING if job.wish is Desired.RUN else Phase.STOPPING
     return replace(job, signalled=job.generation, phase=phase)

@@ -26,12 +26,18 @@ class Reason(StrEnum):
     """The attempt lived, and said nothing for longer than allowed."""
     STOP_TIMEOUT = "stop_timeout"
     """The attempt was asked to stop and had to be killed."""
+    PREEMPTED = "preempted"
+    """It made room for a job of higher priority."""
+    TIME_LIMIT = "time_limit"
+    """It held its slots for as long as it may (`max_seconds`)."""
     LAUNCH_FAILED = "launch_failed"
     """The launcher could not start the attempt."""
 
 
 class Retry(StrEnum):
     NEVER = "never"
+    UNCOUNTED = "uncounted"
+    """Again, as soon as there is room: it was no failure."""
     COUNTED = "counted"
     """Again, as long as fewer than MAX_FAILURES attempts in a row ended without a new checkpoint."""
 
@@ -46,6 +52,8 @@ RETRY: dict[Reason, Retry] = {
     Reason.SUPERVISOR_LOST: Retry.COUNTED,
     Reason.STALLED: Retry.COUNTED,
     Reason.STOP_TIMEOUT: Retry.COUNTED,
+    Reason.PREEMPTED: Retry.UNCOUNTED,
+    Reason.TIME_LIMIT: Retry.NEVER,
     Reason.LAUNCH_FAILED: Retry.COUNTED,
 }
 
@@ -59,6 +67,8 @@ ERROR_CODE: dict[Reason, str] = {
     Reason.SUPERVISOR_LOST: "worker_lost",
     Reason.STALLED: "worker_stalled",
     Reason.STOP_TIMEOUT: "worker_stalled",
+    Reason.PREEMPTED: "preempted",
+    Reason.TIME_LIMIT: "time_limit",
     Reason.LAUNCH_FAILED: "launch_failed",
 }
 """`error.code` of a failed job, unless the worker gave a more precise one."""
@@ -73,6 +83,8 @@ USER_TEXT: dict[Reason, str] = {
     Reason.SUPERVISOR_LOST: "The training processes vanished; the host may have restarted.",
     Reason.STALLED: "Training reported nothing for too long and was stopped.",
     Reason.STOP_TIMEOUT: "Training did not stop when asked and was killed.",
+    Reason.PREEMPTED: "The job made room for one of higher priority, at a checkpoint.",
+    Reason.TIME_LIMIT: "The job has used the time that it may take (max_seconds). Its checkpoints stay.",
     Reason.LAUNCH_FAILED: "The training processes could not be started.",
 }
 

@@ -38,6 +38,15 @@ class Phase(StrEnum):
     """The attempt was asked to stop and has not ended."""
 
 
+class Halt(StrEnum):
+    """Why the service itself asks an attempt to stop at a checkpoint, while its user wants it to run."""
+
+    PREEMPTED = "preempted"
+    """It makes room for a job of higher priority, and is queued again."""
+    TIME_LIMIT = "time_limit"
+    """It has held its slots for as long as it may (`max_seconds`), and the job ends."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A row of the store, as far as deciding needs it. Times are seconds since the epoch in database time."""
@@ -57,6 +66,10 @@ class Job:
     priority: int = 0
     slots: int = 1
     """Slots of one host that an attempt needs: its ranks."""
+    max_seconds: int | None = None
+    """For how long it may hold slots, over all its attempts; None: no limit."""
+    halt: Halt | None = None
+    """Why the newest attempt is to stop although its user wants it to run; None: it is not."""
     host: str | None = None
     """The host whose processes the newest attempt's are; None before the first."""
     attempt: int = 0
@@ -80,8 +93,36 @@ class Job:
     pending: str | None = None
     """Why it waits although its turn has come (its host is too small; the cluster has no place yet), or why nothing is known
     of it, for the user; None: it waits for its turn, or does not wait."""
+    key_id: str | None = None
+    """The key that created it; None: an earlier version stored it."""
+    work: float | None = None
+    """FLOP of the whole training, as planned."""
+    planned_seconds: float | None = None
+    """What the plan says the training takes; None: the machine's figures are not known."""
+    left_seconds: float | None = None
+    """What was left of the training when it last reported a step, as its steps were measured."""
+    ends_at: float | None = None
+    """While it holds slots: when it is expected to give them back; None: not known."""
+    taken_at: float | None = None
+    """Since when its attempt holds slots; written by the store. None: it holds none."""
+    held_seconds: float = 0.0
+    """For how long attempts held slots that have given them back; written by the store."""
+    slot_seconds: float = 0.0
+    """The same times the number of slots: what it has used."""
     version: int = 1
     """Raised by every write; a write names the version it read and changes nothing if another came first."""
+
+    @property
+    def wish(self) -> Desired:
+        """What the running attempt is to do: as its user wants, or stop at a checkpoint because the service says so."""
+        return Desired.PAUSE if self.halt and self.desired is Desired.RUN else self.desired
+
+    def seconds_held(self, now: float) -> float:
+        """For how long it has held slots up to `now`, over all its attempts."""
+        return self.held_seconds + (0.0 if self.taken_at is None else max(0.0, now - self.taken_at))
+
+    def is_out_of_time(self, now: float) -> bool:
+        return self.max_seconds is not None and self.seconds_held(now) >= self.max_seconds
 
     @property
     def spec(self) -> JobSpec:

@@ -15,6 +15,7 @@ from ft_service.plan.lengths import Lengths
 from ft_service.plan.machines import Machine, this_host
 from ft_service.plan.quantities import bytes_text
 from ft_service.plan.settle import settle
+from ft_service.plan.speed import Work, whole_training
 from ft_service.plan.text import change_text, summary
 from ft_service.plan.vocabulary import refuse_ids_without_row
 from ft_service.spec import DataFileRef, JobSpec
@@ -30,6 +31,8 @@ class Admitted:
     """With what is "auto" chosen for the machine, if that is known."""
     told: tuple[Told, ...]
     """(level, message) of its first events."""
+    work: Work | None = None
+    """What the training is likely to be; None: the size of its data is not known."""
 
 
 def admit(spec: JobSpec, machine: Machine | None = None, data_bytes: int | None = None) -> Admitted:
@@ -49,7 +52,7 @@ def admit(spec: JobSpec, machine: Machine | None = None, data_bytes: int | None 
     lengths = None if data_bytes is None else Lengths.of_size(data_bytes)
     admitted = _admitted(contents, given, machine or this_host(), lengths)
     sections = {name: getattr(admitted.spec, name) for name in ("precision", "training", "distributed", "chosen")}
-    return Admitted(spec.model_copy(update=sections), admitted.told)
+    return Admitted(spec.model_copy(update=sections), admitted.told, admitted.work)
 
 
 @lru_cache(maxsize=128)
@@ -61,7 +64,14 @@ def _admitted(base: BaseContents, options: str, machine: Machine, lengths: Lengt
     ways = "; ".join(change_text(change) for change in plan.changes if change.fits)
     chosen = f"Chosen: {' '.join(plan.chosen)}" if plan.chosen else ""
     told: Told = ("warn" if plan.fits is False else "info", " ".join(filter(None, (summary(plan), ways, chosen))))
-    return Admitted(spec, (told, *(("warn", warning) for warning in plan.warnings)))
+    return Admitted(spec, (told, *(("warn", warning) for warning in plan.warnings)), _work(spec, plan, lengths))
+
+
+def _work(spec: JobSpec, plan: Plan, lengths: Lengths | None) -> Work | None:
+    if lengths is None:
+        return None
+    likely = plan.likely or plan
+    return whole_training(lengths.of_training(spec), likely.flops_per_token, likely.speed)
 
 
 def _refuse_what_cannot_fit(plan: Plan) -> None:

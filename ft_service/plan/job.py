@@ -124,6 +124,18 @@ def bounded(spec: JobSpec) -> JobSpec:
     return within_context(base_shape(contents), spec)
 
 
+def training_time(plan: Plan, spec: JobSpec, examples: int) -> dict[str, Any]:
+    """Optimizer steps and their duration in seconds: at most, were every sample as long as the longest, and likely, at the mean
+    length.
+    """
+    options = spec.training
+    steps = options.max_steps or options.n_epochs * -(-examples // options.batch_size)
+    most, likely = (
+        None if cost is None or cost.speed is None else steps * cost.speed.step_seconds for cost in (plan, plan.likely)
+    )
+    return {"examples": examples, "steps": steps, "seconds_at_most": most, "seconds_likely": likely}
+
+
 def _plan(base: BaseShape, spec: JobSpec, machine: Machine, lengths: Lengths | None) -> Plan:
     spec = assumed(settle_on(base, spec, machine, lengths))
     memory = usable_bytes(machine, spec)

@@ -40,4 +40,5 @@ class Lengths:
         training = spec.training
         if training.max_steps is None:
             return training.n_epochs * self.tokens
-        return training.max_steps * training.batch_size * (self.mean or training.max_length)
+        samples = training.max_steps * training.batch_size * (1 if spec.dpo is None else 2)
+        return samples * (self.mean or training.max_length)

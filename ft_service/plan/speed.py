@@ -42,6 +42,19 @@ class Speed:
     wire_seconds: float
 
 
+@dataclass(frozen=True)
+class Work:
+    """A whole training, over all ranks."""
+
+    flops: float
+    seconds: float | None
+    """None: the machine's figures are not known."""
+
+
+def whole_training(tokens: int, flops_per_token: int, speed: Speed | None) -> Work:
+    return Work(float(tokens) * flops_per_token, tokens / speed.tokens_per_second if speed else None)
+
+
 def wire_bytes(groups: Sequence[GatherGroup], spec: JobSpec, layout: Layout, rounds: int) -> Wire:
     """Bytes on the wire in one optimizer step.
 

@@ -4,6 +4,8 @@ checkpoints.py.)
     spec.json                             JobSpec, resolved, immutable
     origins.json                          Origins, by rank 0 of the first attempt (see manifest.py)
     base-status.json                      by rank 0: the base's files as they were when their contents were last read
+    reference.bin  reference.json         of pairs of answers, by rank 0: their log-probabilities before the first step (see
+                                          workers/training/reference.py)
     attempts/<n>/start.json               Start, by the launcher, before anything runs
     attempts/<n>/control.json             Control, by the reconciler, rewritten as the user changes their mind
     attempts/<n>/supervisor.lock          held by the supervisor as long as it lives

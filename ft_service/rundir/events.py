@@ -39,10 +39,18 @@ class Metrics(BaseModel):
     step_seconds: float | None = None
     epoch: float | None = None
     """Passes over the training file so far."""
+    more: dict[str, float] | None = None
+    """What the job's method measures besides, by the field's names; of the validation file with `valid_` in front. Direct
+    preference optimisation: rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies, logps/chosen and
+    logps/rejected, means over the pairs (workers/training/preference.py)."""
     checkpoint_stall_seconds: float | None = None
     """With kind checkpoint: for how long training stood still for it, waiting for the one before it included."""
     checkpoint_seconds: float | None = None
     """With kind checkpoint: from when it was due to when it was complete."""
+
+    def flat(self) -> dict[str, int | float]:
+        """All that was measured by one name each, as events and tables show it."""
+        return {**self.model_dump(exclude_none=True, exclude={"more"}), **(self.more or {})}
 
 
 class Event(BaseModel):

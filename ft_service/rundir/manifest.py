@@ -164,21 +164,14 @@ def history(run: RunDir, attempt: int) -> list[AttemptSummary]:
     return found
 
 
-def write_manifest(
-    run: RunDir,
-    folder: Path,
-    *,
-    attempt: int,
-    step: int,
-    checkpoint: str | None,
-    metrics: Metrics | None,
-    versions: Mapping[str, str],
+def manifest_of(
+    run: RunDir, *, attempt: int, step: int, checkpoint: str | None, metrics: Metrics | None, versions: Mapping[str, str]
 ) -> Manifest:
-    """Describe the adapter in `folder`, which is complete but for this, and write its manifest beside it."""
+    """The manifest of an adapter whose files are not written yet, without them and without a digest."""
     spec, origins = run.read("spec.json", JobSpec), run.read(ORIGINS, Origins)
     assert spec is not None, f"{run.root} holds no spec.json"
     assert origins is not None, f"{run.root} holds no {ORIGINS}"
-    body = Manifest(
+    return Manifest(
         job=spec.job_id,
         tuned_name=spec.tuned_name,
         attempt=attempt,
@@ -194,9 +187,15 @@ def write_manifest(
         versions=dict(versions),
         history=history(run, attempt),
         metrics=metrics,
-        files={path.name: FileDigest.of(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST},
+        files={},
         digest="",
-    ).model_dump(mode="json")
+    )
+
+
+def write_manifest(draft: Manifest, folder: Path) -> Manifest:
+    """Complete a manifest by the files of the adapter in `folder`, which is complete but for this, and write it there."""
+    files = {path.name: FileDigest.of(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST}
+    body = draft.model_copy(update={"files": files}).model_dump(mode="json")
     manifest = Manifest.model_validate(body | {"digest": digest_of(body)})
     (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
     return manifest

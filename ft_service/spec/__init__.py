@@ -1,6 +1,7 @@
 """A job's options: those of a create request, and the resolved `JobSpec` that a worker reads.
 
 values        kinds of values that options are made of
+methods       the loss, in OpenAI's words
 options       what we add to OpenAI's create body
 integrations  where else the metrics are sent
 request       the whole create body, or a SPEC file
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 from ft_service.spec.faults import spec_error
 from ft_service.spec.integrations import Integration, Wandb
+from ft_service.spec.methods import AUTO, DpoHyperparameters, DpoOptions, Hyperparameters, Method, SupervisedMethod
 from ft_service.spec.options import (
+    DPO_LEARNING_RATE,
     LEARNING_RATE,
     CheckpointOptions,
     DistributedOptions,
@@ -25,18 +28,7 @@ from ft_service.spec.options import (
     TrainingOptions,
     WrapBySize,
 )
-from ft_service.spec.request import (
-    AUTO,
-    NOT_YET,
-    NOT_YET_VALUES,
-    Hyperparameters,
-    JobRequest,
-    Metadata,
-    Method,
-    Suffix,
-    SupervisedMethod,
-    parse_request,
-)
+from ft_service.spec.request import NOT_YET, NOT_YET_VALUES, JobRequest, Metadata, Suffix, parse_request
 from ft_service.spec.resolved import (
     AdapterRef,
     BaseModelRef,
@@ -53,6 +45,7 @@ from ft_service.spec.values import Number, Pattern, Strict, WeightFormat, compil
 
 __all__ = [
     "AUTO",
+    "DPO_LEARNING_RATE",
     "LEARNING_RATE",
     "NOT_YET",
     "NOT_YET_VALUES",
@@ -61,6 +54,8 @@ __all__ = [
     "CheckpointOptions",
     "DataFileRef",
     "DistributedOptions",
+    "DpoHyperparameters",
+    "DpoOptions",
     "Hyperparameters",
     "Integration",
     "JobOptions",

@@ -1,40 +1,121 @@
-"""Faults that pydantic finds, as one sentence for the user."""
+"""Faults that pydantic finds, as sentences: all at once, each with the place, the value, the limit and a way out."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from ft_service.errors import SpecError
+from ft_service.spec.other_names import name_for, shown_value, value_for
 
-_LISTED = 10
-"""Further fields that a message names."""
-_NO_OBJECT = ("model_type", "model_attributes_type", "dict_type")
-"""What pydantic calls a value where there should be an object; its words name a class of ours."""
+_LISTED = 12
+"""Faults that a message spells out."""
+_WORDS: Mapping[str, str] = {
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "must be an object with options of its own"),
+    **dict.fromkeys(("int_type", "int_from_float", "int_parsing"), "must be a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
+    "bool_type": "must be true or false",
+    "string_type": "must be text",
+    "list_type": "must be a list",
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be more than {gt}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be less than {lt}",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_too_long": "must have at most {max_length} characters",
+    "too_long": "must have at most {max_length} entries",
+    "finite_number": "must be a number that is not infinite",
+    "string_pattern_mismatch": "must match {pattern}",
+}
+"""pydantic's kinds of faults in our words. What is missing here is said in its own."""
+
+_PATTERNS: Mapping[str, str] = {r"^[A-Za-z0-9._-]+$": "may hold only letters, digits, dots, hyphens and underscores"}
+"""What a pattern asks for, in words."""
+
+
+@dataclass(frozen=True)
+class OptionFault:
+    """One option's fault."""
+
+    place: str
+    """Dotted; empty: the options as a whole."""
+    text: str
+    """A sentence."""
+    code: str = SpecError.code
 
 
 def spec_error(error: ValidationError, model: type[BaseModel]) -> SpecError:
-    """The first fault of a pydantic error, as one sentence that names field, value and limit; the other fields are named."""
-    faults = error.errors(include_url=False, include_context=False)
-    fault = faults[0]
-    place = _place(fault["loc"], model)
-    message = fault["msg"].removeprefix("Value error, ")
-    if fault["type"] in _NO_OBJECT:
-        message = "expected an object with options of its own"
-    if fault["type"] == "extra_forbidden":
-        message = f"{place}: there is no such option. Check its spelling, or leave it out."
-        return SpecError(message, param=place, code="unknown_parameter")
-    if fault["type"] == "missing":
-        return SpecError(f"{place} is required.", param=place, code="missing_required_parameter")
-    shown = repr(fault["input"])
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    text = f"{place} = {shown}: {message}." if place else f"{message}."
-    others = sorted({_place(f["loc"], model) for f in faults} - {place})
-    if others:
-        text += f" (Also at fault: {', '.join(others[:_LISTED])}{', …' if len(others) > _LISTED else ''}.)"
-    return SpecError(text, param=place or _first_name(message))
+    """All that pydantic finds wrong with what a user wrote, as one error."""
+    return joined(option_faults(error, model))
+
+
+def joined(faults: Sequence[OptionFault]) -> SpecError:
+    """One error for all faults; field and code are those of the first. Several are told one a line."""
+    first = faults[0]
+    if len(faults) == 1:
+        return SpecError(first.text, param=first.place or _first_name(first.text), code=first.code)
+    lines = [fault.text for fault in faults[:_LISTED]]
+    if len(faults) > _LISTED:
+        lines.append(f"… and {len(faults) - _LISTED} more.")
+    text = "\n".join([f"{len(faults)} options are at fault.", *lines])
+    return SpecError(text, param=first.place or _first_name(first.text), code=first.code)
+
+
+def option_faults(error: ValidationError, model: type[BaseModel]) -> list[OptionFault]:
+    """Every option at fault once, in pydantic's order. Of a choice between kinds of values all that would do are named."""
+    by_place: dict[str, list[Any]] = {}
+    for fault in error.errors(include_url=False):
+        by_place.setdefault(_place(fault["loc"], model), []).append(fault)
+    return [_fault(place, faults, model) for place, faults in by_place.items()]
+
+
+def _fault(place: str, faults: list[Any], model: type[BaseModel]) -> OptionFault:
+    first = faults[0]
+    if first["type"] == "extra_forbidden":
+        meant = name_for(place, model)
+        hint = f"; did you mean {meant}?" if meant else ". Check its spelling, or leave it out."
+        return OptionFault(place, f"{place}: there is no such option{hint}", "unknown_parameter")
+    if first["type"] == "missing":
+        return OptionFault(place, f"{place} is required.", "missing_required_parameter")
+    choices: list[str] = [choice for fault in faults for choice in _choices(fault)]
+    said = list(dict.fromkeys(_words(fault) for fault in faults if fault["type"] != "literal_error"))
+    message = _one_of([*said, *choices])
+    if choices and not said:
+        message = f"must be {message}"
+    if not place:
+        return OptionFault("", f"{message}.")
+    meant = value_for(first["input"], choices)
+    hint = f"; did you mean {meant}?" if meant else "."
+    return OptionFault(place, f"{place} = {shown_value(first['input'])}: {message}{hint}")
+
+
+def _words(fault: Any) -> str:
+    context = fault.get("ctx") or {}
+    template = _PATTERNS.get(context.get("pattern", "")) or _WORDS.get(fault["type"])
+    if template is None:
+        return fault["msg"].removeprefix("Value error, ")
+    return template.format(**{name: _plain(value) for name, value in context.items()})
+
+
+def _plain(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _choices(fault: Any) -> list[str]:
+    """The values that a choice of words takes; of other faults none."""
+    if fault["type"] != "literal_error":
+        return []
+    return [part.strip("'") for part in fault["ctx"]["expected"].replace(" or ", ", ").split(", ")]
+
+
+def _one_of(ways: Sequence[str]) -> str:
+    first, *others = dict.fromkeys(ways)
+    *rest, last = [first, *(way.removeprefix("must be ") for way in others)]
+    return f"{', '.join(rest)} or {last}" if rest else last
 
 
 def _place(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:

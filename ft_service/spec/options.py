@@ -14,6 +14,10 @@ from ft_service.spec.values import Number, Pattern, Strict, WeightFormat
 
 LEARNING_RATE = 2e-4
 """The learning rate that `learning_rate_multiplier: 1` stands for; the usual one for LoRA with AdamW."""
+DPO_LEARNING_RATE = 5e-6
+"""The same for direct preference optimisation: a fortieth, as usual with LoRA, since the loss is one of differences."""
+DPO_EPOCHS = 1
+"""training.n_epochs of direct preference optimisation unless it is given: further passes learn the pairs by heart."""
 
 
 class LoraOptions(Strict):
@@ -222,7 +226,11 @@ class JobOptions(Strict):
     distributed: DistributedOptions = DistributedOptions()
     checkpoint: CheckpointOptions = CheckpointOptions()
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
-    """Higher starts first; equal ones in the order of their creation."""
+    """Higher starts first; among equal ones the project that has used less lately, and within it the one created first."""
+    max_seconds: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
+    """Seconds that the job may hold its slots, over all its attempts and their start-up: then it stops at a checkpoint and has
+    failed with reason `time_limit`; a job that names that checkpoint as its model goes on from there. None: no limit. With
+    `ft run` of each call, which stops at a checkpoint."""
 
     @model_validator(mode="after")
     def _consistent_distributed(self) -> JobOptions:

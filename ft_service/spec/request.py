@@ -6,16 +6,16 @@ an alternative (`NOT_YET`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
 
 from ft_service.errors import SpecError
-from ft_service.spec.faults import spec_error
+from ft_service.spec.faults import OptionFault, joined, option_faults
 from ft_service.spec.integrations import Integrations
-from ft_service.spec.options import LEARNING_RATE, JobOptions, TrainingOptions
-from ft_service.spec.values import Number, Strict
+from ft_service.spec.methods import AUTO, Hyperparameters, Method
+from ft_service.spec.options import DPO_EPOCHS, DPO_LEARNING_RATE, LEARNING_RATE, JobOptions, TrainingOptions
 
 NOT_YET: Mapping[str, str] = {
     "lora.use_dora": "leave it out; plain LoRA and rsLoRA (lora.use_rslora) work",
@@ -25,31 +25,9 @@ NOT_YET: Mapping[str, str] = {
 
 NOT_YET_VALUES: Mapping[tuple[str, object], str] = {
     ("lora.init_lora_weights", "gaussian"): "use true",
-    ("method.type", "dpo"): "use 'supervised'",
-    ("method.type", "reinforcement"): "use 'supervised'",
+    ("method.type", "reinforcement"): "use 'supervised' or 'dpo'",
 }
 """Values that the design names and this version refuses."""
-
-AUTO = "auto"
-
-
-class Hyperparameters(Strict):
-    """OpenAI's three. "auto" leaves the choice to the service: n_epochs 3, batch_size 8, learning_rate_multiplier 1."""
-
-    n_epochs: Annotated[int, Field(ge=1, le=50)] | Literal["auto"] = AUTO
-    batch_size: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = AUTO
-    learning_rate_multiplier: Annotated[Number, Field(gt=0, le=5000)] | Literal["auto"] = AUTO
-    """Times LEARNING_RATE gives training.learning_rate."""
-
-
-class SupervisedMethod(Strict):
-    hyperparameters: Hyperparameters = Hyperparameters()
-
-
-class Method(Strict):
-    type: Literal["supervised"] = "supervised"
-    supervised: SupervisedMethod = SupervisedMethod()
-
 
 Suffix = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")]
 Metadata = Annotated[
@@ -96,11 +74,11 @@ class JobRequest(JobOptions):
         """Values in OpenAI's fields: name → (where it was given, value), "auto" left out. Given twice is a ValueError."""
         places = {
             "hyperparameters": self.hyperparameters,
-            "method.supervised.hyperparameters": self.method.supervised.hyperparameters,
+            f"method.{self.method.type}.hyperparameters": self.method.hyperparameters,
         }
         given: dict[str, tuple[str, Any]] = {}
         for place, values in places.items():
-            for name, value in values.model_dump(exclude_unset=True).items():
+            for name, value in values.model_dump(exclude_unset=True, include=set(Hyperparameters.model_fields)).items():
                 if value == AUTO:
                     continue
                 if name in given:
@@ -110,38 +88,40 @@ class JobRequest(JobOptions):
 
     def resolved_training(self) -> TrainingOptions:
         """`training` with OpenAI's hyperparameters folded in. Raises ValueError when one is given in both places."""
+        dpo = self.method.type == "dpo"
+        of_one = DPO_LEARNING_RATE if dpo else LEARNING_RATE
         updates: dict[str, Any] = {}
         for name, (place, value) in self.given_hyperparameters().items():
             ours = "learning_rate" if name == "learning_rate_multiplier" else name
             if ours in self.training.model_fields_set:
                 raise ValueError(f"{place}.{name} and training.{ours} are both given: keep one")
-            updates[ours] = value * LEARNING_RATE if name == "learning_rate_multiplier" else value
-        return TrainingOptions(**{**self.training.model_dump(exclude_unset=True), **updates})
+            updates[ours] = value * of_one if name == "learning_rate_multiplier" else value
+        usual = {"learning_rate": DPO_LEARNING_RATE, "n_epochs": DPO_EPOCHS} if dpo else {}
+        return TrainingOptions(**{**usual, **self.training.model_dump(exclude_unset=True), **updates})
 
 
 def parse_request(body: object) -> JobRequest:
-    """Validate a create body. Raises SpecError naming the field (dotted), the value and the limit."""
+    """Validate a create body. Raises SpecError naming every field at fault (dotted) with its value and limit."""
     if not isinstance(body, Mapping):
         raise SpecError(f"The body must be an object with model and training_file, not {type(body).__name__}.")
-    _refuse_not_yet(body)
+    faults = list(_not_yet(body))
+    refused = {fault.place for fault in faults}
     try:
-        return JobRequest.model_validate(dict(body))
+        request = JobRequest.model_validate(dict(body))
     except ValidationError as error:
-        raise spec_error(error, JobRequest) from None
+        faults += [fault for fault in option_faults(error, JobRequest) if fault.place not in refused]
+    else:
+        if not faults:
+            return request
+    raise joined(faults) from None
 
 
-def _refuse_not_yet(body: Mapping[Any, Any]) -> None:
-    for dotted, instead in NOT_YET.items():
+def _not_yet(body: Mapping[Any, Any]) -> Iterator[OptionFault]:
+    refused = [(dotted, None, instead) for dotted, instead in NOT_YET.items()]
+    refused += [(dotted, value, instead) for (dotted, value), instead in NOT_YET_VALUES.items()]
+    for dotted, value, instead in refused:
         section, key = dotted.split(".")
         inner = body.get(section)
-        if isinstance(inner, Mapping) and key in inner:
-            raise SpecError(
-                f"{dotted} = {inner[key]!r} is not available in this version: {instead}.", param=dotted, code="not_available"
-            )
-    for (dotted, value), instead in NOT_YET_VALUES.items():
-        section, key = dotted.split(".")
-        inner = body.get(section)
-        if isinstance(inner, Mapping) and inner.get(key) == value:
-            raise SpecError(
-                f"{dotted} = {value!r} is not available in this version: {instead}.", param=dotted, code="not_available"
-            )
+        if isinstance(inner, Mapping) and key in inner and value in (None, inner[key]):
+            text = f"{dotted} = {inner[key]!r} is not available in this version: {instead}."
+            yield OptionFault(dotted, text, "not_available")

@@ -8,8 +8,9 @@ from pydantic import BaseModel, ConfigDict
 
 from ft_service.errors import SpecError
 from ft_service.spec.mesh import check_reshard_size, mesh_shape
+from ft_service.spec.methods import AUTO, DpoOptions
 from ft_service.spec.options import CheckpointOptions, DistributedOptions, LoraOptions, PrecisionOptions, TrainingOptions
-from ft_service.spec.request import AUTO, JobRequest
+from ft_service.spec.request import JobRequest
 from ft_service.spec.tuned_name import TunedName
 
 
@@ -68,6 +69,8 @@ class JobSpec(Resolved):
     distributed: DistributedOptions
     """nproc_per_node is a number here."""
     checkpoint: CheckpointOptions
+    dpo: DpoOptions | None = None
+    """Of direct preference optimisation, whose data files hold pairs of answers; None: training is supervised."""
     parent: AdapterRef | None = None
     """The tuned model whose adapter training starts from; None: a new one. Optimizer, schedule and data are the job's own."""
     chosen: dict[str, str] = {}
@@ -111,6 +114,7 @@ def resolve(
         training=request.resolved_training(),
         distributed=distributed,
         checkpoint=request.checkpoint,
+        dpo=request.method.dpo_options(),
         parent=parent,
     )
 

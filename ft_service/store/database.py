@@ -198,7 +198,7 @@ class Direct:
     driver gives them.
     """
 
-    def __init__(self, statement: Insert | Select[Any], names: Collection[str] | None = None) -> None:
+    def __init__(self, statement: Insert | Select[*tuple[Any, ...]], names: Collection[str] | None = None) -> None:
         """`names`: an INSERT's columns whose values are given; None: a SELECT, whose values are named in it."""
         self._statement = statement
         self._names = names and list(names)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from sqlalchemy import Connection, and_, bindparam, exists, insert, select, update
+from sqlalchemy import Connection, String, and_, bindparam, cast, exists, insert, literal_column, or_, select, update
 
 from ft_service.errors import ConflictError, NotFoundError
-from ft_service.jobs import verbs
+from ft_service.jobs import decisions, verbs
+from ft_service.jobs.queue import Waiting
 from ft_service.jobs.states import Job, State
 from ft_service.jobs.verbs import Verb
 from ft_service.rundir.events import Metrics
 from ft_service.spec import StoredSpec
 from ft_service.store.database import Database, Direct, database_time, storable_json, storable_text
 from ft_service.store.integrations import CREATE_INTEGRATIONS, integration_rows
-from ft_service.store.records import Checkpoint, NewEvent, NewJob, Order, Page, StoredEvent
+from ft_service.store.records import Checkpoint, NewEvent, NewJob, Order, Page, Reported, StoredEvent
 from ft_service.store.rows import (
     CHECKPOINT,
     EVENT,
@@ -44,7 +46,7 @@ _WITHOUT = {"": ""}
 ASKED = {Verb.CANCEL: "Cancel requested.", Verb.PAUSE: "Pause requested.", Verb.RESUME: "Resume requested."}
 
 
-_NEW_JOB = [column.name for column in JOB if column.name != "created_at"]
+_NEW_JOB = [*(column.name for column in JOB if column.name != "created_at"), "base"]
 _FIRST_EVENT = ("id", "project_id", "job_id", "created_at", "level", "message")
 
 # Built once: to put such statements together takes longer than to run them.
@@ -53,6 +55,16 @@ _CREATE_EVENTS = Direct(insert(events), _FIRST_EVENT)
 _CREATE_PAIRS = Direct(insert(job_metadata), ("job_position", "project_id", "key", "value"))
 _SELECT_JOB = select(*JOB).where(jobs.c.id == bindparam("job_id"), jobs.c.project_id == bindparam("of_project"))
 _INSERT_EVENTS = insert(events)
+_REPORTED = (
+    select(events.c.position, events.c.attempt, events.c.created_at, events.c.message, events.c.metrics)
+    .where(
+        events.c.job_id == bindparam("job_id"),
+        events.c.position > bindparam("position"),
+        or_(events.c.metrics.is_not(None), events.c.message.in_([literal_column(f"'{text}'") for text in ASKED.values()])),
+    )
+    .order_by(events.c.position)
+)
+_SELECT_REPORTED = Direct(_REPORTED)
 
 
 class JobStore(Database):
@@ -94,9 +106,10 @@ class JobStore(Database):
         limit: int = 20,
         metadata: dict[str, str] | Literal["none"] | None = None,
         state: State | None = None,
+        base: str | None = None,
     ) -> Page[Job]:
-        """Newest first. `metadata`: only jobs whose metadata hold all these pairs; "none": only jobs without any. `state`: only
-        jobs in it."""
+        """Newest first. `metadata`: only jobs whose metadata hold all these pairs; "none": only jobs without any. `state`,
+        `base`: only jobs in it, on it."""
         place = jobs.c.position
         query = select(*JOB).where(jobs.c.project_id == project_id).order_by(place.desc())
         for key, value in (_WITHOUT if metadata == "none" else metadata or {}).items():
@@ -105,6 +118,8 @@ class JobStore(Database):
             query = query.join(pair, and_(pair.c.job_position == place, *mine))
         if state is not None:
             query = query.where(jobs.c.state == state.value)
+        if base is not None:
+            query = query.where(jobs.c.spec["model"]["name"].as_string() == base)
         with self.reading() as connection:
             if after is not None:
                 query = query.where(
@@ -133,12 +148,35 @@ class JobStore(Database):
                     return _get(connection, project_id, job_id)
         raise ConflictError(f"Job {job_id} keeps changing; try again.")
 
+    def displace(self, head: Waiting, job_id: str) -> bool:
+        """Have a running job make room for one that waits. False: it is not running any more, or stops already."""
+        with self.writing() as connection:
+            row = connection.execute(select(*JOB).where(jobs.c.id == job_id)).mappings().one_or_none()
+            old = None if row is None else to_job(row)
+            new = old and decisions.displaced_by(old, head)
+            if old is None or new is None or new == old or not _write(connection, old, new):
+                return False
+            now = connection.scalars(select(database_time())).one()
+            event = NewEvent(level="warn", message=f"The job makes room. {new.pending}")
+            connection.execute(_INSERT_EVENTS, event_row(event, old, now))
+        self.stirred.set()
+        return True
+
     def list_events(
-        self, project_id: str, job_id: str, *, after: str | None = None, limit: int = 20, order: Order = "desc"
+        self,
+        project_id: str,
+        job_id: str,
+        *,
+        after: str | None = None,
+        limit: int = 20,
+        order: Order = "desc",
+        messages: bool = False,
     ) -> Page[StoredEvent]:
-        """In the order in which they were stored; newest first by default."""
+        """In the order in which they were stored; newest first by default. `messages`: only those without metrics."""
         place = events.c.position
         query = select(*EVENT).where(events.c.job_id == job_id).order_by(place.desc() if order == "desc" else place.asc())
+        if messages:
+            query = query.where(events.c.metrics.is_(None))
         with self.reading() as connection:
             _get(connection, project_id, job_id)
             if after is not None:
@@ -216,6 +254,23 @@ class JobStore(Database):
         )
         with self.reading() as connection:
             return to_metrics(connection.scalars(query).one_or_none())
+
+    def latest_validation(self, job_id: str) -> Metrics | None:
+        """Metrics of the newest event of a step with a validation; None if there was none."""
+        measured = cast(events.c.metrics, String).contains('"valid_loss"')
+        query = select(events.c.metrics).where(events.c.job_id == job_id, events.c.metrics.is_not(None), measured)
+        with self.reading() as connection:
+            return to_metrics(connection.scalars(query.order_by(events.c.position.desc()).limit(1)).one_or_none())
+
+    def reported_since(self, job_id: str, position: int) -> list[Reported]:
+        """What a job's attempts reported of their steps, and the wishes of its users, stored after `position` (0: all)."""
+        with self.driving(write=False) as driver:
+            rows = _SELECT_REPORTED.run(driver, {"job_id": job_id, "position": position})
+        # The driver of SQLite gives JSON as text, PostgreSQL's as what it means.
+        return [
+            Reported(position, attempt, time, message, json.loads(metrics) if isinstance(metrics, str) else metrics)
+            for position, attempt, time, message, metrics in rows
+        ]
 
 
 def _get(connection: Connection, project_id: str, job_id: str) -> Job:

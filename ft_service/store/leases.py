@@ -6,19 +6,20 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Double, Select, and_, bindparam, delete, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Double, Select, and_, bindparam, delete, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.sql.dml import ReturningUpdate
 
+from ft_service.jobs.queue import accrued, remembered
 from ft_service.jobs.states import Job
 from ft_service.store.database import Database, database_time, upsert
 from ft_service.store.records import Claim, JobChange
 from ft_service.store.rows import JOB, changed_job_row, checkpoint_row, event_row, file_row, to_job
-from ft_service.store.tables import NEEDS_ATTENTION, QUEUED, checkpoints, events, files, jobs, slots
+from ft_service.store.tables import NEEDS_ATTENTION, QUEUED, checkpoints, events, files, jobs, projects, slots
 from ft_service.store.webhooks import announce
 
 
-class _SlotTaken(Exception):
+class _NoSlot(Exception):
     """Undoes the transaction of a change."""
 
 
@@ -27,8 +28,9 @@ _CLAIMABLE = and_(
     or_(jobs.c.host.is_(None), jobs.c.host == bindparam("for_host")),
 )
 _LOOK = and_(NEEDS_ATTENTION, _CLAIMABLE, jobs.c.looked_at <= database_time() - bindparam("idle_seconds", type_=Double))
-_DUE = and_(QUEUED, _CLAIMABLE, jobs.c.not_before <= database_time(), jobs.c.slots <= bindparam("host_slots"))
+DUE = and_(QUEUED, _CLAIMABLE, jobs.c.not_before <= database_time(), jobs.c.slots <= bindparam("host_slots"))
 _TOO_LARGE = and_(QUEUED, _CLAIMABLE, jobs.c.slots > bindparam("host_slots"), jobs.c.pending.is_(None))
+_NOW = select(database_time())
 _FREE: dict[str, Any] = {"lease_owner": None, "lease_token": None, "lease_expires_at": 0.0}
 
 
@@ -49,11 +51,7 @@ def _claim_first(candidates: Select[tuple[str]], *still: ColumnElement[bool]) ->
 
 # Built once: to put such a statement together takes longer than to run it.
 _CLAIM = _claim_first(select(jobs.c.id).where(_LOOK).order_by(jobs.c.looked_at), _LOOK)
-_CLAIM_NEXT = _claim_first(
-    select(jobs.c.id).where(_DUE).order_by(jobs.c.priority.desc(), jobs.c.position),
-    _DUE,
-    jobs.c.slots <= bindparam("max_slots"),
-)
+_CLAIM_QUEUED = _claim_first(select(jobs.c.id).where(jobs.c.id == bindparam("job_id")), DUE)
 _CLAIM_TOO_LARGE = _claim_first(
     select(jobs.c.id).where(_TOO_LARGE).order_by(jobs.c.priority.desc(), jobs.c.position), _TOO_LARGE
 )
@@ -71,16 +69,10 @@ class LeaseStore(Database):
         """
         return self._claim(_CLAIM, for_host=host, owner=owner, lease_seconds=lease_seconds, idle_seconds=idle_seconds)
 
-    def claim_next(self, *, host: str, owner: str, lease_seconds: float, max_slots: int, host_slots: int) -> Claim | None:
-        """Claim the queued job that comes next (priority, then creation) among those that are due and that the host, which has
-        `host_slots`, can run at all.
-
-        None if it needs more than `max_slots`: a job at the head that needs more is waited for, not overtaken. A job whose
-        last attempt ran on another host is left to that host while it is queued with an attempt (its processes can be
-        observed only there).
-        """
-        values = {"for_host": host, "owner": owner, "lease_seconds": lease_seconds}
-        return self._claim(_CLAIM_NEXT, **values, max_slots=max_slots, host_slots=host_slots)
+    def claim_queued(self, job_id: str, *, host: str, owner: str, lease_seconds: float, host_slots: int) -> Claim | None:
+        """Claim a queued job that the queue has chosen. None if meanwhile it is not due any more, or another claimed it."""
+        values = {"for_host": host, "owner": owner, "lease_seconds": lease_seconds, "host_slots": host_slots}
+        return self._claim(_CLAIM_QUEUED, **values, job_id=job_id)
 
     def claim_too_large(self, *, host: str, owner: str, lease_seconds: float, host_slots: int) -> Claim | None:
         """Claim a queued job that needs more than all the slots of the host, and has not been told why it waits."""
@@ -103,7 +95,8 @@ class LeaseStore(Database):
             connection.execute(update(jobs).where(jobs.c.id == job_id).values(looked_at=0.0))
 
     def apply(self, claim: Claim, change: JobChange) -> bool:
-        """Write a change and end the lease. False, with nothing written: lease lost, job changed, or a slot taken.
+        """Write a change and end the lease. False, with nothing written: lease lost, job changed, a slot taken, or the project
+        would run more ranks than it may.
 
         The lease ends either way, so that nobody has to wait for its end before looking again. Events with a `source` belong
         to the attempt of `claim.job`. Of `change.job` the identity, request and spec are not written: they never change.
@@ -114,7 +107,7 @@ class LeaseStore(Database):
                 if _write_job(connection, claim, change.job):
                     _write_rest(connection, claim, change)
                     return True
-        except _SlotTaken:
+        except _NoSlot:
             pass
         with self.writing() as connection:
             mine = (jobs.c.id == claim.job.id, jobs.c.lease_token == claim.token)
@@ -144,7 +137,7 @@ def _write_job(connection: Connection, claim: Claim, job: Job) -> bool:
 def _write_rest(connection: Connection, claim: Claim, change: JobChange) -> None:
     job = change.job
     if change.release_slots:
-        connection.execute(delete(slots).where(slots.c.job_id == job.id))
+        _release_slots(connection, job)
     if change.events:
         rows = [event_row(event, claim.job, claim.now) for event in change.events]
         connection.execute(upsert(connection, events).on_conflict_do_nothing(), rows)
@@ -161,11 +154,33 @@ def _write_rest(connection: Connection, claim: Claim, change: JobChange) -> None
 
 def _take_slots(connection: Connection, job: Job, numbers: Sequence[int]) -> None:
     assert job.host is not None, "slots are of a host"
-    rows = [
-        {"host": job.host, "slot": slot, "project_id": job.project_id, "job_id": job.id, "attempt": job.attempt}
-        for slot in numbers
-    ]
+    now = connection.scalars(_NOW).one()
+    mine = {"project_id": job.project_id, "job_id": job.id, "attempt": job.attempt, "taken_at": now}
     try:
-        connection.execute(insert(slots), rows)
+        connection.execute(insert(slots), [{"host": job.host, "slot": slot, **mine} for slot in numbers])
     except IntegrityError as error:
-        raise _SlotTaken from error
+        raise _NoSlot from error
+    connection.execute(update(jobs).where(jobs.c.id == job.id).values(taken_at=now))
+    # The lock on the project's row has two that place jobs of one project in the same moment count one after the other.
+    of_project = select(projects.c.max_slots).where(projects.c.id == job.project_id).with_for_update()
+    limit = connection.scalars(of_project).one()
+    if limit is not None:
+        held = connection.scalars(select(func.count()).where(slots.c.project_id == job.project_id)).one()
+        if held > limit:
+            raise _NoSlot
+
+
+def _release_slots(connection: Connection, job: Job) -> None:
+    """Free a job's slots, and add what was used to the job and to its project."""
+    held = select(func.count(), func.min(slots.c.taken_at), database_time()).where(slots.c.job_id == job.id)
+    number, taken_at, now = connection.execute(held).one()
+    if not number:
+        return
+    seconds = 0.0 if taken_at is None else max(0.0, now - taken_at)
+    connection.execute(delete(slots).where(slots.c.job_id == job.id))
+    used = {"held_seconds": jobs.c.held_seconds + seconds, "slot_seconds": jobs.c.slot_seconds + number * seconds}
+    connection.execute(update(jobs).where(jobs.c.id == job.id).values(**used, taken_at=None, ends_at=None))
+    project = projects.c.id == job.project_id
+    before = connection.execute(select(projects.c.used, projects.c.used_at).where(project).with_for_update()).one()
+    total = remembered(before.used, now - before.used_at) + accrued(number, seconds)
+    connection.execute(update(projects).where(project).values(used=total, used_at=now))

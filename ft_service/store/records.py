@@ -84,6 +84,19 @@ class StoredEvent:
     metrics: Metrics | None
 
 
+@dataclass(frozen=True)
+class Reported:
+    """An event as curves need it."""
+
+    position: int
+    """Its place among all events."""
+    attempt: int | None
+    """None: an event of the service's own."""
+    created_at: float
+    message: str
+    metrics: dict[str, Any] | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """A complete checkpoint of a job. `name`: its folder below `checkpoints/` of the run directory."""

@@ -11,7 +11,7 @@ from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Table, sel
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.jobs.reasons import Reason
-from ft_service.jobs.states import Job, Phase, State
+from ft_service.jobs.states import Halt, Job, Phase, State
 from ft_service.rundir.documents import Desired
 from ft_service.rundir.events import Metrics
 from ft_service.spec import StoredSpec
@@ -31,8 +31,11 @@ JOB = [jobs.c.spec if field.name == "stored_spec" else jobs.c[field.name] for fi
 EVENT = columns_of(StoredEvent, events)
 CHECKPOINT = columns_of(Checkpoint, checkpoints)
 
-# What a job is asked to do never changes after its creation; leases and the time of queueing have writers of their own.
-_FIXED = frozenset({"id", "project_id", "created_at", "request", "stored_spec", "queued_at"})
+# What a job is asked to do never changes after its creation; leases, the time of queueing and use have writers of their own.
+_ASKED = frozenset(
+    {"id", "project_id", "created_at", "request", "stored_spec", "max_seconds", "key_id", "work", "planned_seconds"}
+)
+_FIXED = _ASKED | {"queued_at", "taken_at", "held_seconds", "slot_seconds"}
 
 
 def to_key(row: RowMapping) -> ApiKey:
@@ -48,6 +51,7 @@ def to_job(row: RowMapping | dict[str, Any]) -> Job:
     values["stored_spec"] = StoredSpec(values.pop("spec"))
     values["state"] = State(values["state"])
     values["phase"] = values["phase"] and Phase(values["phase"])
+    values["halt"] = values["halt"] and Halt(values["halt"])
     values["desired"] = Desired(values["desired"])
     values["reason"] = values["reason"] and Reason(values["reason"])
     return Job(**values)
@@ -68,7 +72,8 @@ def to_metrics(value: dict[str, Any] | None) -> Metrics | None:
 def new_job_row(job: Job) -> dict[str, Any]:
     """Every column but the time of creation, which is the database's."""
     row = {field.name: _plain(getattr(job, field.name)) for field in fields(Job) if field.name != "created_at"}
-    return row | {"spec": row.pop("stored_spec").document}
+    spec = row.pop("stored_spec").document
+    return row | {"spec": spec, "base": spec.get("model", {}).get("name")}
 
 
 def changed_job_row(old: Job, new: Job) -> dict[str, Any]:
@@ -131,4 +136,4 @@ def _metrics(metrics: Metrics | None) -> dict[str, Any] | None:
 
 
 def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, State | Phase | Desired | Reason) else value
+    return value.value if isinstance(value, State | Phase | Desired | Halt | Reason) else value

@@ -17,10 +17,11 @@ from ft_service.store.database import Database
 from ft_service.store.files import FileStore
 from ft_service.store.integrations import IntegrationStore
 from ft_service.store.jobs import JobStore
-from ft_service.store.keys import KeyStore
 from ft_service.store.leases import LeaseStore
 from ft_service.store.models import ModelStore
+from ft_service.store.queue import QueueStore
 from ft_service.store.statistics import StatisticsStore
+from ft_service.store.tenants.keys import KeyStore, SessionStore
 from ft_service.store.uploads import UploadStore
 from ft_service.store.webhooks import WebhookStore
 
@@ -32,6 +33,7 @@ MIGRATION_LOCK = 7_316_004_150
 
 class Store(
     KeyStore,
+    SessionStore,
     FileStore,
     UploadStore,
     ModelStore,
@@ -39,6 +41,7 @@ class Store(
     IntegrationStore,
     JobStore,
     LeaseStore,
+    QueueStore,
     StatisticsStore,
 ):
     """Everything that the service keeps. Safe to share between threads. Forking with open connections is not: make one after

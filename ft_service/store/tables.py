@@ -57,6 +57,11 @@ projects = Table(
     Column("id", StorableText, primary_key=True),
     Column("organization", StorableText, nullable=False),
     Column("created_at", Double, nullable=False),
+    # Ranks that it may run at once; NULL: no limit.
+    Column("max_slots", Integer),
+    # Slot-seconds that it has used and that are not forgotten, as of used_at (ft_service/jobs/queue.py).
+    Column("used", Double, nullable=False, server_default="0"),
+    Column("used_at", Double, nullable=False, server_default="0"),
 )
 
 keys = Table(
@@ -74,6 +79,20 @@ keys = Table(
     Column("revoked_at", Double),
 )
 Index(None, keys.c.project_id)
+
+# Browsers that are signed in, and links that sign in once. Only digests are kept; a row that is gone opens nothing.
+sessions = Table(
+    "sessions",
+    metadata,
+    Column("digest", StorableText, primary_key=True),
+    # "session" or "link".
+    Column("kind", StorableText, nullable=False),
+    _project(),
+    Column("key_id", ForeignKey("keys.id"), nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("expires_at", Double, nullable=False),
+)
+Index(None, sessions.c.expires_at)
 
 files = Table(
     "files",
@@ -127,6 +146,20 @@ jobs = Table(
     # When it entered the queue; NULL: it never did.
     Column("queued_at", Double),
     Column("pending", StorableText),
+    Column("max_seconds", Integer),
+    Column("halt", StorableText),
+    Column("key_id", StorableText),
+    # Name of the base, which the spec holds too; NULL: an earlier version stored the job.
+    Column("base", StorableText),
+    Column("work", Double),
+    Column("planned_seconds", Double),
+    Column("left_seconds", Double),
+    Column("ends_at", Double),
+    # Since when its attempt holds slots; NULL: it holds none.
+    Column("taken_at", Double),
+    # For how long it held slots, and times their number: over its attempts that have given them back.
+    Column("held_seconds", Double, nullable=False, server_default="0"),
+    Column("slot_seconds", Double, nullable=False, server_default="0"),
     Column("version", Integer, nullable=False),
     Column("lease_owner", StorableText),
     Column("lease_token", StorableText),
@@ -139,12 +172,23 @@ jobs = Table(
 # A job has processes, or may have, as long as it has a phase.
 NEEDS_ATTENTION = or_(jobs.c.phase.is_not(None), jobs.c.state == literal_column(f"'{State.VALIDATING.value}'"))
 QUEUED = jobs.c.state == literal_column(f"'{State.QUEUED.value}'")
+MEASURED = and_(jobs.c.state == literal_column(f"'{State.SUCCEEDED.value}'"), jobs.c.work.is_not(None))
 UNFINISHED = or_(jobs.c.finished_at.is_(None), jobs.c.phase.is_not(None))
 Index(None, jobs.c.project_id, jobs.c.position)
 # By reason first: led by the state, SQLite would take it for the queue too, and sort.
 Index("ix_jobs_reason_state", jobs.c.reason, jobs.c.state)
 Index("ix_jobs_attention", jobs.c.looked_at, sqlite_where=NEEDS_ATTENTION, postgresql_where=NEEDS_ATTENTION)
 Index("ix_jobs_queue", jobs.c.priority.desc(), jobs.c.position, sqlite_where=QUEUED, postgresql_where=QUEUED)
+Index(
+    "ix_jobs_queue_of_project",
+    jobs.c.project_id,
+    jobs.c.priority.desc(),
+    jobs.c.position,
+    sqlite_where=QUEUED,
+    postgresql_where=QUEUED,
+)
+# By which waiting jobs are estimated.
+Index("ix_jobs_measured", jobs.c.finished_at.desc(), sqlite_where=MEASURED, postgresql_where=MEASURED)
 Index("ix_jobs_unfinished", jobs.c.project_id, sqlite_where=UNFINISHED, postgresql_where=UNFINISHED)
 
 # The pairs of a create body's metadata, to find jobs by; a job without metadata has the one pair ("", ""), which no user can
@@ -240,8 +284,20 @@ slots = Table(
     _project(),
     _job(),
     Column("attempt", Integer, nullable=False),
+    # NULL: an earlier version took it.
+    Column("taken_at", Double),
 )
 Index(None, slots.c.job_id)
+Index(None, slots.c.project_id)
+
+# Places where attempts run, each told of by its own reconciler. They are no project's.
+hosts = Table(
+    "hosts",
+    metadata,
+    Column("host", StorableText, primary_key=True),
+    Column("slots", Integer, nullable=False),
+    Column("seen_at", Double, nullable=False),
+)
 
 uploads = Table(
     "uploads",

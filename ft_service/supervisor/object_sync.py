@@ -161,7 +161,8 @@ class Sync:
 
     def _push_training(self) -> bool:
         """What the ranks have made. False: as `push`. Raises SealedError."""
-        self._put_once("origins.json")
+        for key in ("origins.json", "reference.bin", "reference.json"):
+            self._put_once(key)
         self._push_shards()
         mine = [name for name in complete_checkpoints(self.run) if name.endswith(f"-a{self.attempt}")]
         done = sum(self._push_checkpoint(name) for name in mine) == len(mine)  # each is tried, whatever became of the others

@@ -16,6 +16,7 @@ from ft_service.jobs.states import Phase, State
 from ft_service.store.records import NewEvent
 from ft_service.supervisor import worker_tasks
 from tests.support.creating import create_job
+from tests.support.records import claim_next
 from tests.support.rest.service import METRICS, TRAINING, Service, put, put_state, run_dir, wait_until
 
 
@@ -114,7 +115,7 @@ def test_a_paused_job_goes_on_with_another_number_of_ranks(service: Service, cli
     with pytest.raises(openai.BadRequestError, match=r"distributed\.nproc_per_node = 0"):
         resume(0)
     assert resume(3) == "queued"
-    claim = service.store.claim_next(host="h", owner="test", lease_seconds=60.0, max_slots=4, host_slots=4)
+    claim = claim_next(service.store, host="h", host_slots=4)
     assert claim is not None
     assert claim.job.slots == 3
 
@@ -166,6 +167,28 @@ def test_a_running_job_shows_progress_and_when_it_may_end(service: Service, clie
     assert (newest.type, newest.message) == ("metrics", "Step 5/20")
     assert isinstance(newest.data, dict)
     assert newest.data["train_loss"] == 1.25
+
+
+def test_a_job_shows_its_suffix_its_last_validation_and_its_place_in_the_queue(
+    service: Service, client: openai.OpenAI, training_file: str
+) -> None:
+    def create(**more: Any) -> str:
+        return client.fine_tuning.jobs.create(model="tiny", training_file=training_file, **more).id
+
+    first, second = create(), create()
+    for job_id in (first, second):
+        put_state(service.store, job_id, State.QUEUED)
+    running = create(suffix="mine", validation_file=training_file)
+    newer = METRICS.model_copy(update={"step": 6, "valid_loss": None})
+    events = [NewEvent(level="info", message="a step", metrics=known) for known in (METRICS, newer)]
+    put(service, running, *events, state=State.RUNNING, phase=Phase.TRAINING, attempt=1, host="h")
+    job = client.fine_tuning.jobs.retrieve(running).model_extra or {}
+    assert (job["progress"]["step"], job["progress"]["valid_loss"], job["queue"]) == (6, 1.5, None)
+
+    shown = {job.id: job.model_extra or {} for job in client.fine_tuning.jobs.list()}
+    assert [shown[job_id]["queue"]["position"] for job_id in (first, second)] == [1, 2]
+    assert [shown[job_id]["suffix"] for job_id in (running, first)] == ["mine", None]
+    assert (client.fine_tuning.jobs.retrieve(second).model_extra or {})["queue"]["position"] == 2
 
 
 def test_a_job_that_succeeded_names_its_outcome(service: Service, client: openai.OpenAI, training_file: str) -> None:

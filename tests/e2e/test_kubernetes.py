@@ -148,6 +148,7 @@ def test_an_evicted_job_of_two_pods_resumes_and_succeeds(
     eventually(lambda: not cluster.kubelet.alive())
 
 
+@pytest.mark.slow
 def test_pods_that_share_nothing_but_object_storage(
     store: Store,
     models: Path,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from openai.resources.fine_tuning.jobs import Jobs
 from quickstart_flow import OPENAI_FIELDS, SPEC, Remembered, choose, create_arguments
-from quickstart_report import change, curve, decode_metrics, draw_losses, percent
+from quickstart_report import change, curve, decode_metrics, draw_losses, has_command, percent, side_by_side
 
 from ft_service.local.spec_file import load_spec_file
 
@@ -65,3 +65,19 @@ def test_without_a_validation_there_is_still_a_curve(tmp_path: Path) -> None:
 
 def test_percent() -> None:
     assert percent((97, 100)) == "97%"
+
+
+def test_answers_stand_below_each_other_and_fit_the_screen() -> None:
+    lines = side_by_side([("Book a\ntable for two.", "", '{"action": "book", "guests": 2}')], 30)
+    assert lines == [
+        "",
+        "  message   Book a table for …",
+        "  base      (nothing)",
+        '  tuned     {"action": "book"…',
+    ]
+    assert all(len(line) <= 30 for line in lines)
+
+
+def test_a_command_is_recommended_only_where_there_is_one() -> None:
+    assert has_command("watch")
+    assert not has_command("fly")

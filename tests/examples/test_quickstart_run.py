@@ -91,6 +91,8 @@ def test_interrupted_it_pauses_and_leaves_nothing_and_the_next_run_finishes(home
     assert second.wait(2 * SECONDS) == 0, output(home)
     assert "resumed from its checkpoint" in output(home)
     assert " of 100 held-out messages" in output(home)
+    titles = [line.split()[0] for line in output(home).splitlines() if line.startswith(("  message ", "  base ", "  tuned "))]
+    assert titles == ["message", "base", "tuned"] * 3
     [results] = (home / "quickstart").iterdir()
     assert (results / "adapter/adapter_model.safetensors").is_file()
     assert (results / "loss.png").read_bytes().startswith(b"\x89PNG")

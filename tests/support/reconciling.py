@@ -53,7 +53,9 @@ def spec_of(job_id: str, **changes: Any) -> JobSpec:
     return JobSpec(job_id=job_id, **{**values, **changes})
 
 
-def add_job(store: Store, job_id: str = "ftjob-1", slots: int = 2, priority: int = 0, **changes: Any) -> Job:
+def add_job(
+    store: Store, job_id: str = "ftjob-1", slots: int = 2, priority: int = 0, max_seconds: int | None = None, **changes: Any
+) -> Job:
     job = Job(
         id=job_id,
         project_id=PROJECT,
@@ -63,6 +65,7 @@ def add_job(store: Store, job_id: str = "ftjob-1", slots: int = 2, priority: int
         state=State.VALIDATING,
         slots=slots,
         priority=priority,
+        max_seconds=max_seconds,
     )
     return create_job(store, job)
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from ft_service.ids import new_id
 from ft_service.jobs.decisions import placed
+from ft_service.jobs.estimates import Paces
+from ft_service.jobs.queue import next_start
 from ft_service.jobs.states import Job, State
 from ft_service.spec import StoredSpec
 from ft_service.store.records import Checkpoint, Claim, File, JobChange
@@ -60,10 +62,12 @@ def claim(store: Store, *, host: str = "h1", lease_seconds: float = 60.0) -> Cla
     return claim
 
 
-def claim_next(
-    store: Store, *, host: str = "h1", lease_seconds: float = 60.0, max_slots: int = 8, host_slots: int = 8
-) -> Claim | None:
-    return store.claim_next(host=host, owner="test", lease_seconds=lease_seconds, max_slots=max_slots, host_slots=host_slots)
+def claim_next(store: Store, *, host: str = "h1", lease_seconds: float = 60.0, host_slots: int = 8) -> Claim | None:
+    """What a host's reconciler would claim to start."""
+    start = next_start(store.line_for(host, host_slots, Paces()))
+    if start is None:
+        return None
+    return store.claim_queued(start.job.id, host=host, owner="test", lease_seconds=lease_seconds, host_slots=host_slots)
 
 
 def place(store: Store, job: Job, slots: list[int], host: str = "h1") -> Job:

@@ -19,8 +19,8 @@ from ft_service.rundir.manifest import (
     Origins,
     base_files,
     base_of,
-    write_manifest,
 )
+from ft_service.rundir.model_card import describe_adapter
 from ft_service.spec import BaseModelRef, DataFileRef, parse_request, resolve
 from ft_service.supervisor.verdict import exit_of
 
@@ -67,7 +67,7 @@ def finished_run(folder: Path) -> RunDir:
     save_checkpoint(run)
     save_adapter(run.path("adapter"))
     metrics = Metrics(step=6, total_steps=6, train_loss=1.25, valid_loss=1.5)
-    manifest = write_manifest(
+    manifest = describe_adapter(
         run, run.path("adapter"), attempt=3, step=6, checkpoint=None, metrics=metrics, versions={"ft-service": "0"}
     )
     run.write(MANIFEST, manifest)

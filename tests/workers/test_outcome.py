@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from ft_service.errors import NotFoundError
 from ft_service.rundir.checkpoints import checkpoint_faults, complete_checkpoints
@@ -103,6 +104,19 @@ def test_the_adapter_that_a_checkpoint_holds_is_the_one_that_is_made_of_its_shar
     (held / "adapter_config.json").write_bytes((tmp_path / "out/adapter_config.json").read_bytes())
 
 
+def test_an_adapter_can_be_used_and_shared_without_the_machine_that_made_it(finished: RunDir) -> None:
+    spec, folder = finished.read("spec.json", JobSpec), finished.path("adapter")
+    assert spec is not None
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == spec.model.name
+    assert "/" not in (folder / "README.md").read_text().partition('from_pretrained("')[2].partition('"')[0]
+    chat = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day."}]
+    alone, base = (AutoTokenizer.from_pretrained(path) for path in (folder, spec.model.path))
+    assert alone.apply_chat_template(chat, tokenize=False) == base.apply_chat_template(chat, tokenize=False)
+    assert alone("Hello, world").input_ids == base("Hello, world").input_ids
+    assert not (folder / "config.json").exists(), "which would make the folder pass for a whole model"
+
+
 VLLM_LORA = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<which>[AB])\.weight")
 VLLM_MODULES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 """Of a Llama; vLLM fuses some of them itself."""
@@ -152,7 +166,7 @@ def test_a_damaged_or_missing_checkpoint_is_not_read(
     assert complete_checkpoints(run) == ["step-2-a1", "step-4-a1"]
 
 
-@pytest.mark.parametrize("to", ["bf16", "fp8"])
+@pytest.mark.parametrize("to", ["bf16", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_a_merge_reports_the_losses_before_and_after(
     finished: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str
 ) -> None:

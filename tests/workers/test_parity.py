@@ -59,7 +59,9 @@ def test_loss_and_gradients_equal_the_unsharded_reference(case: str, tmp_path: P
         assert_parity(steps, truth)
 
 
-@pytest.mark.parametrize("storage", FORMATS)
+@pytest.mark.parametrize(
+    "storage", [pytest.param(one, marks=() if one in ("nf4", "mixed") else pytest.mark.slow) for one in FORMATS]
+)
 def test_in_bf16_loss_and_gradients_are_as_near_as_those_of_stock_parts(storage: str, tmp_path: Path) -> None:
     model = save_tiny_llama(tmp_path / "base")
     precision = {**FORMATS[storage], "compute": "bf16"}

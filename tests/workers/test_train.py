@@ -139,7 +139,10 @@ def test_ranks_that_map_the_services_tokens_train_alike(finished: RunDir, spec: 
 @pytest.mark.parametrize(
     "options",
     [
-        {"prefetch": {"forward": 2, "backward": 2}, "activation_checkpointing": "full", "keep_unsharded": True},
+        pytest.param(
+            {"prefetch": {"forward": 2, "backward": 2}, "activation_checkpointing": "full", "keep_unsharded": True},
+            marks=pytest.mark.slow,
+        ),
         {"wrap": {"min_params": 5000}, "activation_checkpointing": "selective", "ignored": [r".*norm\.weight"]},
     ],
     ids=["gathered ahead, kept, recomputed", "in groups by size, norms whole"],
@@ -172,7 +175,7 @@ def test_resume_on_the_same_ranks_is_bitwise_the_uninterrupted_job(finished: Run
     assert all(torch.equal(tensor, whole[name]) for name, tensor in adapter(run).items())
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_resume_on_other_ranks_goes_on_with_the_same_losses(finished: RunDir, tmp_path: Path, world: int) -> None:
     run = interrupted(finished, tmp_path, "step-3-a1")
     assert run_attempt(run, 2, world, "step-3-a1").kind == "succeeded"
@@ -189,7 +192,7 @@ def test_in_bf16_other_ranks_come_to_nearly_the_same_losses(spec: JobSpec, tmp_p
     assert losses(run) == pytest.approx(losses(whole), rel=1e-3)
 
 
-@pytest.mark.parametrize(("world", "replicate"), [(4, 2), (2, 2)], ids=["2x2", "2x1"])
+@pytest.mark.parametrize(("world", "replicate"), [(4, 2), pytest.param(2, 2, marks=pytest.mark.slow)], ids=["2x2", "2x1"])
 def test_a_job_goes_on_across_hsdp_shapes(finished: RunDir, tmp_path: Path, world: int, replicate: int) -> None:
     """From two ranks that shard to copies of the model, and back from the checkpoint that those wrote."""
     run = interrupted(finished, tmp_path, "step-3-a1")

@@ -5,13 +5,14 @@ are as few rounds as the budget of tokens allows. Which samples stand beside eac
 
     round    one micro-batch on every rank, all at the same time
     budget   tokens of a micro-batch, padding included; a longer sample in the batch raises it to its length
+    unit     what is not divided: a sample, or the two samples of a pair
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Rounds = list[list[list[int]]]
 """By round, by rank: the samples of one micro-batch, as positions in the list of lengths. Empty: the rank only takes part."""
@@ -27,7 +28,7 @@ class Limits:
     tokens: int
     """The budget."""
     samples: int | None = None
-    """None: any number."""
+    """Or pairs, where these are shared; None: any number."""
     packed: bool = True
     """Samples one behind the other; False: each in a row of its own, all padded to the longest."""
     per_token: float = 0.0
@@ -49,8 +50,27 @@ def attention_share(hidden: int) -> float:
 
 def share_out(lengths: Sequence[int], world: int, limits: Limits) -> Rounds:
     """The micro-batches of all ranks for samples of these lengths; every sample is in exactly one. At least one round."""
-    bins = _packed(lengths, world, limits) if limits.packed else _padded(lengths, world, limits)
-    costs = [_cost(lengths, own, limits) for own in bins]
+    bins = (
+        _packed(lengths, list(map(limits.cost, lengths)), world, limits) if limits.packed else _padded(lengths, world, limits)
+    )
+    return _in_rounds(bins, [_cost(lengths, own, limits) for own in bins], world)
+
+
+def share_out_pairs(lengths: Sequence[tuple[int, int]], world: int, limits: Limits) -> Rounds:
+    """The same for pairs, by the lengths of their two samples: both are in the same micro-batch.
+
+    Padded, each sample has a row as long as the longest of the micro-batch.
+    """
+    if limits.packed:
+        costs = [limits.cost(one) + limits.cost(other) for one, other in lengths]
+        bins = _packed([sum(pair) for pair in lengths], costs, world, limits)
+        return _in_rounds(bins, [sum(costs[i] for i in own) for own in bins], world)
+    widths = [max(pair) for pair in lengths]
+    bins = _padded(widths, world, replace(limits, tokens=limits.tokens // 2))
+    return _in_rounds(bins, [_cost(widths, own, limits) for own in bins], world)
+
+
+def _in_rounds(bins: list[list[int]], costs: list[float], world: int) -> Rounds:
     order = sorted(range(len(bins)), key=lambda i: (-costs[i], bins[i]))
     rounds = [[sorted(bins[i]) for i in order[first : first + world]] for first in range(0, len(order), world)]
     return [micro[::-1] if number % 2 else micro for number, micro in enumerate(rounds)]  # nobody always has the largest
@@ -62,18 +82,20 @@ def _cost(lengths: Sequence[int], own: Sequence[int], limits: Limits) -> float:
     return len(own) * limits.cost(max((lengths[i] for i in own), default=0))
 
 
-def _packed(lengths: Sequence[int], world: int, limits: Limits) -> list[list[int]]:
-    """Rows of at most the budget, a multiple of `world` of them: the fewest that hold all, of like cost."""
+def _packed(lengths: Sequence[int], costs: Sequence[float], world: int, limits: Limits) -> list[list[int]]:
+    """Rows of at most the budget, a multiple of `world` of them: the fewest that hold all, of like cost. `costs`: of the units
+    of these lengths.
+    """
     budget = max([limits.tokens, *lengths])
     rows = max(-(-sum(lengths) // budget), -(-len(lengths) // (limits.samples or len(lengths) or 1)), 1)
     count = -(-rows // world) * world
-    while (found := _by_cost(lengths, count, budget, limits)) is None:
+    while (found := _by_cost(lengths, costs, count, budget, limits)) is None:
         count += world
     return found
 
 
-def _by_cost(lengths: Sequence[int], count: int, budget: int, limits: Limits) -> list[list[int]] | None:
-    """The longest sample first, each to the row that costs least and has room. None: `count` rows have no room for all."""
+def _by_cost(lengths: Sequence[int], costs: Sequence[float], count: int, budget: int, limits: Limits) -> list[list[int]] | None:
+    """The longest unit first, each to the row that costs least and has room. None: `count` rows have no room for all."""
     rows: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count
     heap = [(0.0, number) for number in range(count)]
@@ -85,7 +107,7 @@ def _by_cost(lengths: Sequence[int], count: int, budget: int, limits: Limits) ->
             if room:
                 rows[number].append(i)
                 tokens[number] += lengths[i]
-                heapq.heappush(heap, (cost + limits.cost(lengths[i]), number))
+                heapq.heappush(heap, (cost + costs[i], number))
                 break
             passed.append((cost, number))
         else:

@@ -53,7 +53,8 @@ def remove_own(run: RunDir) -> None:
 def _samples(run: RunDir, spec: JobSpec, file: DataFileRef | None) -> TokenSet | None:
     if file is None:
         return None
-    key = tokens_key(spec.model.path, file.sha256)
+    pairs = spec.dpo is not None
+    key = tokens_key(spec.model.path, file.sha256, pairs=pairs)
     shared = os.environ.get(token_folder.FOLDER)
     folders = [*([Path(shared)] if shared else []), _of_run(run).folder]
 
@@ -74,7 +75,7 @@ def _samples(run: RunDir, spec: JobSpec, file: DataFileRef | None) -> TokenSet |
             "tokenizers on all of them.",
             code="tokens_differ",
         )
-    return trainable(samples, file, spec.training.max_length)
+    return trainable(samples, file, spec.training.max_length, pairs=pairs)
 
 
 def _of_run(run: RunDir) -> Cache:
@@ -90,7 +91,10 @@ def _made(run: RunDir, spec: JobSpec, file: DataFileRef, key: str) -> Iterator[N
     """Tokenise a file into the run directory; comes back now and then. Raises FtError, OSError."""
     tokenizer = load_tokenizer(spec.model.path)
     due = time.monotonic() + BEAT_SECONDS
-    with Recording(_of_run(run), key, 0) as recording, closing(file_samples(tokenizer, file)) as samples:
+    with (
+        Recording(_of_run(run), key, 0) as recording,
+        closing(file_samples(tokenizer, file, pairs=spec.dpo is not None)) as samples,
+    ):
         for sample in samples:
             recording.add(sample)
             if recording.error is not None:

@@ -23,7 +23,7 @@ def scored(
     key, value = one_a_head(query, key, value)
     parts = []
     for own, seen, mask in _blocks(query.shape[2], window, query.device):
-        shares, _ = _shares(query[:, :, own], key[:, :, seen], mask, softcap, scale, sinks)
+        shares, _ = shares_of(query[:, :, own], key[:, :, seen], mask, softcap, scale, sinks)
         parts.append(shares.to(value.dtype) @ value[:, :, seen])
     return torch.cat(parts, dim=2)
 
@@ -47,7 +47,7 @@ def scored_grad(
     of_key, of_value = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (wide_key, wide_value))
     for own, seen, mask in _blocks(query.shape[2], window, query.device):
         q, k, v, g = query[:, :, own], wide_key[:, :, seen], wide_value[:, :, seen], grad[:, :, own]
-        shares, slope = _shares(q, k, mask, softcap, scale, sinks)
+        shares, slope = shares_of(q, k, mask, softcap, scale, sinks)
         of_value[:, :, seen] += shares.to(g.dtype).transpose(-2, -1) @ g
         of_shares = (g @ v.transpose(-2, -1)).float()
         of_scores = shares * (of_shares - (shares * of_shares).sum(dim=-1, keepdim=True)) * scale
@@ -72,7 +72,7 @@ def _blocks(length: int, window: int, device: torch.device) -> Iterator[tuple[sl
         yield slice(start, end), slice(first, end), (distance >= 0) & (distance < window) if window else distance >= 0
 
 
-def _shares(
+def shares_of(
     query: Tensor, key: Tensor, mask: Tensor, softcap: float, scale: float, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """What each query takes of each value, fp32 [rows, heads, queries, keys], and the slope of the cap where there is one."""

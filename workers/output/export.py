@@ -21,11 +21,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ft_service import __version__
+from ft_service.bases.origin import portable_name
+from ft_service.data.tokenizer_files import tokenizer_files
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Result
 from ft_service.rundir.events import Metrics
 from ft_service.rundir.fence import Fence
-from ft_service.rundir.manifest import MANIFEST, write_manifest
+from ft_service.rundir.manifest import MANIFEST
+from ft_service.rundir.model_card import describe_adapter
 from ft_service.spec import JobSpec
 from workers.job.reread_adapter import WEIGHTS
 from workers.job.training_state import JobState
@@ -38,6 +41,9 @@ from workers.output.publishing import adapter_folder, put_document, write_docume
 from workers.output.report import metrics_csv, metrics_of_all_attempts
 from workers.quant.kernels import VERSION as BITSANDBYTES_VERSION
 from workers.ranks.runtime import ExportError
+
+BASE_CONFIG = "config.json"
+"""Of the base's tokenizer files the one that tells of the whole model: in an adapter's folder it would pass for one."""
 
 
 def publish(run: RunDir, fence: Fence, spec: JobSpec, built: BuiltModel, job: JobState) -> int:
@@ -92,7 +98,7 @@ def versions() -> dict[str, str]:
 def write_adapter(
     folder: Path, shapes: Mapping[str, Sequence[int]], tensors: Iterable[tuple[str, Tensor]], config: PeftConfig, spec: JobSpec
 ) -> None:
-    """Write PEFT's two files durably, and prove that another process reads the same tensors from them.
+    """Write PEFT's two files and the base's tokenizer durably, and prove that another process reads the same tensors from them.
 
     `shapes`: by PEFT's names on disk; `tensors`: in the same order, fp32 on the CPU, held one at a time. Raises ExportError if
     what is read differs.
@@ -106,11 +112,14 @@ def write_adapter(
 
     plans = [TensorPlan(name, tuple(shape), "F32") for name, shape in shapes.items()]
     write_file(folder / WEIGHTS, plans, hashed())
-    config.base_model_name_or_path = spec.model.path
+    config.base_model_name_or_path = portable_name(Path(spec.model.path), spec.model.name)
     config.inference_mode = True
     if isinstance(config.target_modules, set):  # pyright: ignore[reportAttributeAccessIssue]
         config.target_modules = sorted(config.target_modules)  # pyright: ignore  a set has another order in every process
     config.save_pretrained(str(folder))
+    for path in tokenizer_files(Path(spec.model.path)):  # so that the folder can be used, and shared, by itself
+        if path.name != BASE_CONFIG and path.parent == Path(spec.model.path):
+            shutil.copyfile(path, folder / path.name)
     sync(folder)
     _check_in_fresh_process(folder, digests)
 
@@ -147,7 +156,7 @@ def _write_outcome(
     config = built.peft_model.peft_config["default"]
     with adapter_folder(run.path("adapter"), fence) as folder:
         write_adapter(folder, shapes, gathered_adapter(job), config, spec)
-        manifest = write_manifest(
+        manifest = describe_adapter(
             run,
             folder,
             attempt=fence.attempt,

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.checkpoints import step_of
@@ -19,6 +19,9 @@ from ft_service.rundir.fence import SEAL_SECONDS, Fence
 
 FLUSH_SECONDS = 0.5
 """Metrics wait this long for company, and are written beside training; messages and checkpoints do not wait."""
+
+PRINT_SECONDS = 5.0
+"""Between two steps that rank 0 prints; validations, messages and the first and last step are printed too."""
 
 COLUMNS = ("step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy")
 """What existing scripts read from a result file, by position."""
@@ -57,6 +60,7 @@ class Reporter:
         self._due, self._over = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._crash: BaseException | None = None
+        self._printed_at = float("-inf")
 
     def __enter__(self) -> Self:
         if self._active:
@@ -106,10 +110,20 @@ class Reporter:
             raise self._crash
         with self._adding:
             self._waiting.append(event)
+        self._print(event)
         if now:
             self._flush_or_wait()
         else:
             self._due.set()
+
+    def _print(self, event: Event) -> None:
+        """Say in the rank's own output how training goes, so that who reads the logs sees it."""
+        metrics = event.metrics if event.kind == "metrics" else None
+        if metrics is not None and metrics.valid_loss is None and metrics.step != metrics.total_steps:
+            if event.time < self._printed_at + PRINT_SECONDS:
+                return
+            self._printed_at = event.time
+        print(event.message if event.level == "info" else f"{event.level}: {event.message}", flush=True)
 
     def _flush_or_wait(self) -> None:
         try:
@@ -150,11 +164,12 @@ def metrics_of_all_attempts(run: RunDir, last_attempt: int) -> list[Metrics]:
 
 
 def metrics_csv(rows: list[Metrics]) -> str:
-    """The result file: OpenAI's columns first, ours after them; an empty cell where nothing was measured."""
+    """The result file: OpenAI's columns first, ours and the method's after them; an empty cell where nothing was measured."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS + MORE_COLUMNS)
+    columns = [*COLUMNS, *MORE_COLUMNS, *dict.fromkeys(name for row in rows for name in row.more or ())]
+    writer.writerow(columns)
     for row in rows:
-        values = row.model_dump() | {"train_accuracy": row.train_mean_token_accuracy}
-        writer.writerow(["" if values[column] is None else values[column] for column in COLUMNS + MORE_COLUMNS])
+        values: dict[str, Any] = row.flat() | {"train_accuracy": row.train_mean_token_accuracy}
+        writer.writerow(["" if values.get(column) is None else values[column] for column in columns])
     return text.getvalue()

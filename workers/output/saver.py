@@ -19,7 +19,7 @@ from peft import PeftConfig
 
 from ft_service.rundir.checkpoints import checkpoint_name, newest_step
 from ft_service.rundir.events import Metrics
-from ft_service.rundir.manifest import write_manifest
+from ft_service.rundir.model_card import describe_adapter
 from workers.job.training_state import JobState
 from workers.output import checkpoint
 from workers.output.checkpoint import Snapshot, Stager
@@ -132,7 +132,7 @@ class Saver:
             write_adapter(out, shapes, tensors.items(), copy.deepcopy(config), spec)
         except ExportError as error:
             raise OSError(errno.EIO, str(error), str(out)) from error
-        write_manifest(
+        describe_adapter(
             self._runtime.run,
             out,
             attempt=attempt,

@@ -8,6 +8,7 @@ import random
 import re
 import sys
 import traceback
+import warnings
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -98,7 +99,7 @@ def enter(run: RunDir, attempt: int, fence: Fence) -> Runtime:
     device = _pick_device(int(os.environ["LOCAL_RANK"]))
     if device.type == "cpu":
         keep_freed_memory()
-    _quiet_libraries()
+    quiet_libraries()
     _reproducible(device)
     spec = _spec(run)
     dist.init_process_group(
@@ -210,7 +211,10 @@ def _pick_device(local_rank: int) -> torch.device:
     return device
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
+    """What libraries tell their own callers is no news for a job's user, and every rank would say it."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)

@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from ft_service.errors import FtError, NotFoundError
 from ft_service.rundir.checkpoints import checkpoint_faults, checkpoint_key, read_marker
 from ft_service.rundir.directory import RunDir
-from ft_service.rundir.manifest import Manifest, write_manifest
+from ft_service.rundir.manifest import Manifest
+from ft_service.rundir.model_card import describe_adapter
 from ft_service.spec import JobSpec
 from workers.model.build import build
 from workers.output.export import new_folder, versions, write_adapter
@@ -45,7 +46,7 @@ def consolidate(run: RunDir, name: str, out: Path) -> Manifest:
     rows = {row.step: row for row in metrics_of_all_attempts(run, marker.attempt)}
     with new_folder(out) as folder:
         write_adapter(folder, {name: t.shape for name, t in tensors.items()}, tensors.items(), config, spec)
-        return write_manifest(
+        return describe_adapter(
             run,
             folder,
             attempt=marker.attempt,

@@ -20,13 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig
-from peft.utils.other import get_pattern_key
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ft_service.bases.safetensors_header import HeaderError, read_header
 from ft_service.errors import FtError, SpecError
 from ft_service.rundir.file_digest import FileDigest
 from ft_service.rundir.manifest import MANIFEST, Manifest, base_files, base_of
@@ -35,14 +31,15 @@ from workers.base.load import Safetensors
 from workers.base.names import find_pieces
 from workers.base.stored import StoredBase as StoredBase
 from workers.layers.experts import experts_of
+from workers.model.adapted_experts import ExpertsUpdate, expected_shapes, updates_by_tensor
 from workers.model.build import base_on_meta, decoder_layers
+from workers.model.peft_adapter import PeftAdapter, Update
 from workers.model.precision import precision_map
 from workers.model.wrapped import names_of_towers
 from workers.output.export import new_folder
 from workers.output.model_shards import DTYPES, TensorPlan, in_files, write_file, write_index
 from workers.quant.fp8 import LARGEST
 from workers.tasks.fidelity import measure
-from workers.tasks.merged_experts import ExpertsUpdate, expected_shapes, stack_of, updates_by_tensor
 
 CHUNK_BYTES = 16 * 1024**2
 """fp32 rows that are worked on at once."""
@@ -54,88 +51,6 @@ COPIED = (
 )
 """Files of the base that the merged model needs, or must carry."""
 FLOATS = ("F64", "F32", "F16", "BF16")
-
-
-@dataclass(frozen=True)
-class Update:
-    """What an adapter does to one weight [out, in]."""
-
-    a: Tensor
-    """[r, in] fp32"""
-    b: Tensor
-    """[out, r] fp32"""
-    scaling: float
-    magnitude: Tensor | None
-    """[out] fp32, with DoRA."""
-
-    def rows(self, base: Tensor, start: int, end: int) -> Tensor:
-        """Rows [start, end) of the merged weight, from the base's, in fp32."""
-        merged = base + self.scaling * (self.b[start:end] @ self.a)
-        if self.magnitude is None:
-            return merged
-        return merged * (self.magnitude[start:end] / merged.norm(dim=1)).unsqueeze(1)
-
-
-class PeftAdapter:
-    """A PEFT folder: which weights it changes, and how. Matrices are read on demand."""
-
-    def __init__(self, folder: Path) -> None:
-        config = PeftConfig.from_pretrained(str(folder))
-        if not isinstance(config, LoraConfig) or config.bias != "none" or config.fan_in_fan_out:
-            raise SpecError(f"{folder}: only LoRA adapters without bias, on layers stored [out, in], can be merged.")
-        self.config = config
-        self._file = folder / "adapter_model.safetensors"
-        try:
-            self._shapes = {name: entry.shape for name, entry in read_header(self._file).tensors.items()}
-        except HeaderError as error:
-            raise SpecError(f"The adapter in {folder} cannot be read: {error}.") from None
-        self.modules = sorted(n.removesuffix(".lora_A.weight") for n in self._shapes if n.endswith(".lora_A.weight"))
-        lora = {f"{m}.{kind}" for m in self.modules for kind in ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")}
-        self.replaced = {name.removeprefix("base_model.model."): name for name in sorted(self._shapes.keys() - lora)}
-        """Base weight → tensor of the adapter that takes its place (`modules_to_save`)."""
-
-    def weights(self) -> dict[str, str]:
-        """Name of a base weight → module of the adapter that changes it."""
-        return {f"{module.removeprefix('base_model.model.')}.weight": module for module in self.modules}
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def read(self, name: str) -> Tensor:
-        with safe_open(self._file, framework="pt") as tensors:
-            return tensors.get_tensor(name).float()
-
-    def update(self, module: str) -> Update:
-        magnitude = f"{module}.lora_magnitude_vector"
-        return Update(
-            a=self.read(f"{module}.lora_A.weight"),
-            b=self.read(f"{module}.lora_B.weight"),
-            scaling=self.scaling(module.removeprefix("base_model.model.")),
-            magnitude=self.read(magnitude) if magnitude in self._shapes else None,
-        )
-
-    def stacks(self, model: PreTrainedModel) -> dict[str, str]:
-        """Module of the adapter → the stack of experts that it changes."""
-        parameters = sorted(self.config.target_parameters or ())
-        named = {module: module.removeprefix("base_model.model.") for module in self.modules}
-        found = {module: stack_of(name, f"{module}.base_layer" in named, model, parameters) for module, name in named.items()}
-        return {module: stack for module, stack in found.items() if stack is not None}
-
-    def experts_update(self, module: str, stack: str, experts: int, transposed: bool) -> ExpertsUpdate:
-        a, b = self.read(f"{module}.lora_A.weight"), self.read(f"{module}.lora_B.weight")
-        return ExpertsUpdate.of(a, b, experts, self.scaling(stack), transposed)
-
-    def rank(self, module: str) -> int:
-        return _by_pattern(self.config.rank_pattern, module, self.config.r)
-
-    def scaling(self, module: str) -> float:
-        rank = self.rank(module)
-        alpha = _by_pattern(self.config.alpha_pattern, module, self.config.lora_alpha)
-        return alpha / (math.sqrt(rank) if self.config.use_rslora else rank)
-
-
-def _by_pattern(patterns: dict[str, Any] | None, module: str, default: Any) -> Any:
-    return (patterns or {}).get(get_pattern_key(list(patterns or {}), module), default)
 
 
 @dataclass

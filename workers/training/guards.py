@@ -21,7 +21,7 @@ from ft_service.errors import SpecError
 from workers.base.load import own_rows, plain_name
 from workers.quant.rowwise import RowQuantized
 from workers.ranks.runtime import TrainingError
-from workers.training.step import Sums
+from workers.training.objective import Measured
 
 STEPS_UNTIL_CHANGE = 3
 """Optimizer steps of an attempt after which some lora_B must have changed."""
@@ -167,7 +167,7 @@ def _device(parameters: list[nn.Parameter]) -> torch.device:
     return parameters[0].device if parameters else torch.device("cpu")
 
 
-def check_step(step: int, sums: Sums, grad_norm: float) -> None:
+def check_step(step: int, sums: Measured, grad_norm: float) -> None:
     """Raises TrainingError, on all ranks alike, before an impossible step gets into a checkpoint. `step`: from 1."""
     if not (math.isfinite(sums.loss) and math.isfinite(grad_norm)):
         what = "loss" if not math.isfinite(sums.loss) else "gradient norm"
@@ -175,7 +175,7 @@ def check_step(step: int, sums: Sums, grad_norm: float) -> None:
             f"At step {step} the {what} was not a finite number. Lower training.learning_rate, "
             "or look at the samples of that step."
         )
-    if sums.loss == 0 and sums.targets > 0:
+    if sums.is_impossible:
         raise TrainingError(
             f"At step {step} the loss of {sums.targets} target tokens was exactly 0, which no model reaches: "
             "the weights are not what they should be.",

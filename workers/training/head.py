@@ -1,15 +1,19 @@
-"""The loss inside the output head: a few tokens' logits at a time, and only of tokens that have a target.
+"""The loss, or the targets' log-probabilities, inside the output head: a few tokens' logits at a time, and only of tokens that
+have a target.
 
 The logits of all tokens and their gradient would be the largest tensors of a step, 12 bytes per token and word. But the head is
 frozen: its backward has to give only the gradient of its input, and that is known as soon as a token's logits are. So a chunk's
 logits are made, turned into that gradient and thrown away; only [targets, hidden] stays.
+
+The same holds for log-probabilities of which the loss is taken outside: a token's changes nothing but its own, so that its
+gradient is kept as it is for a loss that grows as it does, and scaled once the true one is known.
 
 The model runs as ever, so that FSDP2's hooks see what they expect; the head returns the loss in place of logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -46,22 +50,50 @@ def loss_in_head(model: PreTrainedModel, places: Tensor, targets: Tensor, scale:
 
     `places`, `targets`: int64 [targets], as in a `Batch`.
     """
-    head: Any = model.get_output_embeddings()
-    config = text_decoder(model).config
-    cap = getattr(config, _CAP, None)
     counted: list[Losses] = []
 
-    def forward(hidden: Tensor) -> Tensor:
-        own = hidden.flatten(0, 1).index_select(0, places)
+    def forward(own: Tensor, head: Any, cap: float | None) -> Tensor:
         scaled, loss, correct = _HeadLoss.apply(own, targets, head.weight, head.bias, cap, scale)  # pyright: ignore[reportGeneralTypeIssues]
         counted.append(Losses(loss, correct))
         return scaled
 
+    with _in_head(model, places, forward):
+        yield counted
+
+
+@contextmanager
+def log_probabilities_in_head(model: PreTrainedModel, places: Tensor, targets: Tensor) -> Iterator[list[Tensor]]:
+    """While it is entered, a forward's `logits` are the log-probabilities of the targets, fp32 [targets], and the list takes
+    which of them were the most likely token, bool [targets].
+
+    `places`, `targets`: int64 [targets], as in a `Batch`.
+    """
+    likeliest: list[Tensor] = []
+
+    def forward(own: Tensor, head: Any, cap: float | None) -> Tensor:
+        logs, correct = _HeadLogProbabilities.apply(own, targets, head.weight, head.bias, cap)  # pyright: ignore[reportGeneralTypeIssues]
+        likeliest.append(correct)
+        return logs
+
+    with _in_head(model, places, forward):
+        yield likeliest
+
+
+@contextmanager
+def _in_head(model: PreTrainedModel, places: Tensor, act: Callable[[Tensor, Any, float | None], Tensor]) -> Iterator[None]:
+    """While it is entered, the head returns what `act` makes of the hidden states [places, hidden], the head, and its cap."""
+    head: Any = model.get_output_embeddings()
+    config = text_decoder(model).config
+    cap = getattr(config, _CAP, None)
+
+    def forward(hidden: Tensor) -> Tensor:
+        return act(hidden.flatten(0, 1).index_select(0, places), head, cap)
+
     head.forward = forward
     if cap is not None:
-        setattr(config, _CAP, None)  # done here, and not to the loss
+        setattr(config, _CAP, None)  # done here, and not to what the head returns
     try:
-        yield counted
+        yield
     finally:
         del head.forward
         if cap is not None:
@@ -82,14 +114,7 @@ class _HeadLoss(torch.autograd.Function):
         height = chunk_rows(weight.shape[0])
         for start in range(0, hidden.shape[0], height):
             rows, right = hidden[start : start + height], targets[start : start + height, None]
-            logits = F.linear(rows, weight, bias)
-            through = None
-            if cap is not None:
-                logits = torch.tanh(logits.float() / cap)
-                through = 1 - logits.square()
-                logits *= cap
-            logs = logits.log_softmax(dim=-1, dtype=torch.float32)
-            del logits
+            logs, through = _log_softmax(rows, weight, bias, cap)
             correct += (logs.argmax(dim=-1, keepdim=True) == right).sum()
             loss -= logs.gather(1, right).sum(dtype=torch.float64)
             if gradient is not None:
@@ -104,6 +129,47 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         return gradient * grads[0].to(gradient.dtype), None, None, None, None, None
+
+
+class _HeadLogProbabilities(torch.autograd.Function):
+    """hidden [n, h], targets [n], weight [words, h], bias [words] or None → log-probabilities fp32 [n], likeliest bool [n]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, cap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        wanted = ctx.needs_input_grad[0]
+        gradient = torch.empty_like(hidden) if wanted else None
+        found = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        correct = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
+        height = chunk_rows(weight.shape[0])
+        for start in range(0, hidden.shape[0], height):
+            rows, right = hidden[start : start + height], targets[start : start + height, None]
+            logs, through = _log_softmax(rows, weight, bias, cap)
+            found[start : start + height] = logs.gather(1, right).squeeze(1)
+            correct[start : start + height] = logs.argmax(dim=-1) == right.squeeze(1)
+            if gradient is not None:
+                of_logits, own = _gradient(logs, right, through, rows.dtype), gradient[start : start + height]
+                torch.addmm(own, of_logits, weight, beta=0, alpha=-1, out=own)
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(correct)
+        return found, correct
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return (gradient * grads[0].unsqueeze(1)).to(gradient.dtype), None, None, None, None
+
+
+def _log_softmax(rows: Tensor, weight: Tensor, bias: Tensor | None, cap: float | None) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities of all words, fp32 [rows, words], and what the cap lets through of their gradient; None: all."""
+    logits = F.linear(rows, weight, bias)
+    through = None
+    if cap is not None:
+        logits = torch.tanh(logits.float() / cap)
+        through = 1 - logits.square()
+        logits *= cap
+    return logits.log_softmax(dim=-1, dtype=torch.float32), through
 
 
 def _gradient(logs: Tensor, right: Tensor, through: Tensor | None, dtype: torch.dtype) -> Tensor:

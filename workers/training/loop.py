@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ft_service.data.tokens.token_set import TokenSet
 from ft_service.rundir.events import Metrics
 from ft_service.spec import JobSpec
-from workers.data.batches import Batch, batch_of_step, make_batch, steps_per_epoch, total_steps
-from workers.data.sharing import Limits, share_out
+from workers.data.batches import batch_of_step, steps_per_epoch, total_steps
+from workers.data.sharing import Limits
 from workers.job.training_state import JobState, learning_rate_at
 from workers.job.validation import Validations
 from workers.layers.dropout import key_of
@@ -23,7 +24,8 @@ from workers.ranks.runtime import Runtime
 from workers.ranks.sharding import gather_first
 from workers.training.guards import AdapterWatch, check_step
 from workers.training.moment import Moment
-from workers.training.step import Sums, evaluate, forward_backward
+from workers.training.objective import Measured, Objective, batches_of_rank
+from workers.training.step import evaluate, forward_backward
 from workers.training.stop import StopRequest
 
 
@@ -41,6 +43,7 @@ class Schedule:
 
     @classmethod
     def of(cls, spec: JobSpec, samples: int) -> Schedule:
+        """`samples`: or pairs, what training.batch_size counts."""
         options = spec.training
         return cls(
             total_steps=total_steps(samples, options.batch_size, options.n_epochs, options.max_steps),
@@ -73,11 +76,12 @@ class StepBegun:
     step: int
     """From 1."""
     rate: float
+    items: list[int]
+    """Of its global batch."""
     tokens: int
-    targets: int
     trained_tokens: int
     numbers: Tensor
-    """fp64 [3], in the host's memory once `ended` has passed: sum of losses, correct targets, norm of the gradients."""
+    """fp64 [sums + 1], in the host's memory once `ended` has passed: the objective's sums, and the norm of the gradients."""
     began: Moment
     ended: Moment
 
@@ -92,8 +96,8 @@ class Trainer:
     runtime: Runtime
     model: nn.Module
     job: JobState
-    train: TokenSet
-    valid: TokenSet
+    train: Objective
+    valid: Objective
     schedule: Schedule
     reporter: Reporter
     stop: StopRequest
@@ -144,23 +148,29 @@ class Trainer:
         options, distributed = self.runtime.spec.training, self.runtime.spec.distributed
         batch = batch_of_step(self.job.step, len(self.train), options.batch_size, self.runtime.spec.seed)
         rate = learning_rate_at(self.job.step, self.schedule.total_steps, options)
-        targets = int(self.train.target_counts[batch].sum())
-        tokens = int(self.train.lengths[batch].sum())
+        tokens = int(self.train.samples.lengths[self.train.members(batch)].sum())
         if distributed.prefetch is not None:
             gather_first(self.model)  # while the batch is put together
         mine = self._mine(self.train, batch, self.job.step)
-        sums = forward_backward(self.model, mine, targets, self.runtime.world, keep_unsharded=distributed.keep_unsharded)
+        sums = forward_backward(
+            self.model,
+            mine,
+            self.train.divisor(batch),
+            self.runtime.world,
+            keep_unsharded=distributed.keep_unsharded,
+            loss_of=self.train.loss_of(batch),
+        )
         norm = self.job.update(rate, options.max_grad_norm)
         self.job.trained_tokens += tokens
         numbers = _to_host(torch.cat([sums, norm.detach().double().reshape(1)]))
         ended = Moment(self.runtime.device)
-        return StepBegun(self.job.step, rate, tokens, targets, self.job.trained_tokens, numbers, began, ended)
+        return StepBegun(self.job.step, rate, batch, tokens, self.job.trained_tokens, numbers, began, ended)
 
-    def _check(self, begun: StepBegun) -> tuple[Sums, float]:
+    def _check(self, begun: StepBegun) -> tuple[Measured, float]:
         """The step's numbers, once they are there. Raises TrainingError if they are impossible."""
         begun.ended.wait()
-        loss, correct, norm = begun.numbers.tolist()
-        sums = Sums(loss, int(correct), begun.targets)
+        *numbers, norm = begun.numbers.tolist()
+        sums = self.train.read(numbers, begun.items)
         check_step(begun.step, sums, norm)
         self.watch.after_step(begun.rate)
         return sums, norm
@@ -174,7 +184,7 @@ class Trainer:
             self.job.validations = self.job.validations.after(self.job.step, valid.mean_loss, threshold)
         return self._report(begun, numbers, valid)
 
-    def _report(self, begun: StepBegun, numbers: tuple[Sums, float], valid: Sums | None) -> Metrics:
+    def _report(self, begun: StepBegun, numbers: tuple[Measured, float], valid: Measured | None) -> Metrics:
         sums, norm = numbers
         metrics = Metrics(
             step=begun.step,
@@ -189,25 +199,31 @@ class Trainer:
             trained_tokens=begun.trained_tokens,
             step_seconds=begun.ended.since(begun.began),
             epoch=begun.step / self.schedule.steps_per_epoch,
+            more=_together(sums.more, valid.more if valid else None),
         )
         self.reporter.metrics(metrics)
         return metrics
 
-    def _validate(self) -> Sums:
+    def _validate(self) -> Measured:
+        items = list(range(len(self.valid)))
         self.model.eval()
-        sums = evaluate(self.model, self._mine(self.valid, range(len(self.valid))), self.runtime.world)
+        sums = evaluate(self.model, self._mine(self.valid, items), self.runtime.world, self.valid.loss_of(items))
         self.model.train()
-        return Sums.read(sums, int(self.valid.target_counts.sum()))
+        return self.valid.read(sums.tolist(), items)
 
-    def _mine(self, samples: TokenSet, batch: Sequence[int], step: int | None = None) -> Iterator[Batch]:
+    def _mine(self, objective: Objective, items: Sequence[int], step: int | None = None) -> Iterator[Any]:
         """This rank's micro-batches of a global batch. `step`: the optimizer step (from 0) that trains on it, if one does."""
-        spec, device = self.runtime.spec, self.runtime.device
+        spec, runtime = self.runtime.spec, self.runtime
         drops = step is not None and spec.lora.lora_dropout > 0
-        rounds = share_out(samples.lengths[batch].tolist(), self.runtime.world, self.limits)
-        for micro in rounds:
-            own = [batch[i] for i in micro[self.runtime.rank]]
-            keys = [key_of("sample", spec.seed, step, i) for i in own] if drops else None
-            yield make_batch([samples[i] for i in own], device, keys, packed=self.limits.packed)
+        key = partial(key_of, "sample", spec.seed, step) if drops else None
+        return batches_of_rank(objective, items, runtime.rank, runtime.world, self.limits, runtime.device, key)
+
+
+def _together(train: dict[str, float] | None, valid: dict[str, float] | None) -> dict[str, float] | None:
+    """Metrics.more of a step and of its validation."""
+    if train is None:
+        return None
+    return train | {f"valid_{name}": value for name, value in (valid or {}).items()}
 
 
 def _to_host(numbers: Tensor) -> Tensor:

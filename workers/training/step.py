@@ -6,8 +6,9 @@ rank's loss is its sum divided by it, times the number of ranks, which averaging
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,14 @@ from workers.data.batches import Batch
 from workers.layers.linear import use_keys
 from workers.layers.segment_attention import CURRENT
 from workers.ranks.sharding import average_unsharded_gradients, reshard, set_last_micro_batch
-from workers.training.head import Losses, loss_in_head, works_in_chunks
+from workers.training.head import Losses, log_probabilities_in_head, loss_in_head, works_in_chunks
+
+B = TypeVar("B")
+"""A micro-batch: of samples (`Batch`), or of pairs of answers."""
+
+LossOf = Callable[[nn.Module, B, float], tuple[Tensor, Tensor]]
+"""Of a model, a micro-batch and a scale: the sum of losses times the scale, fp32 for the backward, and the sums to be read, the
+loss first, fp64."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,16 @@ class Sums:
         return cls(loss, int(correct), targets)
 
     @property
+    def is_impossible(self) -> bool:
+        """Whether no model comes to these numbers."""
+        return self.loss == 0 and self.targets > 0
+
+    @property
+    def more(self) -> dict[str, float] | None:
+        """Nothing (Metrics.more)."""
+        return None
+
+    @property
     def mean_loss(self) -> float:
         return self.loss / max(1, self.targets)
 
@@ -48,19 +66,39 @@ class Sums:
         return self.correct / max(1, self.targets)
 
 
+def cross_entropies(model: nn.Module, batch: Batch, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The loss of supervised training (`LossOf`): the sum of cross entropies, and that and the correct targets, fp64 [2]."""
+    causal = causal_model(model)
+    if works_in_chunks(causal):
+        with loss_in_head(causal, batch.places, batch.targets, scale) as in_head:
+            scaled = logits_of(model, batch)
+        losses = in_head[0]
+    else:
+        losses = _of_whole_logits(logits_of(model, batch), batch)
+        scaled = losses.loss * scale
+    return scaled, torch.stack([losses.loss.detach().double(), losses.correct])
+
+
 def forward_backward(
-    model: nn.Module, batches: Iterable[Batch], global_targets: int, world: int, *, keep_unsharded: bool = False
+    model: nn.Module,
+    batches: Iterable[B],
+    global_targets: int,
+    world: int,
+    *,
+    keep_unsharded: bool = False,
+    loss_of: LossOf[B] = cross_entropies,
 ) -> Tensor:
-    """Add a global batch's gradients to the adapters. Returns the sums of all ranks, loss and correct targets: fp64 [2], on the
+    """Add a global batch's gradients to the adapters. Returns the sums of all ranks, as `loss_of` makes them: fp64, on the
     device, for which nothing has waited.
 
-    `batches`: this rank's, at least one, each put together while the one before is computed. `global_targets`: targets of all
-    ranks' micro-batches. `keep_unsharded`: weights gathered for one micro-batch stay for the next.
+    `batches`: this rank's, at least one, each put together while the one before is computed. `global_targets`: what the loss is
+    the mean of, over all ranks' micro-batches: targets, or pairs. `keep_unsharded`: weights gathered for one micro-batch stay
+    for the next.
     """
     sums: Tensor | None = None
     for batch, last in _with_last(batches):
         set_last_micro_batch(model, last, keep_unsharded)
-        loss, losses = _losses(model, batch, world / global_targets)
+        loss, losses = loss_of(model, batch, world / global_targets)
         loss.backward()
         sums = losses if sums is None else sums + losses
     assert sums is not None, "every rank has a micro-batch, if an empty one"
@@ -69,9 +107,9 @@ def forward_backward(
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Batch], world: int) -> Tensor:
+def evaluate(model: nn.Module, batches: Iterable[B], world: int, loss_of: LossOf[B] = cross_entropies) -> Tensor:
     """The sums over all ranks' micro-batches, without gradients, as `forward_backward` returns them."""
-    sums = sum(_losses(model, batch)[1] for batch in batches)
+    sums = sum(loss_of(model, batch, 1.0)[1] for batch in batches)
     assert isinstance(sums, Tensor), "every rank has a micro-batch, if an empty one"
     reshard(model)  # what a forward leaves gathered, only a backward would free
     return _over_ranks(sums, world)
@@ -87,24 +125,26 @@ def logits_of(model: nn.Module, batch: Batch) -> Tensor:
     return model(input_ids=batch.ids, position_ids=batch.packing.positions).logits
 
 
-def _losses(model: nn.Module, batch: Batch, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Sum of cross entropies times `scale` (fp32, for the backward), and (sum, correct) as fp64 [2]."""
+def target_log_probabilities(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the batch's targets, fp32 [targets], and which were the most likely token, bool [targets]."""
     causal = causal_model(model)
     if works_in_chunks(causal):
-        with loss_in_head(causal, batch.places, batch.targets, scale) as in_head:
-            scaled = logits_of(model, batch)
-        losses = in_head[0]
-    else:
-        losses = _of_whole_logits(logits_of(model, batch), batch)
-        scaled = losses.loss * scale
-    return scaled, torch.stack([losses.loss.detach().double(), losses.correct])
+        with log_probabilities_in_head(causal, batch.places, batch.targets) as likeliest:
+            return logits_of(model, batch), likeliest[0]
+    logs = _own_logits(logits_of(model, batch), batch).log_softmax(dim=-1)
+    return logs.gather(1, batch.targets[:, None]).squeeze(1), logs.detach().argmax(dim=-1) == batch.targets
 
 
 def _of_whole_logits(logits: Tensor, batch: Batch) -> Losses:
     """Losses of logits [rows, length, words]."""
-    own = logits.flatten(0, 1).index_select(0, batch.places).float()
+    own = _own_logits(logits, batch)
     correct = (own.detach().argmax(dim=-1) == batch.targets).sum().double()
     return Losses(F.cross_entropy(own, batch.targets, reduction="sum"), correct)
+
+
+def _own_logits(logits: Tensor, batch: Batch) -> Tensor:
+    """The logits before each target, fp32 [targets, words], of logits [rows, length, words]."""
+    return logits.flatten(0, 1).index_select(0, batch.places).float()
 
 
 def causal_model(model: nn.Module) -> PreTrainedModel:
@@ -120,7 +160,7 @@ def _over_ranks(sums: Tensor, world: int) -> Tensor:
     return sums
 
 
-def _with_last(batches: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
+def _with_last(batches: Iterable[B]) -> Iterator[tuple[B, bool]]:
     """Each, and whether it is the last. The next is made before this one is given away."""
     ahead = iter(batches)
     batch = next(ahead, None)

@@ -78,12 +78,14 @@ def config(job: Job, spec: JobSpec) -> dict[str, Any]:
             name: getattr(spec, name).model_dump(mode="json")
             for name in ("lora", "precision", "training", "distributed", "checkpoint")
         },
+        **({"dpo": spec.dpo.model_dump(mode="json")} if spec.dpo else {}),
     }
 
 
 def point(metrics: Metrics, time: float) -> dict[str, float]:
     """What a step measured, by the names of the job's events. `_timestamp`: when, as W&B calls it."""
-    return {**metrics.model_dump(exclude_none=True, exclude={"step", "total_steps"}), "_timestamp": time}
+    own = {name: value for name, value in metrics.flat().items() if name not in ("step", "total_steps")}
+    return {**own, "_timestamp": time}
 
 
 def retry_after(tries: int, seconds_over: float) -> float | None:

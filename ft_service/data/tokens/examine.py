@@ -18,10 +18,13 @@ if __name__ == "__main__":  # before anything slow
     # transformers imports torch wherever it finds it, and tokenizers do not need it: seconds, and a quarter of a gigabyte.
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
 
-from collections.abc import Callable
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -45,6 +48,7 @@ from ft_service.data.data_file import (
 from ft_service.data.tokens.identity import tokens_key
 from ft_service.data.tokens.keeping import Recording, find
 from ft_service.data.tokens.limits import SampleLimits, go_first, held_memory, limit_memory
+from ft_service.data.tokens.pairs import answers_of_file
 from ft_service.data.tokens.render import writes_date
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.token_set import TokenSet
@@ -94,9 +98,11 @@ def answer(request: ExamineRequest, teller: Teller, whereabouts: Whereabouts) ->
             tokenizer = _tokenizer(request.model_path, request.tokenizer)
     except SpecError as error:
         return ExamineReply(error=ErrorInfo(code=error.code, message=error.message, param=error.param))
-    keep = Keep(Path(request.tokens), tokens_key(request.model_path, request.sha256)) if request.tokens else None
+    pairs = request.pairs
+    key = tokens_key(request.model_path, request.sha256, pairs=pairs) if request.tokens else None
+    keep = Keep(Path(request.tokens), key) if key is not None else None
     with SampleLimits(whereabouts, request.render_seconds, request.memory_bytes) as limits:
-        report = examine(tokenizer, Path(request.path), request.sha256, request.max_length, teller, limits, keep)
+        report = examine(tokenizer, Path(request.path), request.sha256, request.max_length, teller, limits, keep, pairs=pairs)
     return ExamineReply(report=report)
 
 
@@ -116,11 +122,13 @@ def examine(
     teller: Teller,
     limits: SampleLimits | None = None,
     keep: Keep | None = None,
+    *,
+    pairs: bool = False,
 ) -> DataReport:
     """The report on a file, in memory bounded by a chunk of it. Raises OSError if it cannot be read.
 
     `limits`: of every sample. The rest of the file is not read once a few samples have exceeded them. `keep`: where the tokens
-    go if no line is at fault, and are counted without making them anew; None: nowhere.
+    go if no line is at fault, and are counted without making them anew; None: nowhere. `pairs`: lines hold pairs of answers.
     """
     findings = Findings()
     if sha256_of(path) != sha256:
@@ -128,12 +136,13 @@ def examine(
         return findings.report()
     found = find(keep.folder, keep.key) if keep is not None else None
     if found is not None:
-        findings.examples = len(found.samples)
-        counts, exceeded = _counts_of(found.samples, max_length), 0
+        findings.examples = len(found.samples) // (2 if pairs else 1)
+        counts, exceeded = _counts_of(found.samples, max_length, pairs=pairs), 0
         found.entry.close()
     else:
         with _recording(keep, path) as recording:
-            counts, exceeded = _read(tokenizer, path, max_length, teller, limits, findings, recording)
+            read = (tokenizer, path, max_length, teller, limits, findings, recording)
+            counts, exceeded = _read(*read, pairs=pairs)
             if recording is not None and not findings.faults_total:
                 recording.publish(dated=writes_date(tokenizer))
     if findings.examples and not counts.samples and not findings.faults_total:
@@ -153,51 +162,66 @@ def _read(
     limits: SampleLimits | None,
     findings: Findings,
     recording: Recording | None,
+    *,
+    pairs: bool,
 ) -> tuple[Counts, int]:
     """Counts of all samples, and how many exceeded a limit. Faults go into `findings`, and end the recording."""
     counts, exceeded = Counts(), 0
-    with path.open("rb") as file, closing(tokenize(tokenizer, read_samples(file), limits)) as samples:
-        for sample in samples:
-            if isinstance(sample, Fault):
-                findings.fault(sample)
-                exceeded += sample.over_limit
+    widths: deque[int] = deque()
+    with path.open("rb") as file, contextlib.ExitStack() as stack:
+        source = answers_of_file(file, widths) if pairs else read_samples(file)
+        samples = stack.enter_context(closing(tokenize(tokenizer, source, limits)))
+        for first in samples:
+            of_line = [first, *islice(samples, widths.popleft() - 1)] if pairs else [first]
+            fault = next((sample for sample in of_line if isinstance(sample, Fault)), None)
+            if fault is not None:
+                findings.fault(fault)
+                exceeded += fault.over_limit
                 if recording is not None:
                     recording.stop()
             else:
+                own = [sample for sample in of_line if isinstance(sample, Tokens)]
                 findings.examples += 1
-                counts = _counted(counts, sample, max_length)
+                counts = _counted(counts, own, max_length)
                 if recording is not None:
-                    recording.add(sample)
+                    for sample in own:
+                        recording.add(sample)
             teller.at(findings.examples + findings.faults_total, file)
     return counts, exceeded
 
 
-def _counts_of(samples: TokenSet, max_length: int) -> Counts:
+def _counts_of(samples: TokenSet, max_length: int, *, pairs: bool = False) -> Counts:
     """The counts of samples that were tokenised before: what `_counted` makes of them, one after the other."""
     targets, kept = samples.targets_within(max_length), np.minimum(samples.lengths, max_length)
     lost = samples.lengths - kept
+    whole = (targets > 0).reshape(-1, 2 if pairs else 1).all(axis=1)
+    used = whole.repeat(2) if pairs else whole
     return Counts(
-        samples=int(np.count_nonzero(targets)),
-        tokens=int(kept[targets > 0].sum()),
-        targets=int(targets.sum()),
+        samples=int(np.count_nonzero(used)),
+        pairs=int(np.count_nonzero(whole)) if pairs else 0,
+        tokens=int(kept[used].sum()),
+        targets=int(targets[used].sum()),
         longest=int(samples.lengths.max(initial=0)),
         cut=int(np.count_nonzero(lost)),
         lost_tokens=int(lost.sum()),
-        dropped=int(np.count_nonzero(targets == 0)),
+        dropped=int(np.count_nonzero(~whole)),
     )
 
 
-def _counted(counts: Counts, sample: Tokens, max_length: int) -> Counts:
-    kept = sample.cut(max_length)
-    targets, lost = kept.target_count, len(sample.ids) - len(kept.ids)
+def _counted(counts: Counts, samples: Sequence[Tokens], max_length: int) -> Counts:
+    """The counts with one line more. `samples`: its own one, or the two of a pair, which are used together or not at all."""
+    kept = [sample.cut(max_length) for sample in samples]
+    lost = [len(sample.ids) - len(cut.ids) for sample, cut in zip(samples, kept, strict=True)]
+    used = kept if all(cut.target_count for cut in kept) else []
     return Counts(
-        samples=counts.samples + bool(targets),
-        tokens=counts.tokens + (len(kept.ids) if targets else 0),
-        targets=counts.targets + targets,
-        longest=max(counts.longest, len(sample.ids)),
-        cut=counts.cut + bool(lost),
-        lost_tokens=counts.lost_tokens + lost,
-        dropped=counts.dropped + (not targets),
+        samples=counts.samples + len(used),
+        pairs=counts.pairs + (len(used) == 2),
+        tokens=counts.tokens + sum(len(cut.ids) for cut in used),
+        targets=counts.targets + sum(cut.target_count for cut in used),
+        longest=max(counts.longest, *(len(sample.ids) for sample in samples)),
+        cut=counts.cut + sum(map(bool, lost)),
+        lost_tokens=counts.lost_tokens + sum(lost),
+        dropped=counts.dropped + (not used),
     )
 
 

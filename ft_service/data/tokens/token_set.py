@@ -65,14 +65,18 @@ class TokenSet(Sequence[Tokens]):
         begin, length = int(self.begins[index]), int(self.lengths[index])
         return Tokens(self.ids[begin : begin + length].copy(), self.targets[begin : begin + length].copy())
 
-    def cut(self, max_length: int) -> TokenSet:
+    def cut(self, max_length: int, *, pairs: bool = False) -> TokenSet:
         """The samples as training takes them: the first `max_length` tokens of each; those left without a target are dropped.
 
-        Copies no token. Reads the targets of the samples that lose tokens, and nothing else.
+        `pairs`: each two samples stay together: both are dropped where one is left without. Copies no token. Reads the targets
+        of the samples that lose tokens, and nothing else.
         """
         counts = self.targets_within(max_length)
         cut = replace(self, lengths=np.minimum(self.lengths, max_length), target_counts=counts)
-        return cut if counts.all() else cut._some(counts > 0)
+        kept = counts > 0
+        if pairs:
+            kept = kept.reshape(-1, 2).all(axis=1).repeat(2)
+        return cut if kept.all() else cut._some(kept)
 
     def targets_within(self, max_length: int) -> np.ndarray:
         """int64 [samples]: the targets that each has once it is cut."""

@@ -21,6 +21,7 @@ from ft_service.data.chat_line import Sample
 from ft_service.data.data_file import Fault, read_samples
 from ft_service.data.line_errors import LineError
 from ft_service.data.tokens.limits import SampleLimits, TimeUp
+from ft_service.data.tokens.pairs import answers_of_file
 from ft_service.data.tokens.render import Rendered, Span, render, writes_date
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.straddling import Joined, as_prompted
@@ -64,8 +65,8 @@ def _template_of_processor(folder: Path) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def file_samples(tokenizer: PreTrainedTokenizerBase, file: DataFileRef) -> Generator[Tokens]:
-    """The samples of a file, uncut, one after the other.
+def file_samples(tokenizer: PreTrainedTokenizerBase, file: DataFileRef, *, pairs: bool = False) -> Generator[Tokens]:
+    """The samples of a file, uncut, one after the other. `pairs`: its lines hold pairs, of which each answer is a sample.
 
     Raises DataError if the file changed since submission, or has a line that cannot be trained on.
     """
@@ -74,7 +75,8 @@ def file_samples(tokenizer: PreTrainedTokenizerBase, file: DataFileRef) -> Gener
         raise DataError(f"{file.name}: the file is gone from {path}.", code="file_missing")
     if sha256_of(path) != file.sha256:
         raise DataError(f"{file.name}: the file has changed since the job was submitted.", code="file_changed")
-    with path.open("rb") as lines, closing(tokenize(tokenizer, read_samples(lines))) as samples:
+    read = answers_of_file if pairs else read_samples
+    with path.open("rb") as lines, closing(tokenize(tokenizer, read(lines))) as samples:
         for sample in samples:
             if isinstance(sample, Fault):
                 raise DataError(f"{file.name}: {sample}.")
@@ -87,9 +89,11 @@ def load_dataset(tokenizer: PreTrainedTokenizerBase, file: DataFileRef, max_leng
         return trainable(TokenSet.of(samples, dated=writes_date(tokenizer)), file, max_length)
 
 
-def trainable(samples: TokenSet, file: DataFileRef, max_length: int) -> TokenSet:
-    """A file's samples, cut to `max_length` tokens; those without a target are dropped. Raises DataError if none is left."""
-    usable = samples.cut(max_length)
+def trainable(samples: TokenSet, file: DataFileRef, max_length: int, *, pairs: bool = False) -> TokenSet:
+    """A file's samples, cut to `max_length` tokens; those without a target are dropped, and so are pairs of which one answer is
+    without. Raises DataError if none is left.
+    """
+    usable = samples.cut(max_length, pairs=pairs)
     if not len(usable):
         raise DataError(f"{file.name}: {nothing_to_learn(max_length)}.")
     return usable

@@ -116,7 +116,9 @@ def test_a_loop_that_never_begins_is_found(get: Callable[[str], httpx2.Response]
 def test_a_port_that_is_taken_is_named(meters: Meters) -> None:
     with (
         probe.serving(0, "127.0.0.1", meters) as port,
-        pytest.raises(SpecError, match=f"FT_METRICS_PORT = {port}: cannot listen there"),
+        pytest.raises(
+            SpecError, match=f"Port {port} of 127.0.0.1 is in use by another program. Stop that, or set FT_METRICS_PORT"
+        ),
         probe.serving(port, "127.0.0.1", meters),
     ):
         pass

@@ -19,6 +19,11 @@ from tests.support.command_line import Ft
 COMMANDS = {
     *("version", "serve", "run", "submit", "jobs", "get", "watch", "logs"),
     *(
+        "files",
+        "events",
+        "checkpoints",
+        "compare",
+        "rm",
         "download",
         "cancel",
         "pause",
@@ -31,6 +36,7 @@ COMMANDS = {
         "merge",
         "prune",
         "migrate",
+        "open",
         "reconcile",
     ),
 }

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_service.cli import jobs
+from ft_service.cli import output
 from ft_service.client.answers import RemoteJob
 from ft_service.client.client import Client
 from tests.support.command_line import Ft
@@ -19,12 +19,14 @@ lora: {r: 8}
 training: {learning_rate: 2e-3}
 """
 
+CHAT = '{"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day."}]}\n'
+
 
 @pytest.fixture
 def spec(tmp_path: Path) -> Path:
     (tmp_path / "data").mkdir()
-    (tmp_path / "data/train.jsonl").write_text("train\n")
-    (tmp_path / "data/valid.jsonl").write_text("valid\n")
+    (tmp_path / "data/train.jsonl").write_text(CHAT)
+    (tmp_path / "data/valid.jsonl").write_text(CHAT * 2)
     path = tmp_path / "job.yaml"
     path.write_text(SPEC)
     return path
@@ -40,7 +42,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_submit_uploads_the_files_and_creates_the_job(ft: Ft, server: StubServer, spec: Path) -> None:
     ended = ft("submit", spec)
     assert (ended.code, ended.out) == (0, "Created ftjob-1. Watch it: ft watch ftjob-1\n")
-    assert server.uploads == [("train.jsonl", b"train\n"), ("valid.jsonl", b"valid\n")]
+    assert server.uploads == [("train.jsonl", CHAT.encode()), ("valid.jsonl", 2 * CHAT.encode())]
     [body] = server.created
     assert body == {
         "model": "tiny",
@@ -61,6 +63,20 @@ def test_a_missing_file_stops_submit_before_anything_is_sent(ft: Ft, server: Stu
     assert ended.code == 64
     assert ended.err.startswith("ft: validation_file = 'data/valid.jsonl': there is no file ")
     assert server.requests == []
+
+
+def test_faults_of_the_data_are_told_before_anything_is_uploaded(ft: Ft, server: StubServer, spec: Path) -> None:
+    (spec.parent / "data/valid.jsonl").write_text(CHAT + '{"instruction": "x", "output": "y"}\n' * 7)
+    ended = ft("submit", spec)
+    alpaca = "is of Alpaca's format: in messages write instruction and input as the user's, output as the assistant's"
+    assert (ended.code, server.requests) == (64, [])
+    assert ended.err.splitlines() == [
+        "ft: valid.jsonl: 7 of 8 lines cannot be trained on. Nothing was uploaded.",
+        f"  7 lines (2, 3, 4, 5, 6, …): instruction {alpaca}",
+    ]
+    assert ft("submit", spec, "--unchecked").code == 0
+    (spec.parent / "data/valid.jsonl").write_text("")
+    assert ft("submit", spec).err == "ft: valid.jsonl: the file holds no examples. Nothing was uploaded.\n"
 
 
 def test_submit_refuses_a_model_by_its_folder(ft: Ft, server: StubServer, spec: Path) -> None:
@@ -87,11 +103,16 @@ def test_jobs(ft: Ft, server: StubServer) -> None:
     assert ft("jobs").out == "No jobs yet. Create one: ft submit SPEC\n"
     server.jobs["ftjob-1"] = job_body()
     server.jobs["ftjob-2"] = job_body("ftjob-2", "running", progress={"step": 4, "total_steps": 10, "train_loss": 1.5})
-    title, newest, oldest = ft("jobs").out.splitlines()
-    assert title.split() == ["ID", "STATUS", "PROGRESS", "MODEL", "CREATED"]
-    assert newest.split()[:7] == ["ftjob-2", "running", "step", "4/10", "·", "loss", "1.500"]
-    assert oldest.split()[:2] == ["ftjob-1", "queued"]
-    assert [job["id"] for job in json.loads(ft("jobs", "--json", "--limit", "1").out)] == ["ftjob-2"]
+    server.jobs["ftjob-3"] = job_body(
+        "ftjob-3", "failed", suffix="mine", finished_at=1_700_000_065, error={"message": "Line 3 is no chat."}
+    )
+    server.jobs["ftjob-2"]["progress"]["valid_loss"] = 1.25
+    title, newest, second, oldest = ft("jobs").out.splitlines()
+    assert title.split() == ["ID", "SUFFIX", "BASE", "STATUS", "STEP", "VALID", "TOOK", "WHY"]
+    assert newest.split() == ["ftjob-3", "mine", "tiny", "failed", "1:05", "Line", "3", "is", "no", "chat."]
+    assert second.split()[:5] == ["ftjob-2", "tiny", "running", "4/10", "1.250"]
+    assert oldest.split()[:3] == ["ftjob-1", "tiny", "queued"]
+    assert [job["id"] for job in json.loads(ft("jobs", "--json", "--limit", "1").out)] == ["ftjob-3"]
 
 
 def test_get(ft: Ft, server: StubServer) -> None:
@@ -105,7 +126,7 @@ def test_get(ft: Ft, server: StubServer) -> None:
 def test_get_says_why_a_job_waits(ft: Ft, server: StubServer) -> None:
     server.jobs["ftjob-1"] = job_body(status="queued", phase="waiting", pending_reason="no node has 8 GPUs")
     shown = dict(line.split("  ", 1) for line in ft("get", "ftjob-1").out.splitlines())
-    assert shown["pending reason"].strip() == "no node has 8 GPUs"
+    assert shown["status"].strip() == "queued: no node has 8 GPUs"
 
 
 def test_get_says_what_was_chosen_and_why(ft: Ft, server: StubServer) -> None:
@@ -118,7 +139,9 @@ def test_get_says_what_was_chosen_and_why(ft: Ft, server: StubServer) -> None:
 
 def test_an_unknown_job_is_one_line(ft: Ft, server: StubServer) -> None:
     ended = ft("get", "ftjob-9")
-    assert (ended.code, ended.err) == (1, "ft: There is no job 'ftjob-9'.\n")
+    assert (ended.code, ended.err) == (1, "ft: There are no jobs yet. Create one: ft submit SPEC\n")
+    server.jobs["ftjob-1"] = job_body()
+    assert "There is no job 'ftjob-9'. Give an id that `ft jobs` shows" in ft("get", "ftjob-9").err
 
 
 @pytest.mark.usefixtures("_at_once")
@@ -193,7 +216,10 @@ def test_verbs(ft: Ft, server: StubServer) -> None:
 def test_a_job_that_still_stops_says_so(ft: Ft, server: StubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     job = RemoteJob.model_validate(job_body(status="running", phase="stopping"))
     monkeypatch.setattr(Client, "pause", lambda self, job_id: job)
-    assert ft("pause", "ftjob-1").out == "ftjob-1: running (stopping)\n"
+    server.jobs["ftjob-1"] = job_body(status="running")
+    said = "ftjob-1: will be paused as soon as it has written a checkpoint. Let it go on: ft resume ftjob-1\n"
+    assert ft("pause", "ftjob-1").out == said
+    assert job.state_text == "stopping at a checkpoint"
 
 
 def test_watching_says_when_it_does_not_begin_at_the_beginning(ft: Ft, server: StubServer) -> None:
@@ -241,5 +267,5 @@ def test_models_and_logs(ft: Ft, server: StubServer) -> None:
 def test_connect_uses_the_servers_credentials_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home.mkdir()
     (home / "credentials").write_text('{"api_key": "ft-x", "base_url": "http://127.0.0.1:1/v1"}')
-    with jobs.connect() as client:
+    with output.connect() as client:
         assert client.base_url == "http://127.0.0.1:1/v1"

@@ -85,7 +85,7 @@ def test_as_json_every_module_is_listed(ft: Ft, spec: Path) -> None:
 
 
 def test_where_tokens_cannot_be_counted_lines_are(ft: Ft, spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ft_service.cli.data.find_spec", lambda name: None)
+    monkeypatch.setattr("ft_service.cli.local.data.find_spec", lambda name: None)
     ended = ft("plan", spec, "--hardware", "H100")
     assert "6 steps over 20 examples" in ended.out
     assert ended.out.splitlines()[-1] == (

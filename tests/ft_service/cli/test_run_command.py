@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ft_service.cli import run_command
+from ft_service.cli.local import run_command
 from ft_service.errors import ConflictError
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import ErrorInfo, Exit, ExitReason
@@ -74,6 +75,16 @@ def test_a_run_shows_its_progress_and_where_the_adapter_is(ft: Ft, spec: Path, t
     assert shown[2].startswith("train.jsonl: 1 samples of 7 tokens, ")
     assert {"Training starts.", "step 1/2 · loss 1.000", "step 2/2 · loss 0.500"} <= set(shown)
     assert ended.out.splitlines()[-1] == f"The adapter is in {tmp_path / 'run/adapter'}"
+
+
+def test_a_time_limit_stops_a_run_at_a_checkpoint(ft: Ft, spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_local(*_: Any, stop: threading.Event, **__: Any) -> Exit:
+        assert stop.wait(30)
+        return exit_of(ExitReason.STOPPED, "Stopped.")
+
+    monkeypatch.setattr(run_command, "run_local", run_local)
+    spec.write_text(f"{spec.read_text()}max_seconds: 1\n")
+    assert ft("run", spec).code == 75
 
 
 def test_a_run_shows_how_far_a_large_file_was_read(ft: Ft, spec: Path, train: Any, tmp_path: Path) -> None:

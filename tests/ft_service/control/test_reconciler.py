@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
 from ft_service.control.data_checks import Checked
 from ft_service.control.intake import SEGMENTS_PER_PASS
@@ -641,3 +642,85 @@ def test_a_failed_attempt_is_told_as_an_error(store: Store, launcher: FakeLaunch
     wait_for(lambda: reconciler.step() and get(store).failures)
     newest = store.list_events(PROJECT, "ftjob-1", limit=1).data[0]
     assert (newest.level, newest.message.endswith("The job goes on from the beginning.")) == ("error", True)
+
+
+def training_since(launcher: FakeLauncher, store: Store, reconciler: Reconciler, job_id: str, seconds: float) -> Job:
+    """A job whose workers have reported, and that has held its slots for so long."""
+    launcher.report(job_id, 1)
+
+    def trains() -> Job | None:
+        reconciler.step()
+        job = get(store, job_id)
+        return job if job.phase is Phase.TRAINING else None
+
+    job = wait_for(trains)
+    with store.writing() as connection:
+        for table, column in (("slots", "job_id"), ("jobs", "id")):
+            move = f"UPDATE {table} SET taken_at = taken_at - :seconds WHERE {column} = :job"
+            connection.execute(text(move), {"seconds": seconds, "job": job_id})
+    return job
+
+
+def test_a_higher_priority_displaces_what_has_held_its_slots_long_enough(
+    tmp_path: Path, store: Store, launcher: FakeLauncher
+) -> None:
+    reconciler = new_reconciler(tmp_path, store, launcher, displace_after=600.0)
+    add_job(store, "ftjob-low")
+    start_running(reconciler, store, launcher, "ftjob-low")
+    training_since(launcher, store, reconciler, "ftjob-low", 590.0)
+    add_job(store, "ftjob-high", priority=5)
+    step_until(reconciler, store, State.QUEUED, job_id="ftjob-high")
+    for _ in range(5):
+        reconciler.step()
+    assert launcher.signals == [], "it has not held them for long enough"
+
+    training_since(launcher, store, reconciler, "ftjob-low", 11.0)
+    wait_for(lambda: (reconciler.step(), launcher.signals or None)[1])
+    [(job_id, _, control)] = launcher.signals
+    assert (job_id, control.desired) == ("ftjob-low", Desired.PAUSE)
+    assert "to make room for a job of priority 5" in (get(store, "ftjob-low").pending or "")
+    launcher.end("ftjob-low", 1, STOPPED, checkpoint_step=5)
+    start_running(reconciler, store, launcher, "ftjob-high")
+    low = get(store, "ftjob-low")
+    assert (low.state, low.reason, low.failures, low.desired) == (State.QUEUED, Reason.PREEMPTED, 0, Desired.RUN)
+
+    launcher.end("ftjob-high", 1, SUCCEEDED)
+    start_running(reconciler, store, launcher, "ftjob-low", attempt=2)
+    launcher.end("ftjob-low", 2, SUCCEEDED)
+    assert step_until(reconciler, store, job_id="ftjob-low").state is State.SUCCEEDED
+    assert "The job makes room. It stops at a checkpoint, to make room for a job of priority 5." in messages(store, "ftjob-low")
+
+
+def test_a_job_that_may_take_so_long_ends_there(tmp_path: Path, store: Store, launcher: FakeLauncher) -> None:
+    reconciler = new_reconciler(tmp_path, store, launcher)
+    add_job(store, max_seconds=60)
+    start_running(reconciler, store, launcher)
+    training_since(launcher, store, reconciler, "ftjob-1", 61.0)
+    wait_for(lambda: (reconciler.step(), launcher.signals or None)[1])
+    assert launcher.signals[0][2].desired is Desired.PAUSE
+    launcher.end("ftjob-1", 1, STOPPED, checkpoint_step=5)
+    ended = step_until(reconciler, store)
+    assert (ended.state, ended.reason) == (State.FAILED, Reason.TIME_LIMIT)
+    assert ended.slot_seconds >= 2 * 61.0
+
+
+class Slow:
+    """A guest that needs to be asked three times."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+
+    def make_way(self, slots: Collection[int]) -> bool:
+        self.asked.append(list(slots))
+        return len(self.asked) >= 3
+
+
+def test_nothing_starts_on_slots_that_a_guest_has_not_left(tmp_path: Path, store: Store, launcher: FakeLauncher) -> None:
+    guest = Slow()
+    reconciler = new_reconciler(tmp_path, store, launcher, guest=guest)
+    add_job(store)
+    while len(guest.asked) < 2:
+        reconciler.step()
+        assert not launcher.started
+    start_running(reconciler, store, launcher)
+    assert guest.asked == [[0, 1]] * 3

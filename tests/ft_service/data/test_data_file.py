@@ -47,8 +47,28 @@ def test_the_error_names_file_lines_and_reasons_and_counts_the_rest(tmp_path: Pa
     assert (len(report.faults), report.faults_total) == (20, 30)
     assert error is not None
     assert (error.code, error.param) == ("invalid_validation_file", "validation_file")
-    shown = "; ".join(f"line {number}: messages is required" for number in range(1, 21))
-    assert error.message == f"mine.jsonl: {shown}; and 10 more (30 lines at fault, 1 fine)."
+    assert error.message == ("mine.jsonl: 30 lines (1, 2, 3, 4, 5, …): messages is required (30 lines at fault, 1 fine).")
+
+
+def test_faults_are_told_once_for_each_reason_with_their_lines(tmp_path: Path) -> None:
+    def chat(*roles: str) -> bytes:
+        return json.dumps({"messages": [{"role": role, "content": "x"} for role in roles]}).encode()
+
+    lines = [chat("usr", "assistant"), b'{"a', chat("user", "usr"), GOOD, b'{"ab', b'{"prompt": "a", "completion": "b"}']
+    report = check_lines(write(tmp_path, b"\n".join(lines)))
+    known = "must be one of system, developer, user, assistant, tool, function, not 'usr'"
+    assert report.reasons() == [
+        f"2 lines (1, 3): messages.*.role {known}",
+        "2 lines (2, 5): is not JSON: Unterminated string starting at character 2",
+        "line 6: prompt is not chat: in messages write the prompt as a user message, the completion as the assistant's",
+    ]
+
+
+def test_many_reasons_are_counted_together(tmp_path: Path) -> None:
+    lines = [json.dumps({f"{a}{b}": 1}).encode() for a in "abcdefghijkl" for b in "mnopqrstuvwx"]
+    report = check_lines(write(tmp_path, b"\n".join(lines)))
+    assert len(report.groups) == 100
+    assert report.reasons()[20:] == ["and 124 more"]
 
 
 def test_an_empty_file_is_a_fault(tmp_path: Path) -> None:

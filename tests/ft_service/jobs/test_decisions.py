@@ -21,13 +21,16 @@ from ft_service.jobs.decisions import (
     Validate,
     Wait,
     decide,
+    displaced_by,
+    halted,
     launch_failed,
     placed,
     signalled,
     validated,
 )
+from ft_service.jobs.queue import Waiting
 from ft_service.jobs.reasons import ERROR_CODE, RETRY, USER_TEXT, Reason
-from ft_service.jobs.states import TERMINAL, Absent, Ended, Job, Observation, Phase, Running, State, Unknown
+from ft_service.jobs.states import TERMINAL, Absent, Ended, Halt, Job, Observation, Phase, Running, State, Unknown
 from ft_service.jobs.verbs import Verb, request
 from ft_service.rundir.documents import Desired, ErrorInfo, ExitReason
 from ft_service.spec import StoredSpec
@@ -445,3 +448,75 @@ def test_an_attempt_that_has_begun_does_not_wait_for_a_place_again(phase: Phase)
     """Its pods are on their way out."""
     job = replace(running_job(), phase=phase)
     assert decide(job, Running(reported=True, note="the cluster takes it away", admitted=False), NOW) == Wait()
+
+
+def training(**values: object) -> Job:
+    spec = StoredSpec({"seed": 1})
+    job = Job(id="j", project_id="p", created_at=0.0, request={}, stored_spec=spec, state=State.RUNNING, phase=Phase.TRAINING)
+    return replace(job, attempt=1, host="h", **values)  # type: ignore[arg-type]
+
+
+STOPPED = Ended(exit_of(ExitReason.STOPPED, "stopped at a checkpoint"), checkpoint_step=4)
+
+
+def test_a_job_that_makes_room_stops_at_a_checkpoint_and_is_queued_again_without_a_failure() -> None:
+    head = Waiting(id="head", project="q", number=9, slots=1, priority=7)
+    job = displaced_by(training(), head)
+    assert (job.wish, job.desired, job.halt) == (Desired.PAUSE, Desired.RUN, Halt.PREEMPTED)
+    assert "priority 7" in (job.pending or "")
+    assert decide(job, Running(reported=True), NOW) == Signal()
+    job = signalled(job)
+    assert job.phase is Phase.STOPPING
+    assert displaced_by(job, head) == job, "once is enough"
+    assert decide(job, Running(reported=True), NOW) == Wait()
+    action = decide(job, STOPPED, NOW)
+    assert isinstance(action, Become)
+    assert action.release
+    assert (action.job.state, action.job.reason, action.job.halt) == (State.QUEUED, Reason.PREEMPTED, None)
+    assert (action.job.failures, action.job.wish) == (0, Desired.RUN)
+    assert decide(action.job, Absent(), NOW) == Place()
+
+
+@pytest.mark.parametrize(
+    ("verb", "state", "wish"), [(Verb.PAUSE, State.PAUSED, Desired.PAUSE), (Verb.CANCEL, State.CANCELLED, Desired.CANCEL)]
+)
+def test_what_its_user_wants_comes_before_making_room(verb: Verb, state: State, wish: Desired) -> None:
+    job = request(signalled(halted(training(), Halt.PREEMPTED)), verb, NOW)
+    assert job.wish is wish
+    assert decide(job, Running(reported=True), NOW) == Signal()
+    action = decide(signalled(job), STOPPED, NOW)
+    assert isinstance(action, Become)
+    assert action.job.state is state
+    assert action.job.reason is not Reason.PREEMPTED
+
+
+@pytest.mark.parametrize("phase", [Phase.LAUNCHING, Phase.WAITING, Phase.STOPPING])
+def test_only_what_trains_makes_room(phase: Phase) -> None:
+    job = training(phase=phase)
+    assert displaced_by(job, Waiting(id="head", project="q", number=9, slots=1, priority=7)) == job
+
+
+def test_a_job_out_of_time_stops_at_a_checkpoint_and_has_failed() -> None:
+    job = training(max_seconds=100, held_seconds=60.0, taken_at=NOW - 39.0)
+    assert decide(job, Running(reported=True), NOW) == Wait()
+    action = decide(job, Running(reported=True), NOW + 1)
+    assert isinstance(action, Become)
+    assert (action.job.halt, action.release) == (Halt.TIME_LIMIT, False)
+    job = signalled(action.job)
+    assert decide(job, Running(reported=True), NOW + 9) == Wait(), "it is told once"
+    for ended in (STOPPED, Ended(None)):
+        over = decide(job, ended, NOW + 9)
+        assert isinstance(over, Become)
+        assert (over.job.state, over.job.reason, over.release) == (State.FAILED, Reason.TIME_LIMIT, True)
+        assert over.job.error is not None
+        assert over.job.error["code"] == "time_limit"
+    done = decide(job, Ended(exit_of(ExitReason.SUCCEEDED, "")), NOW + 9)
+    assert isinstance(done, Become)
+    assert done.job.state is State.SUCCEEDED, "success wins"
+
+
+def test_a_job_without_time_left_is_not_started_again() -> None:
+    job = replace(training(), state=State.QUEUED, phase=None, attempt=0, max_seconds=100, held_seconds=100.0)
+    action = decide(job, Absent(), NOW)
+    assert isinstance(action, Become)
+    assert action.job.reason is Reason.TIME_LIMIT

@@ -10,7 +10,8 @@ import pytest
 from ft_service.bases.safetensors_header import read_header
 from ft_service.errors import FtError, SpecError
 from ft_service.rundir.directory import RunDir
-from ft_service.rundir.manifest import Manifest, digest_of, write_manifest
+from ft_service.rundir.manifest import Manifest, digest_of
+from ft_service.rundir.model_card import describe_adapter
 from ft_service.rundir.verify import verify
 from tests.support.bases import save_base
 from tests.support.command_line import Ft, ft, home
@@ -45,7 +46,7 @@ def test_the_manifest_tells_the_whole_story(run: RunDir) -> None:
     assert manifest.base.files.keys() == {"config.json", "model.safetensors"}
     assert manifest.metrics is not None
     assert (manifest.seed, manifest.metrics.valid_loss, manifest.quantiser) == (7, 1.5, {"nf4": 1})
-    assert manifest.files.keys() == {"adapter_config.json", "adapter_model.safetensors"}
+    assert manifest.files.keys() == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
 
 
 CHANGED = "has other contents than when it was written"
@@ -128,7 +129,7 @@ def test_a_manifest_without_one_of_its_fields_is_incomplete(run: RunDir, field: 
 
 def rewritten(run: RunDir) -> None:
     """The manifest of what is in the adapter's folder now, as if a job had written that."""
-    write_manifest(run, run.path("adapter"), attempt=3, step=6, checkpoint=None, metrics=None, versions={})
+    describe_adapter(run, run.path("adapter"), attempt=3, step=6, checkpoint=None, metrics=None, versions={})
 
 
 def with_tensors(change: Callable[[dict[str, tuple[int, ...]]], object], run: RunDir) -> list[str]:

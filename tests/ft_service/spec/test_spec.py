@@ -12,6 +12,7 @@ from ft_service.spec import (
     NOT_YET,
     BaseModelRef,
     DataFileRef,
+    DpoOptions,
     JobSpec,
     match_pattern,
     parse_request,
@@ -39,36 +40,40 @@ def resolved(gpus: int = 0, **more: Any) -> JobSpec:
     [
         ({"learning_rate": 1}, "learning_rate", "no such option"),
         ({"training": {"lr": 1}}, "training.lr", "no such option"),
-        ({"lora": {"r": 0}}, "lora.r", "lora.r = 0: .*greater than or equal to 1"),
-        ({"lora": {"r": True}}, "lora.r", "valid integer"),
+        ({"lora": {"r": 0}}, "lora.r", "lora.r = 0: .*at least 1"),
+        ({"lora": {"r": True}}, "lora.r", "must be a whole number"),
         ({"lora": {"lora_dropout": 1}}, "lora.lora_dropout", "lora.lora_dropout = 1: .*less than 1"),
-        ({"training": {"batch_size": "8"}}, "training.batch_size", "valid integer"),
+        ({"training": {"batch_size": "8"}}, "training.batch_size", "must be a whole number"),
         ({"training": {"learning_rate": float("nan")}}, "training.learning_rate", "finite"),
-        ({"training": {"max_length": 7}}, "training.max_length", "greater than or equal to 8"),
-        ({"precision": {"default": "int3"}}, "precision.default", "'bf16', 'fp8', 'nf4' or 'nf4_fp32'"),
+        ({"training": {"max_length": 7}}, "training.max_length", "at least 8"),
+        ({"precision": {"default": "int3"}}, "precision.default", "bf16, fp8, nf4, nf4_fp32 or auto"),
         ({"seed": -1}, "seed", "seed = -1"),
         ({"suffix": "x" * 65}, "suffix", "at most 64"),
-        ({"suffix": "a:b"}, "suffix", "pattern"),
+        ({"suffix": "a:b"}, "suffix", "only letters, digits, dots"),
         ({"metadata": {str(i): "v" for i in range(17)}}, "metadata", "at most 16"),
-        ({"training_file": None}, "training_file", "valid string"),
-        ({"hyperparameters": {"n_epochs": 51}}, "hyperparameters.n_epochs", "less than or equal to 50"),
-        ({"hyperparameters": {"batch_size": 257}}, "hyperparameters.batch_size", "less than or equal to 256"),
-        ({"method": {"type": "dpo"}}, "method.type", "not available in this version: use 'supervised'"),
-        ({"priority": 1001}, "priority", "less than or equal to 1000"),
-        ({"training": {"early_stopping_patience": 0}}, "training.early_stopping_patience", "greater than or equal to 1"),
+        ({"training_file": None}, "training_file", "must be text"),
+        ({"hyperparameters": {"n_epochs": 51}}, "hyperparameters.n_epochs", "at most 50"),
+        ({"hyperparameters": {"batch_size": 257}}, "hyperparameters.batch_size", "at most 256"),
+        ({"method": {"type": "reinforcement"}}, "method.type", "not available in this version: use 'supervised' or 'dpo'"),
+        ({"priority": 1001}, "priority", "at most 1000"),
+        ({"training": {"early_stopping_patience": 0}}, "training.early_stopping_patience", "at least 1"),
         ({"training": {"early_stopping_patience": 2}}, "training.early_stopping_patience", "give a validation_file"),
         ({"training": {"load_best_model_at_end": True}}, "training.load_best_model_at_end", "give a validation_file"),
         ({"checkpoint": {"keep_best": True}}, "checkpoint.keep_best", "give a validation_file"),
         ({"training": {"early_stopping_threshold": 0.1}}, "training.early_stopping_threshold", "no effect without"),
-        ({"checkpoint": {"keep_every": 0}}, "checkpoint.keep_every", "greater than or equal to 1"),
-        ({"training": {"tokens_per_micro_batch": 4}}, "training.tokens_per_micro_batch", "greater than or equal to 8"),
+        ({"checkpoint": {"keep_every": 0}}, "checkpoint.keep_every", "at least 1"),
+        ({"training": {"tokens_per_micro_batch": 4}}, "training.tokens_per_micro_batch", "at least 8"),
         ({"training": {"tokens_per_micro_batch": "most"}}, "training.tokens_per_micro_batch", "= 'most'"),
-        ({"training": {"per_device_train_batch_size": "auto"}}, "training.per_device_train_batch_size", "valid integer"),
-        ({"training": {"packing": "auto"}}, "training.packing", "valid boolean"),
+        (
+            {"training": {"per_device_train_batch_size": "auto"}},
+            "training.per_device_train_batch_size",
+            "must be a whole number",
+        ),
+        ({"training": {"packing": "auto"}}, "training.packing", "must be true or false"),
         (
             {"distributed": {"activation_checkpointing": "some"}},
             "distributed.activation_checkpointing",
-            "'selective' or 'auto'",
+            "selective or auto",
         ),
         ({"distributed": {"compile": "yes"}}, "distributed.compile", "= 'yes'"),
         ({"distributed": {"replicate": "all"}}, "distributed.replicate", "= 'all'"),
@@ -83,9 +88,9 @@ def test_a_wrong_value_is_refused_with_its_place(change: dict[str, Any], param: 
 @pytest.mark.parametrize(
     ("distributed", "param", "says"),
     [
-        ({"replicate": 0}, "distributed.replicate", "greater than or equal to 1"),
+        ({"replicate": 0}, "distributed.replicate", "at least 1"),
         ({"reshard_after_forward": 1}, "distributed.reshard_after_forward", "distributed.reshard_after_forward = 1: "),
-        ({"prefetch": {"forward": 0}}, "distributed.prefetch", "greater than or equal to 1"),
+        ({"prefetch": {"forward": 0}}, "distributed.prefetch", "at least 1"),
         ({"wrap": {"min_params": 0}}, "distributed.wrap", "distributed.wrap"),
         ({"ignored": ["("]}, "distributed.ignored.0", "RE2"),
         ({"keep_unsharded": True, "reshard_after_forward": 2}, "distributed.reshard_after_forward", "no effect with keep_unsh"),
@@ -230,7 +235,36 @@ def test_how_many_copies_there_are_is_for_the_plan_to_choose(distributed: dict[s
 def test_a_refusal_names_every_field_at_fault_and_no_class_of_ours() -> None:
     with pytest.raises(SpecError) as caught:
         parse_request(BODY | {"lora": {"r": 0}, "training": {"n_epochs": 0}, "checkpoint": 3})
-    assert caught.value.message.endswith("(Also at fault: checkpoint, training.n_epochs.)")
+    assert caught.value.message.splitlines() == [
+        "3 options are at fault.",
+        "lora.r = 0: must be at least 1.",
+        "training.n_epochs = 0: must be at least 1.",
+        "checkpoint = 3: must be an object with options of its own.",
+    ]
+    assert caught.value.param == "lora.r"
     with pytest.raises(SpecError) as caught:
         parse_request(BODY | {"method": "supervised"})
-    assert caught.value.message == "method = 'supervised': expected an object with options of its own."
+    assert caught.value.message == "method = 'supervised': must be an object with options of its own."
+
+
+def preferring(**hyperparameters: Any) -> dict[str, Any]:
+    return {"method": {"type": "dpo", "dpo": {"hyperparameters": hyperparameters}}}
+
+
+def test_preference_pairs_have_rates_and_epochs_of_their_own() -> None:
+    request = parse_request({**BODY, **preferring()})
+    assert request.method.dpo_options() == DpoOptions(beta=0.1, loss_type="sigmoid")
+    assert (request.resolved_training().learning_rate, request.resolved_training().n_epochs) == (5e-6, 1)
+    request = parse_request({**BODY, **preferring(learning_rate_multiplier=2, n_epochs=2, batch_size=4, beta="auto")})
+    training = request.resolved_training()
+    assert (training.learning_rate, training.n_epochs, training.batch_size) == (1e-5, 2, 4)
+    given = parse_request({**BODY, **preferring(), "training": {"learning_rate": 1e-3}})
+    assert given.resolved_training().learning_rate == 1e-3
+    lengths = parse_request({**BODY, **preferring(loss_type="sigmoid_norm", rpo_alpha=1)}).method.dpo_options()
+    assert lengths == DpoOptions(beta=5.0, loss_type="sigmoid_norm", rpo_alpha=1.0)
+    assert parse_request(BODY).method.dpo_options() is None
+
+
+def test_a_section_of_another_method_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"method\.dpo is given and method\.type is 'supervised'"):
+        parse_request({**BODY, "method": {"dpo": {"hyperparameters": {"beta": 0.1}}}})

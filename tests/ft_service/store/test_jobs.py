@@ -9,7 +9,7 @@ import pytest
 from ft_service.errors import ConflictError, NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.jobs.reasons import Reason
-from ft_service.jobs.states import Job, Phase, State
+from ft_service.jobs.states import Halt, Job, Phase, State
 from ft_service.jobs.verbs import Verb
 from ft_service.rundir.documents import Desired
 from ft_service.rundir.events import Metrics
@@ -40,6 +40,16 @@ def test_every_field_comes_back(store):
         result_file="file-r",
         queued_at=4.0,
         pending="why",
+        max_seconds=12,
+        halt=Halt.TIME_LIMIT,
+        key_id="key_a",
+        work=1e18,
+        planned_seconds=13.5,
+        left_seconds=14.5,
+        ends_at=15.5,
+        taken_at=16.5,
+        held_seconds=17.5,
+        slot_seconds=18.5,
         version=12,
     )
     before = store.now()
@@ -218,6 +228,16 @@ def test_events_newest_first_and_latest_metrics(store):
     assert [event.message for event in rest.data][:3] == ["Step 3", "Step 2", "Step 1"]
     assert not rest.has_more
     assert store.latest_metrics(job.id) == Metrics(step=5, total_steps=9)
+
+
+def test_the_latest_validation_is_found_behind_steps_without_one(store):
+    job = create_job(store, new_job())
+    claimed = claim(store)
+    rows = [Metrics(step=n, total_steps=9, valid_loss=1.5 if n == 2 else None) for n in range(1, 6)]
+    events = [NewEvent(level="info", message="a step", metrics=row, source=(0, row.step)) for row in rows]
+    assert store.latest_validation(job.id) is None
+    assert store.apply(claimed, JobChange(job=claimed.job, events=events))
+    assert store.latest_validation(job.id) == rows[1]
 
 
 def test_checkpoints_highest_step_first_each_from_its_newest_attempt(store):

@@ -11,7 +11,7 @@ from ft_service.jobs.decisions import Become, decide, placed, too_large, validat
 from ft_service.jobs.states import Ended, Phase, State
 from ft_service.jobs.verbs import Verb
 from ft_service.rundir.documents import Desired, Exit, ExitReason
-from ft_service.store import leases
+from ft_service.store import leases, queue
 from ft_service.store.records import Claim, JobChange, NewEvent
 from ft_service.store.tables import checkpoints, events, files, slots
 from tests.support.creating import create_job
@@ -258,10 +258,11 @@ def test_priority_then_creation_decides_what_is_next(store):
 
 
 def test_a_large_job_at_the_head_is_waited_for(store):
+    place(store, create_job(store, new_job(state=State.QUEUED)), [0])
     create_job(store, new_job(id="ftjob-large", state=State.QUEUED, slots=4, priority=1))
     create_job(store, new_job(id="ftjob-small", state=State.QUEUED, slots=1))
-    assert claim_next(store, max_slots=3) is None
-    claimed = claim_next(store, max_slots=4)
+    assert claim_next(store, host_slots=4) is None
+    claimed = claim_next(store, host_slots=5)
     assert claimed is not None
     assert claimed.job.id == "ftjob-large"
 
@@ -282,8 +283,14 @@ def test_back_off_and_foreign_hosts_are_passed_over(store):
 @pytest.mark.parametrize(
     ("statement", "index", "values"),
     [
+        (
+            queue._FIRST_OF_PROJECT._statement,
+            "ix_jobs_queue",
+            {"of_project": "p", "host_slots": 8, "most": 9, "none": 0},
+        ),
+        (queue._PROJECTS, "ix_jobs_queue_of_project", {}),
+        (queue._MEASURED, "ix_jobs_measured", {}),
         (leases._CLAIM, "ix_jobs_attention", {"idle_seconds": 0.5}),
-        (leases._CLAIM_NEXT, "ix_jobs_queue", {"max_slots": 4, "host_slots": 8}),
         (leases._CLAIM_TOO_LARGE, "ix_jobs_queue", {"host_slots": 8}),
     ],
 )
@@ -311,7 +318,7 @@ def test_a_job_larger_than_the_host_is_passed_by_and_told_once(store):
     large = create_job(store, new_job(id="ftjob-large", state=State.QUEUED, slots=4, priority=1))
     create_job(store, new_job(id="ftjob-small", state=State.QUEUED, slots=1))
     who = {"host": "h1", "owner": "test", "lease_seconds": 60.0}
-    claimed = claim_next(store, max_slots=2, host_slots=2)
+    claimed = claim_next(store, host_slots=2)
     assert claimed is not None
     assert claimed.job.id == "ftjob-small"
     told = store.claim_too_large(**who, host_slots=2)
@@ -320,7 +327,7 @@ def test_a_job_larger_than_the_host_is_passed_by_and_told_once(store):
     assert store.apply(told, JobChange(job=too_large(told.job)))
     assert "needs 4 slots" in (store.get_job(PROJECT, large.id).pending or "")
     assert store.claim_too_large(**who, host_slots=2) is None
-    later = claim_next(store, max_slots=4, host_slots=4)
+    later = claim_next(store, host_slots=4)
     assert later is not None, "the host has grown"
     assert later.job.id == "ftjob-large"
     assert placed(later.job, "h1").pending is None

@@ -43,15 +43,17 @@ def _indexes(connection) -> set[str]:
     return set(connection.scalars(text(query)))
 
 
-def test_every_row_names_its_project():
+def test_every_row_but_a_hosts_names_its_project():
     for table in metadata.tables.values():
+        if table.name == "hosts":
+            continue
         column = table.c.id if table.name == "projects" else table.c.project_id
         assert not column.nullable
 
 
 def test_check_tells_a_database_without_the_schema(database_url):
     store = open_store(database_url)
-    with pytest.raises(UnavailableError, match=r"schema none.*needs 0004"):
+    with pytest.raises(UnavailableError, match=r"schema none.*needs 0006"):
         store.check()
     with pytest.raises(UnavailableError):
         store.list_jobs("proj_default")

@@ -38,7 +38,10 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"metadata": {"k": "v" * 513}}, "metadata.k"),
     ({"metadata": {"k": "\ud800"}}, "metadata.k"),
     ({"integrations": [{"type": "wandb", "wandb": {"project": "p"}}]}, "integrations"),
-    ({"method": {"type": "dpo"}}, "method.type"),
+    ({"method": {"type": "dpo", "supervised": {}}}, "method"),
+    ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0}}}}, "method.dpo.hyperparameters.beta"),
+    ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"loss_type": "kto"}}}}, "method.dpo.hyperparameters.loss_type"),
+    ({"method": {"type": "reinforcement"}}, "method.type"),
     ({"method": {"type": "magic"}}, "method.type"),
     (
         {"method": {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 0}}}},

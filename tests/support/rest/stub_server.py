@@ -64,6 +64,8 @@ class StubServer:
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     """Newest first."""
     adapter: bytes = b""
+    files: list[dict[str, Any]] = field(default_factory=list)
+    """Newest first; an upload does not add to it."""
     uploads: list[tuple[str, bytes]] = field(default_factory=list)
     created: list[dict[str, Any]] = field(default_factory=list)
     requests: list[httpx2.Request] = field(default_factory=list)
@@ -86,6 +88,12 @@ class StubServer:
             return self._add("queued")
         if path == "/fine_tuning/jobs":
             return page(request, list(self.jobs.values())[::-1])
+        if path == "/files":
+            return page(request, self.files)
+        if path.startswith("/files/"):
+            return self._file(request, path.removeprefix("/files/"))
+        if request.method == "DELETE" and path.startswith("/models/"):
+            return httpx2.Response(200, json={"id": path.removeprefix("/models/"), "deleted": True})
         if path == "/models":
             return httpx2.Response(200, json={"object": "list", "data": [{"id": "tiny", "created": 0, "owned_by": "base"}]})
         return self._job(request, *path.removeprefix("/fine_tuning/jobs/").partition("/")[::2])
@@ -97,6 +105,14 @@ class StubServer:
         return httpx2.Response(
             200, json={"id": f"file-{len(self.uploads)}", "filename": name, "bytes": len(self.uploads[-1][1])}
         )
+
+    def _file(self, request: httpx2.Request, file_id: str) -> httpx2.Response:
+        found = next((file for file in self.files if file["id"] == file_id), None)
+        if found is None:
+            return error(404, f"There is no file {file_id!r} in this project.", code="not_found")
+        if request.method == "DELETE":
+            self.files.remove(found)
+        return httpx2.Response(200, json=found)
 
     def _add(self, status: str) -> httpx2.Response:
         body = job_body(f"ftjob-{len(self.jobs) + 1}", status)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from workers.data.sharing import Limits, Rounds, attention_share, share_out
+from workers.data.sharing import Limits, Rounds, attention_share, share_out, share_out_pairs
 
 
 def drawn(count: int, seed: int = 0) -> list[int]:
@@ -66,3 +66,17 @@ def test_samples_of_like_length_are_padded_together() -> None:
     padded = sum(len(own) * max(lengths[i] for i in own) for micro in rounds for own in micro if own)
     assert padded < 1.3 * sum(lengths)
     assert 64 * max(lengths) > 3 * sum(lengths), "what one padded batch would take"
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("pairs", [None, 2])
+def test_both_samples_of_a_pair_are_in_one_micro_batch(packed: bool, world: int, pairs: int | None) -> None:
+    lengths = list(zip(drawn(40), drawn(40, seed=1), strict=True))
+    rounds = share_out_pairs(lengths, world, Limits(3000, pairs, packed))
+    assert sorted(i for micro in rounds for own in micro for i in own) == list(range(40))
+    for own in (own for micro in rounds for own in micro if own):
+        held = [length for i in own for length in lengths[i]]
+        size = sum(held) if packed else len(held) * max(held)
+        assert size <= max(3000, *(sum(pair) if packed else 2 * max(pair) for pair in lengths))
+        assert pairs is None or len(own) <= pairs

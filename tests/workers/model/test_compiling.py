@@ -60,7 +60,7 @@ def kept_for_backward(rank: int, world: int, spec: JobSpec) -> tuple[list[Saved]
     return saved, shapes, warnings
 
 
-@pytest.mark.parametrize(("world", "compiled"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(("world", "compiled"), [(1, False), (2, False), pytest.param(2, True, marks=pytest.mark.slow)])
 def test_no_dense_copy_of_a_quantised_weight_is_kept_for_backward(model: Path, world: int, compiled: bool) -> None:
     """Loss and gradients are right with such a copy, so parity cannot see it; only memory can."""
     spec = job(model, world, "bf16", compile=compiled)

@@ -128,3 +128,17 @@ def test_result_file_begins_with_the_columns_that_scripts_read() -> None:
     assert lines[0].startswith("step,train_loss,train_accuracy,valid_loss,valid_mean_token_accuracy,")
     assert lines[1].startswith("1,2.5,0.5,,,")
     assert lines[2].startswith("2,2.0,,3.0,,")
+
+
+def test_rank_0_prints_how_training_goes_without_a_line_for_every_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moments = iter([0.0, *(step / 2 for step in range(1, 10)), 5.0])
+    with Reporter(RunDir(tmp_path), 1, active=True, clock=lambda: next(moments)) as reporter:
+        reporter.message("Training starts.")
+        for step in range(1, 10):
+            reporter.metrics(row(step, 1.0))
+        reporter.message("Nearly out of disk.", "warn")
+    Reporter(RunDir(tmp_path), 1, active=False).message("said by another rank")
+    said = ["Training starts.", "Step 1/9: training loss=1.0000", "Step 9/9: training loss=1.0000", "warn: Nearly out of disk."]
+    assert capsys.readouterr().out.splitlines() == said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, Start
 from tests.support.ranks import run_on_ranks
 from tests.support.reconciling import spec_of
-from workers.ranks.runtime import report_failure, surroundings
+from workers.ranks.runtime import quiet_libraries, report_failure, surroundings
 
 OUTCOME = "attempts/1/outcome.json"
 
@@ -86,3 +87,12 @@ def test_torchrun_calls_nodes_that_did_not_come_as_the_launcher_expects_it() -> 
     from torch.distributed.elastic import rendezvous
 
     assert all(issubclass(getattr(rendezvous, name), rendezvous.RendezvousError) for name in WAITED_IN_VAIN)
+
+
+def test_what_libraries_tell_their_callers_is_not_in_every_ranks_output() -> None:
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        quiet_libraries()
+        warnings.warn("`is_gradient_checkpointing` is deprecated", FutureWarning, stacklevel=1)
+        warnings.warn("an operation is not deterministic", UserWarning, stacklevel=1)
+    assert [warning.category for warning in heard] == [UserWarning]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from ft_service.data.data_file import SHOWN_FAULTS, Counts, DataReport, ExamineR
 from ft_service.data.examiner import Examiner
 from ft_service.data.token_folder import entries_of
 from ft_service.data.tokens.examine import Teller, examine
+from ft_service.data.tokens.identity import tokens_key
 from ft_service.data.tokens.stored import open_token_set
-from ft_service.data.tokens.tokenize import CHUNK_SAMPLES, load_dataset
+from ft_service.data.tokens.token_set import TokenSet
+from ft_service.data.tokens.tokenize import CHUNK_SAMPLES, file_samples, load_dataset, trainable
 from ft_service.rundir.directory import sha256_of
 from ft_service.spec import DataFileRef
 from tests.support.training.models import save_tokenizer
@@ -78,10 +81,10 @@ def test_faults_of_lines_and_of_the_template_are_named_in_the_order_of_the_file(
     assert (report.faults_total, report.examples) == (39, 160)
     error = report.error("training_file", "train.jsonl")
     assert error is not None
-    assert (
-        "line 7: the base's chat template refuses this conversation: no sevens; line 9: messages is required;" in error.message
+    assert error.message == (
+        "train.jsonl: 38 lines (7, 17, 27, 37, 47, …): the base's chat template refuses this conversation: no sevens; "
+        "line 9: messages is required (39 lines at fault, 160 fine)."
     )
-    assert error.message.endswith("; and 19 more (39 lines at fault, 160 fine).")
 
 
 def test_a_file_that_leaves_nothing_to_learn_is_at_fault(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -138,3 +141,41 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
             peaks.append(int(status.split("VmHWM:")[1].split()[0]))
         assert (tmp_path / "200000.jsonl").stat().st_size > 50_000_000
     assert peaks[1] - peaks[0] < 20_000, f"{peaks} kB"
+
+
+def pair(question: str, preferred: str, other: str) -> str:
+    return json.dumps({"prompt": question, "chosen": preferred, "rejected": other}) + "\n"
+
+
+def test_pairs_are_counted_and_kept_together(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(pair("a", "b", "c") * CHUNK_SAMPLES + pair("a" * 40, "b", "c") + pair("a", "b", "c" * 100))
+    teller = Teller(3600.0, tell_nothing)
+    counts = examine(tokenizer, path, sha256_of(path), 40, teller, pairs=True).counts
+    assert counts is not None
+    assert (counts.pairs, counts.samples) == (CHUNK_SAMPLES + 1, 2 * CHUNK_SAMPLES + 2), "one has no answer within 40 tokens"
+    assert (counts.dropped, counts.cut) == (1, 3)
+    file = DataFileRef(name="f", path=str(path), sha256=sha256_of(path))
+    with closing(file_samples(tokenizer, file, pairs=True)) as found:
+        kept = trainable(TokenSet.of(found), file, 40, pairs=True)
+    assert (len(kept), int(kept.lengths.sum()), int(kept.target_counts.sum())) == (
+        counts.samples,
+        counts.tokens,
+        counts.targets,
+    )
+    told = [message for _, message in DataReport(3, [], 0, counts).messages("p.jsonl", 40)]
+    assert told[0].startswith(f"p.jsonl: {CHUNK_SAMPLES + 1:,} pairs of answers of ")
+    assert told[2].startswith("p.jsonl: 1 pairs are left out")
+
+
+def test_a_pair_at_fault_is_one_line_at_fault(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(pair("a", "b", "c") + chat("a", "b") + pair("a", "b", "b") + pair("d", "e", "f"))
+    report = examine(tokenizer, path, sha256_of(path), 40, Teller(3600.0, tell_nothing), pairs=True)
+    assert (report.examples, report.faults_total) == (2, 2)
+    assert [fault.line for fault in report.faults] == [2, 3]
+
+
+def test_tokens_of_pairs_are_no_tokens_of_chats(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    assert tokens_key(str(tmp_path), "12") != tokens_key(str(tmp_path), "12", pairs=True)

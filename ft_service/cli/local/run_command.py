@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from ft_service.cli.data import examine_data, messages
 from ft_service.cli.display import Display, display_for
+from ft_service.cli.local.data import examine_data, messages
 from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import Json, complain, print_json
 from ft_service.control.tracking.door import refuse_without_server
@@ -89,14 +92,31 @@ def run(
         settled = settle(admitted.spec, this_host(), Lengths.counted(counts) if counts else None)
         for sentence in settled.news:  # now that the lengths are known
             display.message("info", sentence, time.time())
-        ended = run_local(
-            settled.spec,
-            folder,
-            lambda event: _show(display, event),
-            node=node,
-            stop_grace_seconds=settings.stop_grace_seconds,
-        )
+        with _time_limit(loaded.request.max_seconds) as stop:
+            ended = run_local(
+                settled.spec,
+                folder,
+                lambda event: _show(display, event),
+                stop=stop,
+                node=node,
+                stop_grace_seconds=settings.stop_grace_seconds,
+            )
     return _report(ended, folder, spec, as_json)
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: int | None) -> Iterator[threading.Event]:
+    """An event that is set after so many seconds; None: never."""
+    over = threading.Event()
+    timer = None if seconds is None else threading.Timer(seconds, over.set)
+    if timer:
+        timer.daemon = True
+        timer.start()
+    try:
+        yield over
+    finally:
+        if timer:
+            timer.cancel()
 
 
 def _node(request: JobRequest, run_dir: Path | None, rank: int, endpoint: str, address: str) -> Node | None:
@@ -149,5 +169,5 @@ def _report(ended: Exit, folder: Path, spec: Path, as_json: bool) -> int:
         print(f"Stopped at a checkpoint. To go on: ft run {spec} --run-dir {folder}", file=sys.stderr)
     else:
         reason = ended.error.message if ended.error else ended.message
-        complain(f"{reason} (logs: {folder / ATTEMPTS})", ended.code)
+        complain(f"{' '.join(reason.split())} (logs: {folder / ATTEMPTS})", ended.code)
     return ended.code

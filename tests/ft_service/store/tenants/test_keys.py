@@ -6,9 +6,9 @@ import pytest
 from sqlalchemy import create_engine, select, update
 
 from ft_service.errors import ConflictError, NotFoundError, SpecError
-from ft_service.store.keys import LAST_USED_SECONDS
 from ft_service.store.records import Principal
 from ft_service.store.tables import keys
+from ft_service.store.tenants.keys import LAST_USED_SECONDS
 from tests.support.records import OTHER, PROJECT
 
 

@@ -33,7 +33,7 @@ def examine_data(spec: JobSpec, settings: Settings, tell: Tell, *, need_counts: 
                 reports[param] = _refuse_faults(examiner.examine_file(param, data, Path(data.path), spec, tell))
     else:
         for param, data in data_files(spec):
-            report = check_lines(Path(data.path))
+            report = check_lines(Path(data.path), pairs=spec.dpo is not None)
             reports[param] = _refuse_faults(report.error(param, data.name) or report)
     return reports
 

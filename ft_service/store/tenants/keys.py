@@ -1,25 +1,32 @@
-"""Projects, and the keys that let somebody act in one."""
+"""Projects, the keys that let somebody act in one, and what stands for a key for a while: sessions of browsers, and links."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import secrets
+from typing import Literal
 
-from sqlalchemy import exists, func, insert, or_, select, update
+from sqlalchemy import Connection, delete, exists, func, insert, or_, select, update
 
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.store.database import Database, database_time, upsert
 from ft_service.store.records import ApiKey, Principal, Scope
 from ft_service.store.rows import KEY, not_found, to_key
-from ft_service.store.tables import keys, projects
+from ft_service.store.tables import keys, projects, sessions
 
 SECRET_BYTES = 32
 MIN_SECRET_CHARACTERS = 20
 SHOWN_CHARACTERS = 8
 LAST_USED_SECONDS = 60.0
 """How stale `last_used_at` may be: a write for every request would cost more than the request."""
+SESSION_SECONDS = 24 * 3600.0
+"""Life of a session, from sign-in on; it is not prolonged."""
+LINK_SECONDS = 15 * 60.0
+"""Life of a link that nobody follows."""
+
+Kind = Literal["session", "link"]
 
 
 class KeyStore(Database):
@@ -107,6 +114,64 @@ class KeyStore(Database):
     def _mark_used(self, key_id: str) -> None:
         with self.writing() as connection:
             connection.execute(update(keys).where(keys.c.id == key_id).values(last_used_at=database_time()))
+
+
+class SessionStore(Database):
+    """Sessions and links. Secrets are random and kept as digests; whoever reads the database can use none."""
+
+    def open_session(self, holder: Principal) -> str:
+        """A new session of a key's holder. Returns its secret, which is never seen again."""
+        return self._add("session", holder, SESSION_SECONDS)
+
+    def new_link(self, holder: Principal) -> str:
+        """A new secret that `follow_link` takes once."""
+        return self._add("link", holder, LINK_SECONDS)
+
+    def follow_link(self, secret: str) -> Principal | None:
+        """Whose link this is, which is used up by this; None: nobody's (unknown, used, expired, or its key opens nothing)."""
+        digest = _digest(secret)
+        with self.writing() as connection:
+            holder = _holder(connection, digest, "link")
+            used = connection.execute(delete(sessions).where(sessions.c.digest == digest, sessions.c.kind == "link"))
+        return holder if used.rowcount == 1 else None  # of two who follow it at once, one
+
+    def session_holder(self, secret: str) -> Principal | None:
+        """Whose session this is; None: nobody's (unknown, ended, expired, or its key was revoked or has expired)."""
+        with self.reading() as connection:
+            return _holder(connection, _digest(secret), "session")
+
+    def end_session(self, secret: str) -> None:
+        """From now on the secret opens nothing. Repeating it changes nothing."""
+        with self.writing() as connection:
+            connection.execute(delete(sessions).where(sessions.c.digest == _digest(secret)))
+
+    def _add(self, kind: Kind, holder: Principal, seconds: float) -> str:
+        secret = secrets.token_urlsafe(SECRET_BYTES)
+        row = {"digest": _digest(secret), "kind": kind, "project_id": holder.project_id, "key_id": holder.key_id}
+        with self.writing() as connection:
+            connection.execute(delete(sessions).where(sessions.c.expires_at <= database_time()))
+            times = {"created_at": database_time(), "expires_at": database_time() + seconds}
+            connection.execute(insert(sessions).values(**row, **times))
+        return secret
+
+
+def _holder(connection: Connection, digest: str, kind: Kind) -> Principal | None:
+    query = (
+        select(keys.c.id, keys.c.project_id, keys.c.scope, projects.c.organization)
+        .join_from(sessions, keys, sessions.c.key_id == keys.c.id)
+        .join(projects, projects.c.id == keys.c.project_id)
+        .where(
+            sessions.c.digest == digest,
+            sessions.c.kind == kind,
+            sessions.c.expires_at > database_time(),
+            keys.c.revoked_at.is_(None),
+            or_(keys.c.expires_at.is_(None), keys.c.expires_at > database_time()),
+        )
+    )
+    row = connection.execute(query).one_or_none()
+    if row is None:
+        return None
+    return Principal(key_id=row.id, project_id=row.project_id, organization=row.organization, scope=row.scope)
 
 
 def _digest(secret: str) -> str:

@@ -10,13 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
-from ft_service.cli.data import DataReports, examine_data, messages
+from ft_service.cli.local.data import DataReports, examine_data, messages
 from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import Json, print_fields, print_json, print_table
 from ft_service.errors import SpecError
 from ft_service.ids import new_id
 from ft_service.local.spec_file import load_spec_file, resolve_spec_file
-from ft_service.plan.job import Plan, bounded, plan_job
+from ft_service.plan.job import Plan, bounded, plan_job, training_time
 from ft_service.plan.lengths import Lengths
 from ft_service.plan.machines import MACHINES, Machine, find_machine, this_host
 from ft_service.plan.quantities import duration_text
@@ -80,18 +80,6 @@ def parse_size(text: str) -> int:
     if match is None or unit is None:
         raise SpecError(f"--memory = {text!r}: expected a size such as 24GiB or 80GB.", param="memory")
     return int(float(match[1]) * unit)
-
-
-def training_time(plan: Plan, spec: JobSpec, examples: int) -> dict[str, Any]:
-    """Optimizer steps and their duration in seconds: at most, were every sample as long as the longest, and likely, at the mean
-    length.
-    """
-    options = spec.training
-    steps = options.max_steps or options.n_epochs * -(-examples // options.batch_size)
-    most, likely = (
-        None if cost is None or cost.speed is None else steps * cost.speed.step_seconds for cost in (plan, plan.likely)
-    )
-    return {"examples": examples, "steps": steps, "seconds_at_most": most, "seconds_likely": likely}
 
 
 def _show(plan: Plan, machine: Machine, duration: dict[str, Any]) -> None:

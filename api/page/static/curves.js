@@ -1,0 +1,237 @@
+// Curves of one job, live, or of several over each other. Numbers come from GET /v1/fine_tuning/…/metrics, thinned by the server.
+"use strict";
+(() => {
+  const { $, $$ } = window.page;
+  const box = $("#curves");
+  const jobs = JSON.parse(box.dataset.jobs);
+  const titles = JSON.parse(box.dataset.titles);
+  const several = jobs.length > 1;
+  const POINTS = several ? 400 : 600;
+  const EVERY = 3000;
+  const CHARTS = [
+    { title: "Loss", large: true, log: true, lines: [["train_loss", "Training", true], ["valid_loss", "Validation"]] },
+    { title: "Accuracy", unit: "share", lines: [["train_mean_token_accuracy", "Training", true], ["valid_mean_token_accuracy", "Validation"]] },
+    { title: "Gradient norm", log: true, lines: [["grad_norm", "Before clipping", true]] },
+    { title: "Learning rate", lines: [["learning_rate", "Learning rate"]] },
+    { title: "Tokens per second", lines: [["tokens_per_second", "All ranks", true]] },
+  ];
+  const asked = new URLSearchParams(location.search);
+  const view = { time: asked.get("axis") === "time", log: asked.has("log"), smooth: Math.min(0.98, Number(asked.get("smooth")) || 0) };
+  let data = new Map();
+  let drawn = [];
+
+  const colour = (name, alpha = 1) => {
+    const hex = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+    return alpha === 1 ? hex : hex + Math.round(alpha * 255).toString(16).padStart(2, "0");
+  };
+  const short = (value) => {
+    if (value == null) return "–";
+    const size = Math.abs(value);
+    if (size >= 10000) return new Intl.NumberFormat(undefined, { notation: "compact", maximumFractionDigits: 1 }).format(value);
+    if (size && size < 0.001) return value.toExponential(1).replace("e", " e");
+    return String(Number(value.toPrecision(4)));
+  };
+  const written = (chart, value) => (chart.unit === "share" && value != null ? `${(100 * value).toFixed(1)} %` : short(value));
+  const span = (seconds) => {
+    const s = Math.round(seconds);
+    if (s < 120) return `${s} s`;
+    return s < 7200 ? `${Math.round(s / 6) / 10} min` : `${Math.round(s / 360) / 10} h`;
+  };
+  const smoothed = (values) => {
+    let mean = 0, weight = 0;
+    return values.map((value) => {
+      mean = view.smooth * mean + (1 - view.smooth) * value;
+      weight = view.smooth * weight + (1 - view.smooth);
+      return mean / weight;
+    });
+  };
+
+  // One line of a chart: its places, values, and how it looks. With smoothing the measured values stay, faintly.
+  const linesOf = (chart) => jobs.flatMap((id, nth) => {
+    const metrics = data.get(id);
+    if (!metrics) return [];
+    const began = Math.min(...Object.values(metrics.series).map((one) => one.times[0]));
+    return chart.lines.flatMap(([name, label, noisy], place) => {
+      const one = metrics.series[name];
+      if (!one) return [];
+      const xs = view.time ? one.times.map((time) => time - began) : one.steps;
+      const ys = view.log && chart.log ? one.values.map((value) => (value > 0 ? value : null)) : one.values;
+      const paint = `--s${several ? nth + 1 : place + 1}`;
+      const line = { xs, ys, paint, nth: several ? nth + 1 : place + 1, dash: several && place ? [5, 4] : undefined, width: 1.6, label: several ? `${titles[nth]}${place ? `, ${label.toLowerCase()}` : ""}` : label, points: one.values.length < 40 || place > 0 };
+      if (!noisy || !view.smooth) return [line];
+      return [{ ...line, faint: true, width: 1 }, { ...line, ys: smoothed(one.values), points: false }];
+    });
+  });
+
+  // What happened on the way, of one job: attempts and pauses as lines, checkpoints as ticks on the axis.
+  const drawMarks = (u, large) => {
+    const metrics = data.get(jobs[0]);
+    if (several || !metrics) return;
+    const began = Math.min(...Object.values(metrics.series).map((one) => one.times[0]));
+    const { ctx, bbox } = u;
+    ctx.save();
+    ctx.textAlign = "left";
+    ctx.textBaseline = "alphabetic";
+    ctx.font = `500 ${11 * devicePixelRatio}px Inter, sans-serif`;
+    let edge = -Infinity;
+    for (const mark of metrics.marks.toSorted((a, b) => a.step - b.step || a.time - b.time)) {
+      if (mark.type === "resume" || (mark.type === "attempt" && mark.label === "1")) continue;
+      const x = Math.round(u.valToPos(view.time ? mark.time - began : mark.step, "x", true)) + 0.5;
+      if (x < bbox.left || x > bbox.left + bbox.width) continue;
+      const paint = colour({ checkpoint: "--s3", pause: "--violet", cancel: "--red" }[mark.type] ?? "--faint");
+      ctx.strokeStyle = ctx.fillStyle = paint;
+      ctx.lineWidth = devicePixelRatio;
+      ctx.beginPath();
+      if (mark.type === "checkpoint") {
+        const y = bbox.top + bbox.height, size = 4 * devicePixelRatio;
+        ctx.moveTo(x, y - 2 * size); ctx.lineTo(x - size, y); ctx.lineTo(x + size, y); ctx.fill();
+        continue;
+      }
+      ctx.setLineDash([4 * devicePixelRatio, 4 * devicePixelRatio]);
+      ctx.moveTo(x, bbox.top); ctx.lineTo(x, bbox.top + bbox.height); ctx.stroke();
+      ctx.setLineDash([]);
+      const words = { attempt: `attempt ${mark.label}`, pause: "paused", cancel: "cancelled" }[mark.type];
+      if (large && x > edge) { ctx.fillText(words, x + 5 * devicePixelRatio, bbox.top + 12 * devicePixelRatio); edge = x + ctx.measureText(words).width + 10 * devicePixelRatio; }
+    }
+    ctx.restore();
+  };
+
+  const nearest = (values, place) => {
+    for (let back = place; back >= 0; back--) if (values[back] != null) return values[back];
+    return null;
+  };
+  const tellKey = (card, u) => {
+    const { idx } = u.cursor;
+    const place = idx ?? u.data[0].length - 1;
+    const at = u.data[0][place];
+    const parts = card.lines.flatMap((line, nth) => {
+      if (line.faint) return [];
+      const mark = document.createElement("i");
+      mark.className = `k${line.nth}`;
+      const value = document.createElement("b");
+      value.textContent = written(card.chart, nearest(u.data[nth + 1], place));
+      const item = document.createElement("span");
+      item.append(mark, line.label, " ", value);
+      return [item];
+    });
+    const where = document.createElement("span");
+    where.textContent = idx == null ? "" : view.time ? `after ${span(at)}` : `step ${at}`;
+    card.key.replaceChildren(...parts, where);
+  };
+
+  const options = (card, width, height) => {
+    const axis = { stroke: colour("--faint"), grid: { stroke: colour("--grid"), width: 1 }, ticks: { show: false }, font: "11px Inter, sans-serif" };
+    const log = view.log && card.chart.log;
+    return {
+      width, height, legend: { show: false }, padding: [8, 16, 0, 0],
+      cursor: { sync: { key: "curves", setSeries: false }, y: false, points: { size: 6 }, drag: { x: true, y: false } },
+      scales: { x: { time: false }, y: { distr: log ? 3 : 1, range: log ? undefined : (u, low, high) => { const pad = (high - low || Math.abs(high) || 1) * 0.06; return [low >= 0 ? Math.max(0, low - pad) : low - pad, high + pad]; } } },
+      axes: [
+        { ...axis, size: 28, space: 70, values: (u, at) => at.map((v) => (view.time ? span(v) : Number.isInteger(v) ? short(v) : "")) },
+        { ...axis, size: 52, values: (u, at) => at.map((v) => (v == null ? "" : card.chart.unit === "share" ? `${Math.round(100 * v)} %` : short(v))) },
+      ],
+      series: [{}, ...card.lines.map((line) => ({ stroke: colour(line.paint, line.faint ? 0.28 : 1), width: line.width, dash: line.dash, spanGaps: true, points: { show: line.points && !line.faint, size: 5, fill: colour("--panel") } }))],
+      hooks: {
+        draw: [(u) => drawMarks(u, card.chart.large)],
+        setCursor: [(u) => tellKey(card, u)],
+        setSelect: [(u) => { card.zoomed = u.select.width > 0; }],
+        ready: [(u) => u.over.addEventListener("dblclick", () => { card.zoomed = false; })],
+      },
+    };
+  };
+
+  const newCard = (chart) => {
+    const root = document.createElement("section");
+    root.className = `curve-card${chart.large ? " large" : ""}`;
+    const title = document.createElement("h3");
+    title.textContent = chart.title;
+    const key = document.createElement("div");
+    key.className = "key";
+    const plot = document.createElement("div");
+    plot.className = "plot";
+    plot.tabIndex = 0;
+    plot.setAttribute("role", "img");
+    root.append(title, key, plot);
+    box.append(root);
+    const card = { chart, root, key, plot, lines: [], u: null, zoomed: false, shape: "" };
+    plot.addEventListener("keydown", (event) => {
+      const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+      if (!by || !card.u) return;
+      event.preventDefault();
+      const xs = card.u.data[0];
+      const place = Math.max(0, Math.min(xs.length - 1, (card.u.cursor.idx ?? xs.length - 1) + by * (event.shiftKey ? 10 : 1)));
+      key.setAttribute("aria-live", "polite");
+      card.u.setCursor({ left: card.u.valToPos(xs[place], "x"), top: 10 });
+    });
+    return card;
+  };
+
+  const draw = (card, anew) => {
+    card.lines = linesOf(card.chart);
+    card.root.hidden = card.lines.length === 0;
+    if (card.root.hidden) return;
+    const table = uPlot.join(card.lines.map((line) => [line.xs, line.ys]));
+    const shape = JSON.stringify(card.lines.map(({ paint, label, faint, points }) => [paint, label, faint, points]));
+    if (anew || !card.u || shape !== card.shape) {
+      card.u?.destroy();
+      card.u = new uPlot(options(card, card.plot.clientWidth, card.plot.clientHeight), table, card.plot);
+      card.shape = shape;
+    } else {
+      card.u.setData(table, !card.zoomed);
+      if (card.zoomed) card.u.redraw();
+    }
+    tellKey(card, card.u);
+    const told = card.lines.filter((line) => !line.faint).map((line) => `${line.label}: from ${written(card.chart, line.ys[0])} to ${written(card.chart, line.ys.at(-1))}`);
+    card.plot.setAttribute("aria-label", `${card.chart.title}. ${told.join(". ")}. Left and right move along the curve.`);
+  };
+  const drawAll = (anew = false) => {
+    const any = [...data.values()].some((metrics) => Object.keys(metrics.series).length);
+    $("[data-empty]", box).hidden = any;
+    if (!drawn.length) drawn = CHARTS.map(newCard);
+    drawn.forEach((card) => draw(card, anew));
+  };
+
+  // The server's numbers; a 304 says that nothing is new.
+  const tags = new Map();
+  const fetchOne = async (id) => {
+    const headers = tags.has(id) ? { "if-none-match": tags.get(id) } : {};
+    const answer = await fetch(`/v1/fine_tuning/jobs/${encodeURIComponent(id)}/metrics?points=${POINTS}`, { headers, cache: "no-store" });
+    if (answer.status === 304) return false;
+    if (!answer.ok) throw new Error(answer.status);
+    tags.set(id, answer.headers.get("etag"));
+    data.set(id, await answer.json());
+    return true;
+  };
+  const refresh = async () => {
+    const fresh = await Promise.all(jobs.map(fetchOne));
+    if (fresh.includes(true)) drawAll();
+    box.dataset.loaded = "";
+  };
+  const ended = () => data.size === jobs.length && [...data.values()].every(({ status }) => ["succeeded", "failed", "cancelled"].includes(status));
+  const forever = async () => {
+    while (!ended()) {
+      if (!document.hidden || !data.size) try { await refresh(); } catch { /* the server is away: again, in a moment */ }
+      await new Promise((resolve) => setTimeout(resolve, ended() ? 0 : EVERY));
+    }
+  };
+
+  // The tools above, which the address remembers.
+  const tools = () => {
+    $$("[data-axis]").forEach((button) => button.setAttribute("aria-pressed", String((button.dataset.axis === "time") === view.time)));
+    $("[data-log]").setAttribute("aria-pressed", String(view.log));
+    $("[data-smooth]").value = view.smooth;
+    $("[data-smooth] + output").textContent = view.smooth ? view.smooth.toFixed(2) : "off";
+    const wanted = new URLSearchParams(location.search);
+    for (const [name, value] of [["axis", view.time ? "time" : ""], ["log", view.log ? "1" : ""], ["smooth", view.smooth || ""]]) value ? wanted.set(name, value) : wanted.delete(name);
+    history.replaceState(null, "", `${location.pathname}${wanted.size ? `?${wanted}` : ""}`);
+  };
+  const change = (by) => { Object.assign(view, by); tools(); drawn.forEach((card) => { card.zoomed = false; }); drawAll(true); };
+  $$("[data-axis]").forEach((button) => button.addEventListener("click", () => change({ time: button.dataset.axis === "time" })));
+  $("[data-log]").addEventListener("click", () => change({ log: !view.log }));
+  $("[data-smooth]").addEventListener("input", (event) => change({ smooth: Number(event.target.value) }));
+  document.addEventListener("theme", () => drawAll(true));
+  let resizing;
+  new ResizeObserver(() => { clearTimeout(resizing); resizing = setTimeout(() => drawn.forEach((card) => card.u?.setSize({ width: card.plot.clientWidth, height: card.plot.clientHeight })), 80); }).observe(box);
+  tools();
+  forever();
+})();

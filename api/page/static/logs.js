@@ -1,0 +1,54 @@
+// Logs of a job as its processes print them: a stream that is taken up again when it breaks off.
+"use strict";
+(() => {
+  const { $ } = window.page;
+  const MOST = 6000;
+  const box = $("#log");
+  const follow = $("[data-follow]");
+  const find = $("[data-find]");
+  let lines = box.textContent.split("\n");
+  let last = "";
+
+  const draw = () => {
+    const wanted = find.value.toLowerCase();
+    const shown = wanted ? lines.filter((line) => line.toLowerCase().includes(wanted)) : lines;
+    box.textContent = shown.join("\n");
+    if (follow.checked) box.scrollTop = box.scrollHeight;
+  };
+  let due = false;
+  const soon = () => {
+    if (!due) requestAnimationFrame(() => { due = false; draw(); });
+    due = true;
+  };
+  const add = ({ attempt, source, line }) => {
+    const from = `==> attempt ${attempt}, ${source} <==`;
+    if (from !== last) lines.push(last = from);
+    lines.push(line);
+    if (lines.length > MOST) lines = lines.slice(-MOST);
+    soon();
+  };
+  const listen = async () => {
+    const answer = await fetch(box.dataset.log);
+    if (!answer.ok) throw new Error(answer.status);
+    lines = [];
+    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    for (let rest = ""; ;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const parts = (rest + value).split("\n");
+      rest = parts.pop();
+      parts.filter(Boolean).forEach((part) => add(JSON.parse(part)));
+    }
+  };
+  const forever = async () => {
+    for (;;) {
+      try { await listen(); return; } catch { /* the server is away, or restarts */ }
+      await new Promise((resolve) => setTimeout(resolve, 3000));
+    }
+  };
+  find.addEventListener("input", soon);
+  follow.addEventListener("change", soon);
+  box.addEventListener("wheel", () => { follow.checked = box.scrollHeight - box.scrollTop - box.clientHeight < 40; }, { passive: true });
+  draw();
+  if (box.dataset.log) forever();
+})();

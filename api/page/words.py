@@ -1,0 +1,134 @@
+"""Numbers, times and names as the page writes them. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import quote
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+NONE = "\u2013"
+"""What stands where there is no value."""
+STATES: Mapping[str, str] = {
+    "validating_files": "Checking files",
+    "queued": "Queued",
+    "running": "Running",
+    "paused": "Paused",
+    "succeeded": "Succeeded",
+    "failed": "Failed",
+    "cancelled": "Cancelled",
+}
+ENDED = frozenset({"succeeded", "failed", "cancelled"})
+
+
+def byte_text(count: float | None) -> str:
+    """`3.2 GiB`."""
+    if count is None:
+        return NONE
+    unit = 0
+    while count >= 1024 and unit < len(_UNITS) - 1:
+        count, unit = count / 1024, unit + 1
+    return f"{count:.0f} {_UNITS[unit]}" if unit == 0 or count >= 100 else f"{count:.1f} {_UNITS[unit]}"
+
+
+def number(value: Any, digits: int = 4) -> str:
+    """A number with so many significant digits, thousands apart."""
+    if value is None:
+        return NONE
+    if isinstance(value, int) or (abs(value) >= 10**digits and math.isfinite(value)):
+        return f"{value:,.0f}"
+    if value and abs(value) < 1e-3:
+        mantissa, _, exponent = f"{value:.{digits - 2}e}".partition("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+    return f"{value:.{digits}g}"
+
+
+def percent(share: float | None) -> str:
+    return NONE if share is None else f"{100 * share:.1f} %"
+
+
+def duration(seconds: float | None) -> str:
+    """`2 h 5 min`: the two largest units."""
+    if seconds is None:
+        return NONE
+    left = max(0, round(seconds))
+    parts = []
+    for name, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        count, left = divmod(left, size)
+        if count or parts:
+            parts.append(f"{count} {name}")
+        if len(parts) == 2:
+            break
+    return " ".join(part for part in parts if not part.startswith("0 ")) or "0 s"
+
+
+def moment(seconds: float | None) -> str:
+    """For `<time datetime>`; a script writes it in the reader's words and zone."""
+    return "" if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def plain_time(seconds: float | None) -> str:
+    """What stands there until a script has run."""
+    return NONE if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def segment(text: object) -> str:
+    """A name as one part of a path."""
+    return quote(str(text), safe="")
+
+
+def job_title(job: Mapping[str, Any]) -> str:
+    """What a job is called: its suffix, or its base."""
+    name = (job.get("metadata") or {}).get("name")
+    return str(name or job.get("suffix") or str(job["model"]).split("/")[-1])
+
+
+def share_done(job: Mapping[str, Any]) -> float:
+    """Of the job's steps, in [0, 1]."""
+    if job["status"] == "succeeded":
+        return 1.0
+    progress = job["progress"]
+    return min(1.0, progress["step"] / max(1, progress["total_steps"])) if progress else 0.0
+
+
+def option_text(value: Any) -> str:
+    """An option's value as one would write it."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return number(value, 6)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def sparkline(values: Sequence[float], width: int = 96, height: int = 24) -> str:
+    """Points of a polyline through values at equal distances, within a box."""
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    scale = (height - 4) / (high - low) if high > low else 0.0
+    step = width / max(1, len(values) - 1)
+    return " ".join(f"{place * step:.1f},{2 + (high - value) * scale:.1f}" for place, value in enumerate(values))
+
+
+FILTERS: dict[str, Callable[..., str]] = {
+    "bytes": byte_text,
+    "number": number,
+    "percent": percent,
+    "duration": duration,
+    "moment": moment,
+    "plain_time": plain_time,
+    "segment": segment,
+    "option_text": option_text,
+}
+GLOBALS: dict[str, Any] = {
+    "STATES": STATES,
+    "ENDED": ENDED,
+    "job_title": job_title,
+    "share_done": share_done,
+    "sparkline": sparkline,
+}

@@ -1,0 +1,137 @@
+"""The list of jobs, and a job's own pages."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import urlencode
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from api.page.inner_api import Api, ApiError, InnerApi
+from api.page.job_form import given_options, yaml_text
+from api.page.rendering import fragment, page
+from api.routes.page.entry import page_router
+
+router = page_router()
+
+JOBS = "/v1/fine_tuning/jobs"
+_PAGE = 50
+_SPARK_POINTS = 48
+_LOG_LINES = 400
+TABS = (("", "Curves"), ("logs", "Logs"), ("settings", "Settings"), ("checkpoints", "Checkpoints"), ("events", "Events"))
+
+
+@router.get("/jobs")
+async def jobs(request: Request, api: Api) -> Response:
+    return page(request, "jobs.html", **await _rows(request, api), bases=await _bases(api), seen="")
+
+
+@router.get("/page/live/jobs")
+async def live_jobs(request: Request, api: Api) -> Response:
+    return fragment(request, "jobs_rows.html", **await _rows(request, api))
+
+
+@router.get("/jobs/{job_id}")
+async def curves(request: Request, job_id: str, api: Api) -> Response:
+    return await _job_page(request, api, job_id, "job_curves.html", "", events=await _events(api, job_id, 12))
+
+
+@router.get("/jobs/{job_id}/logs")
+async def logs(request: Request, job_id: str, api: Api, rank: int | None = None, attempt: int | None = None) -> Response:
+    try:
+        text = await api.text(f"{JOBS}/{job_id}/logs", lines=_LOG_LINES, rank=rank, attempt=attempt)
+    except ApiError as error:
+        if error.error.get("code") != "no_logs":
+            raise
+        text = ""
+    return await _job_page(request, api, job_id, "job_logs.html", "logs", text=text, rank=rank, chosen_attempt=attempt)
+
+
+@router.get("/jobs/{job_id}/settings")
+async def settings(request: Request, job_id: str, api: Api) -> Response:
+    body = await api.get(f"{JOBS}/{job_id}/request")
+    try:
+        plan = await api.get(f"{JOBS}/{job_id}/plan")
+    except ApiError as error:  # such as a base that is gone
+        plan = {"fault": error.message}
+    values = {"asked_text": yaml_text(body), "given": given_options(body), "plan": plan}
+    return await _job_page(request, api, job_id, "job_settings.html", "settings", **values)
+
+
+@router.get("/jobs/{job_id}/checkpoints")
+async def checkpoints(request: Request, job_id: str, api: Api) -> Response:
+    found = await api.get(f"{JOBS}/{job_id}/checkpoints", limit=100)
+    return await _job_page(request, api, job_id, "job_checkpoints.html", "checkpoints", checkpoints=found["data"])
+
+
+@router.get("/jobs/{job_id}/events")
+async def events(request: Request, job_id: str, api: Api, after: str | None = None) -> Response:
+    found = await api.get(f"{JOBS}/{job_id}/events", limit=100, after=after)
+    return await _job_page(request, api, job_id, "job_events.html", "events", events=found, first_page=after is None)
+
+
+@router.get("/page/live/jobs/{job_id}")
+async def live_job(request: Request, job_id: str, api: Api) -> Response:
+    """What stands above the tabs: state, progress, and what one can do."""
+    return fragment(request, "job_head.html", job=await api.get(f"{JOBS}/{job_id}"))
+
+
+@router.get("/page/live/jobs/{job_id}/events")
+async def live_events(request: Request, job_id: str, api: Api) -> Response:
+    return fragment(request, "job_latest.html", job={"id": job_id}, events=await _events(api, job_id, 12))
+
+
+@router.post("/jobs/{job_id}/{verb}")
+async def act(request: Request, job_id: str, verb: str, api: Api) -> Response:
+    """Pause, resume or cancel; the answer is what then stands above the tabs."""
+    job = await api.post(f"{JOBS}/{job_id}/{verb}")
+    return fragment(request, "job_head.html", job=job)
+
+
+async def _job_page(request: Request, api: InnerApi, job_id: str, template: str, tab: str, **values: Any) -> Response:
+    job = await api.get(f"{JOBS}/{job_id}")
+    ranks = job["distributed"]["nproc_per_node"] * job["distributed"]["nnodes"]
+    return page(request, template, job=job, tabs=TABS, tab=tab, ranks=ranks, seen="", **values)
+
+
+async def _events(api: InnerApi, job_id: str, most: int) -> list[dict[str, Any]]:
+    """The newest that say more than a step's numbers."""
+    found = await api.get(f"{JOBS}/{job_id}/events", limit=most, type="message")
+    return found["data"]
+
+
+async def _bases(api: InnerApi) -> list[str]:
+    models = await api.get("/v1/models")
+    return sorted({model["root"] for model in models["data"]})
+
+
+async def _rows(request: Request, api: InnerApi) -> dict[str, Any]:
+    asked = request.query_params
+    filters = {name: asked.get(name) or None for name in ("status", "base", "metadata")}
+    key, equals, value = (filters["metadata"] or "").partition("=")
+    pair = {f"metadata[{key.strip()}]": value.strip()} if equals else {}
+    query = {"status": filters["status"], "base": filters["base"], "after": asked.get("after"), **pair}
+    found = await api.get(JOBS, limit=_PAGE, **query)
+    kept = {name: given for name, given in filters.items() if given}
+    here = kept | ({"after": asked["after"]} if "after" in asked else {})
+    return {
+        "jobs": found["data"],
+        "curves": await _losses(api, found["data"]),
+        "filters": filters,
+        "filtered": bool(kept),
+        "live": f"/page/live/jobs?{urlencode(here)}",
+        "more": found["has_more"],
+        "first_page": "after" not in asked,
+        "newest": f"/jobs?{urlencode(kept)}",
+        "older": f"/jobs?{urlencode(kept | {'after': found['last_id'] or ''})}",
+    }
+
+
+async def _losses(api: InnerApi, jobs: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Job → its training loss, for a sparkline."""
+    begun = [job["id"] for job in jobs if job["progress"]]
+    if not begun:
+        return {}
+    found = await api.get("/v1/fine_tuning/metrics", job=begun, points=_SPARK_POINTS, series=["train_loss"])
+    return {one["job_id"]: one["series"]["train_loss"]["values"] for one in found["data"] if one["series"]}

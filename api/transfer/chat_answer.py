@@ -1,0 +1,173 @@
+"""The preview's answers in OpenAI's shapes: one object, or server-sent events while they are made."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.concurrency import run_in_threadpool
+
+from api.wire.errors import error_body
+from ft_service.ids import new_id
+from ft_service.serving.preview import Deliver, Preview, Ticket
+from ft_service.serving.request import ChatCompletion
+
+_GONE_POLL_SECONDS = 1.0
+"""How often it is looked whether the caller of an answer that is not streamed is still there."""
+
+_NOBODY = 499
+"""Status of an answer that nobody will read, for the log."""
+
+Submit = Callable[[Deliver], Ticket]
+Part = dict[str, Any]
+
+
+async def answer(request: Request, asked: ChatCompletion, preview: Preview, submit: Submit) -> Response:
+    """The answer to a request. Raises the FtError that it ends in, unless a stream has begun.
+
+    `submit`: asks the preview. A caller who goes away takes the request along.
+    """
+    parts: asyncio.Queue[Part] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def deliver(part: Part) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(parts.put_nowait, part)
+
+    ticket = await run_in_threadpool(submit, deliver)
+    shape = _Shape(asked)
+    streams = False
+    try:
+        while shape.completion_tokens is None:
+            part = await _next(parts, request)
+            if part is None:
+                return Response(status_code=_NOBODY)
+            shape.take(part)
+            if asked.stream:  # it is known by now that there will be an answer
+                streams = True
+                return StreamingResponse(_events(shape, parts, preview, ticket), media_type="text/event-stream")
+        return JSONResponse(shape.whole())
+    finally:
+        if not streams:
+            preview.cancel(ticket)
+
+
+async def _next(parts: asyncio.Queue[Part], request: Request) -> Part | None:
+    """The next part; None: the caller has gone. Raises the error that is one."""
+    while True:
+        try:
+            part = await asyncio.wait_for(parts.get(), _GONE_POLL_SECONDS)
+        except TimeoutError:
+            if await request.is_disconnected():
+                return None
+            continue
+        if part["kind"] == "error":
+            raise part["error"]
+        return part
+
+
+async def _events(shape: _Shape, parts: asyncio.Queue[Part], preview: Preview, ticket: Ticket) -> AsyncIterator[str]:
+    """An error in the middle is an event of its own, after which the stream ends without its mark of the end."""
+    try:
+        for index in range(shape.asked.n):
+            yield _event(shape.chunk(index, {"role": "assistant", "content": ""}))
+        while True:
+            part = await parts.get()
+            if part["kind"] == "error":
+                yield _event(error_body(part["error"]))
+                return
+            for chunk in shape.chunks(part):
+                yield _event(chunk)
+            if part["kind"] == "done":
+                yield "data: [DONE]\n\n"
+                return
+    finally:
+        preview.cancel(ticket)
+
+
+def _event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+
+@dataclass
+class _Shape:
+    """One answer in OpenAI's words, from its parts."""
+
+    asked: ChatCompletion
+    id: str = field(default_factory=lambda: new_id("chatcmpl-"))
+    created: int = field(default_factory=lambda: int(time.time()))
+    prompt_tokens: int = 0
+    completion_tokens: int | None = None
+    """None: the answer is not complete."""
+    _texts: dict[int, str] = field(default_factory=dict)
+    _logprobs: dict[int, list[Any]] = field(default_factory=dict)
+    _ends: dict[int, Part] = field(default_factory=dict)
+
+    def take(self, part: Part) -> None:
+        """Keep a part of an answer that is sent whole."""
+        match part["kind"]:
+            case "begun":
+                self.prompt_tokens = part["prompt_tokens"]
+            case "text":
+                self._texts[part["index"]] = self._texts.get(part["index"], "") + part["text"]
+                self._logprobs.setdefault(part["index"], []).extend(part.get("logprobs", ()))
+            case "end":
+                self._ends[part["index"]] = part
+            case "done":
+                self.completion_tokens = part["completion_tokens"]
+
+    def whole(self) -> dict[str, Any]:
+        choices = []
+        for index in range(self.asked.n):
+            end = self._ends[index]
+            message: dict[str, Any] = {"role": "assistant", "content": self._texts.get(index, ""), "refusal": None}
+            if end["calls"]:
+                message["content"] = message["content"] or None
+                message["tool_calls"] = [_call(call) for call in end["calls"]]
+            logprobs = {"content": self._logprobs.get(index, []), "refusal": None} if self.asked.logprobs else None
+            choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": end["reason"]})
+        return {**self._head("chat.completion"), "choices": choices, "usage": self._usage()}
+
+    def chunks(self, part: Part) -> list[dict[str, Any]]:
+        """The chunks of a stream that a part makes."""
+        match part["kind"]:
+            case "text":
+                logprobs = {"content": part.get("logprobs", []), "refusal": None} if self.asked.logprobs else None
+                return [self.chunk(part["index"], {"content": part["text"]}, logprobs=logprobs)]
+            case "end":
+                calls = [{"index": number, **_call(call)} for number, call in enumerate(part["calls"])]
+                called = [self.chunk(part["index"], {"tool_calls": calls})] if calls else []
+                return [*called, self.chunk(part["index"], {}, finish_reason=part["reason"])]
+            case "done" if self._with_usage:
+                self.completion_tokens = part["completion_tokens"]
+                return [{**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage()}]
+        return []
+
+    def chunk(
+        self, index: int, delta: dict[str, Any], *, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        usage = {"usage": None} if self._with_usage else {}
+        return {**self._head("chat.completion.chunk"), "choices": [choice], **usage}
+
+    @property
+    def _with_usage(self) -> bool:
+        return self.asked.stream_options is not None and self.asked.stream_options.include_usage
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.asked.model}
+
+    def _usage(self) -> dict[str, int]:
+        completion = self.completion_tokens or 0
+        total = self.prompt_tokens + completion
+        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": completion, "total_tokens": total}
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    return {"id": new_id("call_"), "type": "function", "function": call}

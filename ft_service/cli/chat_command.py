@@ -1,0 +1,176 @@
+"""`ft chat`: talk to a tuned model, beside its base if wanted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from typing import Annotated, Any
+
+import typer
+from rich.columns import Columns
+from rich.console import Console
+from rich.panel import Panel
+
+from ft_service.cli.output import Json, connect, print_json
+from ft_service.client.answers import RemoteJob
+from ft_service.client.client import Client
+from ft_service.errors import FtError, NotFoundError, SpecError
+
+JOB = "ftjob-"
+_LOOKED_AT = 500
+"""Newest jobs among which a prefix is looked for."""
+_BYE = ("/exit", "/quit", "/bye")
+_NEW = "/new"
+
+
+@dataclass(frozen=True)
+class Partner:
+    """Whom one talks to."""
+
+    title: str
+    model: str
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(chat)
+
+
+def chat(
+    model: Annotated[str, typer.Argument(metavar="ID", help="A job or the beginning of its id, a tuned model, or a base.")],
+    message: Annotated[
+        str | None, typer.Argument(help="Ask this and leave; without it, or with -, it is a conversation.")
+    ] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="The base's answer too, side by side.")] = False,
+    base: Annotated[bool, typer.Option("--base", help="Only the base's answer.")] = False,
+    checkpoint: Annotated[int | None, typer.Option(metavar="STEP", help="The job's checkpoint at this step.")] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message to begin with.")] = None,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0: the same answer every time.")] = 0.0,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of an answer, at most.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Talk to a tuned model. In a conversation /new begins anew, and /exit or Ctrl-D leaves."""
+    if base and compare:
+        raise SpecError("--base and --compare: one asks the base alone, the other both. Keep one.", param="compare")
+    if as_json and message is None:
+        raise SpecError("--json needs a message: a conversation is for people.", param="json")
+    if message == "-":
+        message = sys.stdin.read()
+    with connect() as client:
+        tuned, its_base = find_partners(client, model, checkpoint)
+        asked = [its_base] if base else [tuned, its_base] if compare and tuned.model != its_base.model else [tuned]
+        options: dict[str, Any] = {"temperature": temperature} | ({"max_tokens": max_tokens} if max_tokens else {})
+        begin = [{"role": "system", "content": system}] if system else []
+        talk = Talk(client, asked, options, begin)
+        if message is None:
+            talk.hold()
+        elif as_json:
+            print_json({partner.model: talk.answer(partner, message) for partner in asked})
+        else:
+            talk.ask(message)
+
+
+def find_partners(client: Client, wanted: str, step: int | None = None) -> tuple[Partner, Partner]:
+    """The model that an id, a prefix of one or a name means, and its base. Raises SpecError or NotFoundError.
+
+    A job that has not succeeded stands for its newest checkpoint.
+    """
+    names = {model.id: model for model in client.models()}
+    if step is None and wanted in names:
+        root = (names[wanted].model_extra or {}).get("root") or wanted
+        return Partner("tuned" if root != wanted else "base", wanted), Partner("base", root)
+    job = _find_job(client, wanted)
+    its_base = Partner("base", job.model)
+    if step is None and job.fine_tuned_model is not None:
+        return Partner("tuned", job.fine_tuned_model), its_base
+    points = client.checkpoints(job.id)
+    chosen = next((point for point in points if step is None or point.step_number == step), None)
+    if chosen is None:
+        steps = ", ".join(str(point.step_number) for point in reversed(points)) or "none yet"
+        raise NotFoundError(f"Job {job.id} ({job.status}) has no such checkpoint; it has: {steps}.", param="checkpoint")
+    return Partner(f"step {chosen.step_number}", chosen.fine_tuned_model_checkpoint), its_base
+
+
+def _find_job(client: Client, wanted: str) -> RemoteJob:
+    try:
+        return client.job(wanted)
+    except (NotFoundError, SpecError):
+        pass
+    if wanted.startswith("ft:"):
+        raise NotFoundError(f"{wanted}: there is no such tuned model. See ft models.", param="id")
+    matching = [job for job in client.jobs(_LOOKED_AT) if job.id.removeprefix(JOB).startswith(wanted.removeprefix(JOB))]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        raise SpecError(f"{wanted}: {len(matching)} jobs begin so: {', '.join(job.id for job in matching[:5])}.", param="id")
+    raise NotFoundError(f"{wanted}: no job's id begins so, and no model has this name. See ft jobs and ft models.", param="id")
+
+
+class Talk:
+    """One conversation with one partner or two, each of whom remembers its own answers."""
+
+    def __init__(self, client: Client, partners: list[Partner], options: dict[str, Any], begin: list[dict[str, Any]]) -> None:
+        self._client, self._partners, self._options, self._begin = client, partners, options, begin
+        self._said: dict[str, list[dict[str, Any]]] = {}
+        self._console = Console(highlight=False)
+        self.forget()
+
+    def forget(self) -> None:
+        self._said = {partner.model: list(self._begin) for partner in self._partners}
+
+    def hold(self) -> None:
+        """Ask what is typed, until the end."""
+        names = " and ".join(partner.model for partner in self._partners)
+        self._console.print(f"Talking to {names}. {_NEW} begins anew, {_BYE[0]} or Ctrl-D leaves.", soft_wrap=True)
+        while True:
+            try:
+                message = input("> ").strip()
+            except EOFError:
+                print()
+                return
+            if message in _BYE:
+                return
+            if message == _NEW:
+                self.forget()
+            elif message:
+                try:
+                    self.ask(message)
+                except FtError as error:
+                    self._console.print(f"[red]{error.message}[/red]", soft_wrap=True)
+
+    def ask(self, message: str) -> None:
+        """Ask everybody and print the answers; a single one as it comes."""
+        if len(self._partners) == 1:
+            for text in self._stream(self._partners[0], message):
+                print(text, end="", flush=True)
+            print()
+            return
+        answers = [self.answer(partner, message) for partner in self._partners]
+        width = (self._console.width - 1) // len(answers)
+        panels = [
+            Panel(answer, title=f"{partner.title}: {partner.model}", width=width)
+            for partner, answer in zip(self._partners, answers, strict=True)
+        ]
+        if self._console.is_terminal:
+            self._console.print(Columns(panels, padding=0))
+        else:
+            for partner, answer in zip(self._partners, answers, strict=True):
+                print(f"{partner.title}: {answer}")
+
+    def answer(self, partner: Partner, message: str) -> str:
+        return "".join(self._stream(partner, message))
+
+    def _stream(self, partner: Partner, message: str) -> Iterator[str]:
+        said = self._said[partner.model]
+        asked = [*said, {"role": "user", "content": message}]
+        body = {"model": partner.model, "messages": asked, "stream": True, **self._options}
+        answer = ""
+        with self._console.status("Loading the model and reading") if self._console.is_terminal else nullcontext():
+            parts = self._client.chat(body)
+            first = next(parts, "")
+        for text in chain([first], parts):
+            answer += text
+            yield text
+        self._said[partner.model] = [*asked, {"role": "assistant", "content": answer}]

@@ -1,0 +1,95 @@
+"""`ft compare`: two jobs beside each other."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+from ft_service.cli.jobs.naming import JobId, find_job
+from ft_service.cli.output import Json, connect, print_json, print_table, screen_width
+from ft_service.client.answers import RemoteJob
+from ft_service.client.progress import Curve, clock
+from ft_service.rundir.events import Metrics
+
+_WIDEST = 60
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(compare)
+
+
+def compare(one: JobId, other: JobId, as_json: Json = False) -> None:
+    """Show the options in which two jobs differ, their results, and the curves of their losses."""
+    with connect() as client:
+        jobs = [client.job(find_job(client, word)) for word in (one, other)]
+        curves = [client.metrics(job.id) for job in jobs]
+    rows = differences(*jobs)
+    results = [result(job, known) for job, known in zip(jobs, curves, strict=True)]
+    if as_json:
+        print_json(
+            {
+                "jobs": [job.id for job in jobs],
+                "options": {name: [left, right] for name, left, right in rows},
+                "results": results,
+                "metrics": [[known.model_dump(exclude_none=True) for known in each] for each in curves],
+            }
+        )
+        return
+    shown = [(name, _text(left), _text(right)) for name, left, right in rows]
+    shown += [(name, _text(results[0][name]), _text(results[1][name])) for name in results[0]]
+    print_table(("", jobs[0].id, jobs[1].id), shown)
+    for title, field in (("training loss", "train_loss"), ("validation loss", "valid_loss")):
+        _print_curves(title, field, curves)
+
+
+def differences(one: RemoteJob, other: RemoteJob) -> list[tuple[str, Any, Any]]:
+    """(option, its value in one, in the other) of every option in which two jobs differ."""
+
+    def all_of(job: RemoteJob) -> dict[str, Any]:
+        whole = {"model": job.model, "training_file": job.training_file, "validation_file": job.validation_file}
+        return {**whole, "seed": job.seed, **job.options}
+
+    left, right = all_of(one), all_of(other)
+    names = [*left, *(name for name in right if name not in left)]
+    return [(name, left.get(name), right.get(name)) for name in names if left.get(name) != right.get(name)]
+
+
+def result(job: RemoteJob, known: Sequence[Metrics]) -> dict[str, Any]:
+    """What has become of a job, as far as it has come. Losses in nats a token."""
+    losses = [row.train_loss for row in known if row.train_loss is not None]
+    valid = [(row.valid_loss, row.step) for row in known if row.valid_loss is not None]
+    best = min(valid, default=None)
+    return {
+        "status": job.status,
+        "step": known[-1].step if known else None,
+        "training loss": round(losses[-1], 4) if losses else None,
+        "validation loss": round(valid[-1][0], 4) if valid else None,
+        "lowest validation loss": f"{best[0]:.4f} at step {best[1]}" if best else None,
+        "trained tokens": known[-1].trained_tokens if known else None,
+        "took": clock(job.seconds(time.time())),
+    }
+
+
+def _print_curves(title: str, field: str, curves: Sequence[Sequence[Metrics]]) -> None:
+    """Both on one scale, so that they can be compared by eye."""
+    drawn = [Curve(), Curve()]
+    for curve, known in zip(drawn, curves, strict=True):
+        for row in known:
+            curve.add(row.step, getattr(row, field))
+    scale = Curve.scale_of(drawn)
+    width = max(8, min(_WIDEST, screen_width() - 24))
+    lines = [curve.sparkline(width, scale) for curve in drawn]
+    if any(lines):
+        print(f"\n{title}")
+        for line in lines:
+            print(f"  {line or '(too few values)'}")
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else json.dumps(value)

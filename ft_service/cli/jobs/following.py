@@ -1,0 +1,113 @@
+"""`ft watch` and `ft logs`: a job while it runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ft_service.cli.display import Display, display_for
+from ft_service.cli.jobs.naming import JobId, reaching
+from ft_service.cli.output import Json, complain, print_json, print_json_line
+from ft_service.client.answers import RemoteJob
+from ft_service.client.client import PAGE, Client
+from ft_service.errors import SpecError
+from ft_service.jobs.states import State
+
+INTERRUPTED = 130
+STOPPED = 75
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(watch)
+    app.command()(logs)
+
+
+def watch(job_id: JobId, as_json: Json = False) -> int:
+    """Show a job's progress until it ends or rests paused. Ctrl-C leaves the job running."""
+    with reaching(job_id) as (client, found):
+        return watch_job(client, found, as_json)
+
+
+def logs(
+    job_id: JobId,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as more is printed, until the job ends.")] = False,
+    rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.")] = None,
+    attempt: Annotated[int | None, typer.Option(min=1, help="Default: the newest.")] = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, max=10_000, help="Of each process, the last ones.")] = 200,
+    as_json: Json = False,
+) -> int:
+    """Print what a job's processes have printed: supervisor, torchrun and every rank."""
+    if follow and attempt is not None:
+        raise SpecError(f"--attempt = {attempt}: has no effect with --follow, which shows the newest. Leave one out.")
+    with reaching(job_id) as (client, found):
+        if follow:
+            return _follow_logs(client, found, rank, lines, as_json)
+        text = client.logs(found, attempt=attempt, rank=rank, lines=lines)
+    if as_json:
+        print_json({"id": found, "attempt": attempt, "rank": rank, "text": text})
+    else:
+        sys.stdout.write(text)
+    return 0
+
+
+def watch_job(client: Client, job_id: str, as_json: bool) -> int:
+    """Show a job's progress until it ends or rests paused; the exit code."""
+    try:
+        if as_json:
+            job = _follow_as_json(client, job_id)
+        else:
+            with display_for(Console(highlight=False)) as display:
+                job = _follow_on(display, client, job_id)
+    except KeyboardInterrupt:
+        return complain(f"the job goes on. Watch it again: ft watch {job_id} · stop it: ft cancel {job_id}", INTERRUPTED)
+    return _outcome(job, quiet=as_json)
+
+
+def _follow_logs(client: Client, job_id: str, rank: int | None, lines: int, as_json: bool) -> int:
+    try:
+        for line in client.follow_logs(job_id, rank=rank, lines=lines):
+            if as_json:
+                print_json_line(line.model_dump())
+            else:
+                print(f"{line.source} | {line.line}", flush=True)
+    except KeyboardInterrupt:
+        return complain(f"the job goes on. Follow it again: ft logs -f {job_id}", INTERRUPTED)
+    return 0
+
+
+def _follow_as_json(client: Client, job_id: str) -> RemoteJob:
+    for _, events in client.follow(job_id):
+        for event in events:
+            print_json_line(event.model_dump())
+    job = client.job(job_id)
+    print_json_line(job.model_dump())
+    return job
+
+
+def _follow_on(display: Display, client: Client, job_id: str) -> RemoteJob:
+    for number, (job, events) in enumerate(client.follow(job_id)):
+        if not number and len(events) >= PAGE:
+            display.message("info", f"Earlier events are left out; these are the newest {PAGE}.", events[0].created_at)
+        for event in events:
+            metrics = event.metrics()
+            if metrics is None:
+                display.message(event.level, event.message, event.created_at)
+            else:
+                display.metrics(metrics, event.created_at)
+        display.status(job.waiting_text or job.phase or job.status)
+    return client.job(job_id)
+
+
+def _outcome(job: RemoteJob, *, quiet: bool) -> int:
+    if job.status == State.SUCCEEDED:
+        if not quiet:
+            print(f"{job.id} has succeeded: {job.fine_tuned_model}\nGet the adapter: ft download {job.id}")
+        return 0
+    if job.paused:
+        return complain(f"{job.id} is paused. Let it go on: ft resume {job.id}", STOPPED)
+    if job.status == State.CANCELLED:
+        return complain(f"{job.id} was cancelled.", 1)
+    return complain(f"{job.id} has failed: {job.error_text or 'no reason was given'}", 1)

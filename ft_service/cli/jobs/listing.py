@@ -1,0 +1,177 @@
+"""`ft jobs`, `get`, `events`, `checkpoints` and `files`: what a server holds."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Annotated
+
+import typer
+
+from ft_service.cli.jobs.naming import PREFIX, JobId, reaching
+from ft_service.cli.output import (
+    Json,
+    connect,
+    is_terminal,
+    local_time,
+    print_fields,
+    print_json,
+    print_table,
+)
+from ft_service.client.answers import RemoteJob
+from ft_service.client.client import Client
+from ft_service.client.progress import clock
+from ft_service.errors import FtError
+from ft_service.plan.text import bytes_text
+
+_SHORT = 8
+"""Letters of an id that a terminal shows: enough to name it by."""
+
+Newest = Annotated[int, typer.Option("--limit", "-n", min=1, help="How many, the newest.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("jobs")(list_jobs)
+    app.command()(get)
+    app.command()(events)
+    app.command()(checkpoints)
+    app.command()(files)
+
+
+def list_jobs(limit: Newest = 20, as_json: Json = False) -> None:
+    """List the newest jobs."""
+    with connect() as client:
+        newest = client.jobs(limit)
+    if as_json:
+        print_json([job.model_dump() for job in newest])
+    elif newest:
+        rows = [_row(job) for job in newest]
+        print_table(
+            ("ID", "SUFFIX", "BASE", "STATUS", "STEP", "VALID", "TOOK"), rows, notes=("WHY", [_note(job) for job in newest])
+        )
+    else:
+        print("No jobs yet. Create one: ft submit SPEC")
+
+
+def get(job_id: JobId, as_json: Json = False) -> None:
+    """Show one job: its state, its options, its files and its checkpoints."""
+    with reaching(job_id) as (client, found):
+        job = client.job(found)
+        if as_json:
+            print_json(job.model_dump())
+            return
+        points = client.checkpoints(found)
+        names = {file_id: _file_name(client, file_id) for file_id in (job.training_file, job.validation_file) if file_id}
+    steps = ", ".join(str(point.step_number) for point in reversed(points))
+    print_fields(
+        [
+            ("id", job.id),
+            ("suffix", job.suffix),
+            ("status", job.state_text),
+            ("error", job.error_text),
+            ("pending reason", job.pending_reason if job.status != "queued" else None),
+            ("model", job.model),
+            ("tuned model", job.fine_tuned_model),
+            ("progress", _progress(job)),
+            ("validation loss", _valid(job)),
+            ("trained tokens", f"{job.trained_tokens:,}" if job.trained_tokens is not None else None),
+            ("took", clock(job.seconds(time.time())) if job.finished_at else None),
+            ("created", local_time(job.created_at)),
+            ("finished", local_time(job.finished_at)),
+            ("checkpoints", f"at step {steps}" if steps else None),
+            ("training file", names.get(job.training_file)),
+            ("validation file", names.get(job.validation_file or "")),
+            *((name, _value(value)) for name, value in job.given_options.items()),
+            *job.choices,
+        ]
+    )
+
+
+def events(job_id: JobId, limit: Newest = 50, as_json: Json = False) -> None:
+    """Print what has happened to a job, the newest last. `ft watch` goes on as more happens."""
+    with reaching(job_id) as (client, found):
+        known = client.events(found, limit=limit)
+    if as_json:
+        print_json([event.model_dump() for event in known])
+        return
+    for event in known:
+        level = "" if event.level == "info" else f"{event.level}: "
+        print(f"{local_time(event.created_at, seconds_too=True)}  {level}{event.message}")
+
+
+def checkpoints(job_id: JobId, as_json: Json = False) -> None:
+    """List a job's checkpoints, the newest first. `ft download ID --checkpoint STEP` fetches the adapter of one."""
+    with reaching(job_id) as (client, found):
+        points = client.checkpoints(found)
+    if as_json:
+        print_json([point.model_dump() for point in points])
+    elif points:
+        rows = [
+            (
+                str(point.step_number),
+                _number(point.metrics.get("train_loss")),
+                _number(point.metrics.get("valid_loss")),
+                local_time(point.created_at),
+                point.fine_tuned_model_checkpoint,
+            )
+            for point in points
+        ]
+        print_table(("STEP", "LOSS", "VALID", "CREATED", "MODEL"), rows)
+    else:
+        print("No checkpoints yet.")
+
+
+def files(limit: Newest = 20, as_json: Json = False) -> None:
+    """List the newest files that were uploaded, and the results of jobs. `ft rm ID` removes one."""
+    with connect() as client:
+        known = client.files(limit)
+    if as_json:
+        print_json([file.model_dump() for file in known])
+    elif known:
+        rows = [(f.id, f.filename, bytes_text(f.bytes), f.purpose, local_time(f.created_at)) for f in known]
+        print_table(("ID", "NAME", "SIZE", "PURPOSE", "CREATED"), rows)
+    else:
+        print("No files yet. `ft submit SPEC` uploads those that a SPEC names.")
+
+
+def _row(job: RemoteJob) -> tuple[str, ...]:
+    known = job.progress or {}
+    step = f"{known['step']}/{known['total_steps']}" if known.get("total_steps") else ""
+    shown = job.id.removeprefix(PREFIX)[:_SHORT] if is_terminal() else job.id
+    status = "stopping" if job.status == "running" and job.phase == "stopping" else job.status
+    return shown, job.suffix or "", job.base, status, step, _valid(job) or "", clock(job.seconds(time.time()))
+
+
+def _note(job: RemoteJob) -> str | None:
+    """Why a job failed, or waits."""
+    if job.error_text or job.pending_reason:
+        return job.error_text or job.pending_reason
+    text = job.waiting_text
+    return text.removeprefix("queued: ") if text and text != "queued" else None
+
+
+def _progress(job: RemoteJob) -> str | None:
+    known = job.progress or {}
+    if not known.get("total_steps"):
+        return None
+    text = f"step {known.get('step')}/{known['total_steps']}"
+    loss = known.get("train_loss")
+    return text if loss is None else f"{text} · loss {loss:.3f}"
+
+
+def _valid(job: RemoteJob) -> str | None:
+    return _number((job.progress or {}).get("valid_loss")) or None
+
+
+def _number(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, int | float) else ""
+
+
+def _value(value: object) -> str:
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value)
+
+
+def _file_name(client: Client, file_id: str) -> str:
+    with contextlib.suppress(FtError):
+        return f"{client.file(file_id).filename} ({file_id})"
+    return f"{file_id} (removed)"

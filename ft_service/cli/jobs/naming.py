@@ -1,0 +1,83 @@
+"""Which job a word on the command line means: an id or its beginning, a suffix, a tuned model's name, or `last`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Annotated
+
+import typer
+
+from ft_service.cli.output import connect
+from ft_service.client.answers import RemoteJob
+from ft_service.client.client import Client
+from ft_service.errors import FtError, NotFoundError, SpecError
+from ft_service.ids import new_id
+from ft_service.spec import TunedName, is_tuned
+
+LAST = "last"
+PREFIX = "ftjob-"
+SEARCHED = 1000
+"""Newest jobs among which a word is looked up."""
+_SHOWN = 5
+_WHOLE = len(new_id(PREFIX))
+
+
+def _complete(incomplete: str) -> list[str]:
+    """Words of the newest jobs that begin as typed, for the shell. An error must not disturb the prompt."""
+    with contextlib.suppress(FtError, OSError), connect() as client:
+        newest = client.jobs(50)
+        words = [LAST, *dict.fromkeys(job.suffix for job in newest if job.suffix), *(job.id for job in newest)]
+        return [word for word in words if word.startswith(incomplete)]
+    return []
+
+
+JobId = Annotated[
+    str,
+    typer.Argument(
+        metavar="ID",
+        help="The job: its id or the beginning of it, its suffix (the newest with that), or `last`.",
+        autocompletion=_complete,
+    ),
+]
+
+
+def find_job(client: Client, word: str, *, only_one: bool = False) -> str:
+    """The id of the job that a word means. `only_one`: a suffix that several jobs have is not enough.
+
+    Raises NotFoundError if it means none, SpecError if it means several.
+    """
+    if word.startswith(PREFIX) and len(word) == _WHOLE:
+        return word
+    if is_tuned(word):
+        with contextlib.suppress(ValueError):
+            return TunedName.parse(word).job_id
+    return choose(word, client.jobs(1 if word == LAST else SEARCHED), only_one=only_one).id
+
+
+def choose(word: str, jobs: Sequence[RemoteJob], *, only_one: bool = False) -> RemoteJob:
+    """The job among some (newest first) that a word means. Raises as `find_job`."""
+    if word == LAST and jobs:
+        return jobs[0]
+    exact = [job for job in jobs if job.id == word]
+    named = [job for job in jobs if job.suffix == word]
+    begun = [job for job in jobs if word and (job.id.startswith(word) or job.id.startswith(PREFIX + word))]
+    for found in (exact, named[:1] if not only_one else named, begun):
+        if len(found) == 1:
+            return found[0]
+        if found:
+            shown = ", ".join(f"{job.id} ({job.status})" for job in found[:_SHOWN])
+            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            raise SpecError(f"{word!r} means {len(found)} jobs: {shown}{more}. Give more of the id.", param="id")
+    if not jobs:
+        raise NotFoundError("There are no jobs yet. Create one: ft submit SPEC", param="id")
+    raise NotFoundError(
+        f"There is no job {word!r}. Give an id that `ft jobs` shows, or its beginning, a suffix, or `last`.", param="id"
+    )
+
+
+@contextlib.contextmanager
+def reaching(word: str, *, only_one: bool = False) -> Iterator[tuple[Client, str]]:
+    """A client of the server, and the id of the job that a word means."""
+    with connect() as client:
+        yield client, find_job(client, word, only_one=only_one)

@@ -1,0 +1,76 @@
+"""`ft submit`: check a SPEC's data here, upload them, create the job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ft_service.cli.jobs.following import watch_job
+from ft_service.cli.output import Json, connect, print_json, print_json_line
+from ft_service.client.answers import RemoteJob
+from ft_service.client.client import Client
+from ft_service.data.data_file import Param, check_lines
+from ft_service.errors import DataError, SpecError
+from ft_service.local.spec_file import SpecFile, load_spec_file
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(submit)
+
+
+def submit(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="YAML file; its paths are relative to it.")],
+    follow: Annotated[bool, typer.Option("--watch", help="Stay and show the progress.")] = False,
+    unchecked: Annotated[bool, typer.Option("--unchecked", help="Leave it to the server to check the data.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Check a SPEC and its data, upload the files and create the job."""
+    loaded = load_spec_file(spec)
+    with connect() as client:
+        if not unchecked:
+            check_data(loaded)
+        job = submit_spec(client, loaded)
+        if as_json:
+            print_json_line(job.model_dump()) if follow else print_json(job.model_dump())
+        elif follow:
+            print(f"Created {job.id}.")
+        else:
+            print(f"Created {job.id}. Watch it: ft watch {job.id}")
+        return watch_job(client, job.id, as_json) if follow else 0
+
+
+def check_data(spec: SpecFile) -> None:
+    """Read every line of the data files as the server will. Raises DataError with all that is wrong with one of them.
+
+    What depends on the base (its chat template, its tokenizer) only the server can tell.
+    """
+    for param, path in _data_files(spec):
+        try:
+            report = check_lines(path)
+        except OSError as error:
+            raise SpecError(f"{path} cannot be read: {error.strerror}.", param=param) from None
+        if not report.faults_total:
+            continue
+        all_lines = report.faults_total + report.examples
+        head = f"{path.name}: {report.faults_total:,} of {all_lines:,} lines cannot be trained on. Nothing was uploaded."
+        empty = not report.faults[0].line
+        text = f"{path.name}: {report.faults[0]}. Nothing was uploaded." if empty else "\n".join([head, *report.reasons()])
+        raise DataError(text, param=param, code=f"invalid_{param}")
+
+
+def submit_spec(client: Client, spec: SpecFile) -> RemoteJob:
+    """Upload the files that a SPEC names and create the job. Raises SpecError if the SPEC names a model by its folder."""
+    if spec.model_folder is not None:
+        message = f"model = {spec.request.model!r}: a server knows models by name (`ft models`); folders are for `ft run`."
+        raise SpecError(message, param="model")
+    uploaded = {param: client.upload_file(path).id for param, path in _data_files(spec)}
+    return client.create_job({**spec.body, **uploaded})
+
+
+def _data_files(spec: SpecFile) -> list[tuple[Param, Path]]:
+    """Both are looked for before anything is done with one."""
+    found: list[tuple[Param, Path]] = [("training_file", spec.training_file)]
+    validation = spec.validation_file
+    return [*found, ("validation_file", validation)] if validation else found

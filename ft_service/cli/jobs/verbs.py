@@ -1,0 +1,89 @@
+"""`ft pause`, `resume`, `cancel` and `rm`: what a user wants of a job, a file or a tuned model."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from ft_service.cli.jobs.naming import JobId, find_job, reaching
+from ft_service.cli.output import Json, connect, print_json
+from ft_service.client.answers import RemoteJob
+from ft_service.client.client import Client
+from ft_service.errors import SpecError
+from ft_service.jobs.states import State
+from ft_service.spec import is_tuned
+
+Ranks = Annotated[int | None, typer.Option(min=1, help="Go on with so many ranks (default: as many as before).")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(pause)
+    app.command()(resume)
+    app.command()(cancel)
+    app.command("rm")(remove)
+
+
+def cancel(job_id: JobId, as_json: Json = False) -> None:
+    """Stop a job for good. Its checkpoints stay."""
+    with reaching(job_id, only_one=True) as (client, found):
+        _show(client.cancel(found), as_json)
+
+
+def pause(job_id: JobId, as_json: Json = False) -> None:
+    """Stop a job at a checkpoint and free its processors, until it is resumed."""
+    with reaching(job_id) as (client, found):
+        job = client.pause(found)
+    if as_json or job.status != State.RUNNING:
+        _show(job, as_json)
+    else:
+        print(f"{job.id}: will be paused as soon as it has written a checkpoint. Let it go on: ft resume {job.id}")
+
+
+def resume(job_id: JobId, nproc_per_node: Ranks = None, as_json: Json = False) -> None:
+    """Let a paused job go on from its checkpoint."""
+    with reaching(job_id) as (client, found):
+        _show(client.resume(found, nproc_per_node), as_json)
+
+
+def remove(
+    target: Annotated[str, typer.Argument(metavar="ID", help="A file (file-…), or a tuned model: its name (ft:…) or its job.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove an uploaded file, or the tuned model of a job. The job's own record stays, and so do its checkpoints, until
+    `ft prune` or an age limit takes its run directory."""
+    with connect() as client:
+        if target.startswith("file-"):
+            what, name = f"the file {client.file(target).filename} ({target})", target
+        else:
+            name = target if is_tuned(target) else _tuned_model(client, target)
+            what = f"the tuned model {name}"
+        if not yes:
+            _ask(what)
+        client.delete_file(name) if target.startswith("file-") else client.delete_model(name)
+    if as_json:
+        print_json({"id": name, "deleted": True})
+    else:
+        print(f"Removed {what}.")
+
+
+def _tuned_model(client: Client, word: str) -> str:
+    job = client.job(find_job(client, word, only_one=True))
+    if job.fine_tuned_model is None:
+        raise SpecError(f"Job {job.id} is {job.status} and has no tuned model to remove.", param="id")
+    return job.fine_tuned_model
+
+
+def _ask(what: str) -> None:
+    if not sys.stdin.isatty():
+        raise SpecError(f"This would remove {what}. Say so with --yes: there is no terminal to ask on.", param="yes")
+    typer.confirm(f"Remove {what}?", abort=True)
+
+
+def _show(job: RemoteJob, as_json: bool) -> None:
+    if as_json:
+        print_json(job.model_dump())
+    else:
+        print(f"{job.id}: {job.state_text}")

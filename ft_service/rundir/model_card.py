@@ -1,0 +1,117 @@
+"""What tells of an adapter in its folder: a model card for people, and the manifest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ft_service.bases.origin import is_published, portable_name
+from ft_service.rundir.directory import RunDir
+from ft_service.rundir.events import Metrics
+from ft_service.rundir.manifest import Manifest, manifest_of, write_manifest
+from ft_service.spec import JobOptions
+
+CARD = "README.md"
+
+_USAGE = """\
+## Use
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+adapter = "."  # this folder
+tokenizer = AutoTokenizer.from_pretrained(adapter)
+model = AutoModelForCausalLM.from_pretrained("{base}", dtype="auto")
+model = PeftModel.from_pretrained(model, adapter)
+
+messages = [{{"role": "user", "content": "Hello!"}}]
+prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+answer = model.generate(**prompt, max_new_tokens=200)
+print(tokenizer.decode(answer[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
+```
+
+With vLLM: `vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules tuned=PATH_OF_THIS_FOLDER`
+"""
+
+
+def describe_adapter(
+    run: RunDir,
+    folder: Path,
+    *,
+    attempt: int,
+    step: int,
+    checkpoint: str | None,
+    metrics: Metrics | None,
+    versions: Mapping[str, str],
+) -> Manifest:
+    """Write the card and the manifest of the adapter in `folder`, which is complete but for these."""
+    draft = manifest_of(run, attempt=attempt, step=step, checkpoint=checkpoint, metrics=metrics, versions=versions)
+    base = portable_name(Path(draft.base.path), draft.base.name)
+    (folder / CARD).write_text(model_card(draft, base), encoding="utf-8")
+    return write_manifest(draft, folder)
+
+
+def model_card(manifest: Manifest, base: str) -> str:
+    """Markdown with the metadata that model hubs read. `base`: the base's portable name; where it has not the form of a
+    published model's, the metadata leave it out.
+    """
+    sections = (
+        "\n".join(_metadata(manifest, base)),
+        f"# {manifest.tuned_name}\n\nA LoRA adapter for `{base}`, trained with ft-service "
+        f"{manifest.versions.get('ft-service', '')}.".rstrip(),
+        _USAGE.format(base=base, rank=_largest_rank(manifest)).rstrip(),
+        "\n".join(
+            ["## Results", "", "| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in _results(manifest))]
+        ),
+        "\n".join(["## Training", "", "| option | value |", "| --- | --- |", *_options(manifest)]),
+        "`manifest.json` beside this says what exactly it was made of; `ft verify` checks it.",
+    )
+    return "\n\n".join(sections) + "\n"
+
+
+def _metadata(manifest: Manifest, base: str) -> Iterator[str]:
+    yield "---"
+    if is_published(base):
+        yield f"base_model: {base}"
+    yield from ("library_name: peft", "pipeline_tag: text-generation", "tags:", "- lora", "- ft-service", "---")
+
+
+def _results(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Losses in nats a token."""
+    known = manifest.metrics
+    total = f" of {known.total_steps:,}" if known and known.total_steps != manifest.step else ""
+    yield "step", f"{manifest.step:,}{total}"
+    if known is not None:
+        figures = (
+            ("training loss", known.train_loss, ".4f"),
+            ("validation loss", known.valid_loss, ".4f"),
+            ("validation accuracy, by token", known.valid_mean_token_accuracy, ".1%"),
+            ("epochs", known.epoch, ".2f"),
+            ("trained tokens", known.trained_tokens, ","),
+        )
+        yield from ((name, format(value, shape)) for name, value, shape in figures if value is not None)
+    for file in manifest.data:
+        yield f"{file.role} data", f"{file.samples:,} samples, {file.tokens:,} tokens, {file.targets:,} of them learned"
+
+
+def _options(manifest: Manifest) -> Iterator[str]:
+    """What defines the adapter, and every other option that is not what it is by default."""
+    shown = {"lora": ("r", "lora_alpha"), "precision": ("default",), "training": ("learning_rate", "batch_size", "max_length")}
+    usual = JobOptions()
+    for section in ("lora", "precision", "training"):
+        given = getattr(manifest.spec, section).model_dump(mode="json")
+        default = getattr(usual, section).model_dump(mode="json")
+        for name, value in given.items():
+            if name in shown[section] or (value != default[name] and f"{section}.{name}" not in manifest.spec.chosen):
+                yield f"| `{section}.{name}` | {_plain(value)} |"
+    yield f"| `seed` | {manifest.seed} |"
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value).replace("|", "\\|")
+
+
+def _largest_rank(manifest: Manifest) -> int:
+    return max([manifest.spec.lora.r, *manifest.spec.lora.rank_pattern.values()])

@@ -1,0 +1,158 @@
+"""Signing in and out: what a session opens, what it does not, and what ends it."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterator
+
+import httpx2
+import openai
+import pytest
+
+from api.http.sessions import token_of
+from ft_service.store.tenants.keys import SESSION_SECONDS
+from tests.support.rest.service import Service
+
+
+@pytest.fixture
+def browser(service: Service) -> Iterator[httpx2.Client]:
+    """A browser that is signed in."""
+    with new_browser(service) as client:
+        answer = client.post("/sign-in", data={"key": service.key})
+        assert (answer.status_code, answer.headers["location"]) == (303, "/jobs")
+        yield client
+
+
+def new_browser(service: Service) -> httpx2.Client:
+    return httpx2.Client(base_url=service.url, trust_env=False, follow_redirects=False)
+
+
+def secret_of(browser: httpx2.Client) -> str:
+    (secret,) = browser.cookies.values()
+    return secret
+
+
+def test_the_cookie_is_for_no_script_and_no_other_site(service: Service) -> None:
+    with new_browser(service) as browser:
+        given = browser.post("/sign-in", data={"key": service.key}).headers["set-cookie"].lower()
+    assert "httponly" in given
+    assert "samesite=strict" in given
+    assert f"max-age={SESSION_SECONDS:.0f}" in given
+    assert service.key.lower() not in given
+
+
+def test_a_session_reads_what_its_key_reads(service: Service, browser: httpx2.Client) -> None:
+    assert browser.get("/v1/fine_tuning/jobs").json()["data"] == []
+    assert browser.get("/jobs").status_code == 200
+    assert browser.get("/").headers["location"] == "/jobs"
+
+
+def test_without_a_session_there_is_only_the_door(service: Service) -> None:
+    with new_browser(service) as browser:
+        for path in ("/jobs", "/jobs/ftjob-x", "/page/live/jobs"):
+            answer = browser.get(path)
+            assert (answer.status_code, answer.headers["location"]) == (303, "/sign-in")
+        part = browser.get("/page/live/jobs", headers={"hx-request": "true"})
+        assert (part.status_code, part.headers["hx-redirect"]) == (401, "/sign-in")
+
+
+@pytest.mark.parametrize("key", ["", "ft-not-a-key-of-anybody-here"])
+def test_a_wrong_key_opens_nothing(service: Service, key: str) -> None:
+    with new_browser(service) as browser:
+        answer = browser.post("/sign-in", data={"key": key})
+        assert answer.status_code == 401
+        assert "not known here" in answer.text
+        assert not browser.cookies
+
+
+def test_another_site_cannot_sign_a_browser_in(service: Service) -> None:
+    with new_browser(service) as browser:
+        answer = browser.post("/sign-in", data={"key": service.key}, headers={"origin": "https://evil.example"})
+        assert answer.status_code == 403
+        assert not browser.cookies
+
+
+def test_a_change_needs_the_sessions_token(service: Service, browser: httpx2.Client, training_file: str) -> None:
+    body = {"model": "tiny", "training_file": training_file}
+    refused = browser.post("/v1/fine_tuning/jobs", json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "csrf")
+    wrong = browser.post("/v1/fine_tuning/jobs", json=body, headers={"x-csrf-token": token_of("another session's")})
+    assert wrong.status_code == 403
+    assert service.client().fine_tuning.jobs.list().data == []
+    token = re.search(r'"x-csrf-token": "(\w+)"', html.unescape(browser.get("/jobs").text))
+    assert token is not None
+    made = browser.post("/v1/fine_tuning/jobs", json=body, headers={"x-csrf-token": token[1]})
+    assert made.status_code == 200
+    verb = f"/jobs/{made.json()['id']}/cancel"
+    assert browser.post(verb).status_code == 403
+    assert browser.post(verb, headers={"x-csrf-token": token[1]}).status_code == 200
+
+
+def test_a_stolen_cookie_dies_with_sign_out(service: Service, browser: httpx2.Client) -> None:
+    stolen = dict(browser.cookies)
+    assert browser.post("/sign-out").status_code == 403, "another site cannot sign a browser out"
+    assert browser.post("/sign-out", headers={"x-csrf-token": token_of(secret_of(browser))}).status_code == 303
+    assert not browser.cookies
+    with new_browser(service) as thief:
+        thief.cookies.update(stolen)
+        assert thief.get("/v1/models").status_code == 401
+
+
+def test_a_session_ends_with_its_key_and_with_its_time(service: Service, browser: httpx2.Client) -> None:
+    service.sql("UPDATE sessions SET expires_at = 1")
+    service.app.state.services.holders.forget_session(secret_of(browser))
+    assert browser.get("/v1/models").status_code == 401
+    service.sql("UPDATE sessions SET expires_at = 1e12")
+    assert browser.get("/v1/models").status_code == 200
+    service.store.revoke_key("default", service.store.authenticate(service.key).key_id)  # type: ignore[union-attr]
+    service.app.state.services.holders.forget_session(secret_of(browser))
+    assert browser.get("/v1/models").status_code == 401
+
+
+def test_a_key_in_the_header_goes_before_the_cookie(service: Service, browser: httpx2.Client) -> None:
+    assert browser.get("/v1/models", headers={"authorization": "Bearer nobody's"}).status_code == 401
+
+
+def test_a_key_for_metrics_cannot_sign_in(service: Service) -> None:
+    _, key = service.store.create_key(project_id="default", name="scraper", scope="metrics")
+    with new_browser(service) as browser:
+        assert "reads /metrics and nothing else" in browser.post("/sign-in", data={"key": key}).text
+        assert not browser.cookies
+
+
+def test_a_link_signs_in_once_and_leads_nowhere_else(service: Service) -> None:
+    link = service.http("POST", "/v1/sign_in_links").json()["path"]
+    with new_browser(service) as browser:
+        answer = browser.get(f"{link}&to=/models")
+        assert (answer.status_code, answer.headers["location"]) == (303, "/models")
+        assert browser.get("/v1/models").status_code == 200
+    with new_browser(service) as browser:
+        assert browser.get(link).status_code == 401
+        assert not browser.cookies
+    other = service.http("POST", "/v1/sign_in_links").json()["path"]
+    with new_browser(service) as browser:
+        assert browser.get(f"{other}&to=//evil.example/").headers["location"] == "/jobs"
+
+
+def test_a_project_sees_nothing_of_anothers(service: Service, client: openai.OpenAI, training_file: str) -> None:
+    job = client.fine_tuning.jobs.create(model="tiny", training_file=training_file)
+    service.store.ensure_project("other", "local")
+    _, key = service.store.create_key(project_id="other", name="theirs", scope="admin")
+    with new_browser(service) as browser:
+        browser.post("/sign-in", data={"key": key})
+        assert job.id not in browser.get("/jobs").text
+        for tab in ("", "/logs", "/settings", "/checkpoints", "/events"):
+            answer = browser.get(f"/jobs/{job.id}{tab}")
+            assert answer.status_code == 404, tab
+        token = {"x-csrf-token": token_of(secret_of(browser)), "hx-request": "true"}
+        assert browser.post(f"/jobs/{job.id}/cancel", headers=token).status_code == 404
+    assert client.fine_tuning.jobs.retrieve(job.id).status == "validating_files"
+
+
+def test_every_answer_forbids_what_is_not_the_pages_own(service: Service, browser: httpx2.Client) -> None:
+    for path in ("/jobs", "/sign-in", "/jobs/ftjob-nothing"):
+        policy = browser.get(path).headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert "frame-ancestors 'none'" in policy

@@ -1,0 +1,127 @@
+"""Commands that look into jobs, compare them and remove what is theirs; and what errors look like."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_service.client.answers import RemoteJob
+from tests.support.command_line import Ft
+from tests.support.rest.stub_server import StubServer, event_body, job_body, metrics_event
+
+TUNED = "ft:tiny:local:mine:1"
+
+
+def test_events_and_checkpoints_are_listed(ft: Ft, server: StubServer) -> None:
+    server.jobs["ftjob-1"] = job_body()
+    assert ft("checkpoints", "last").out == "No checkpoints yet.\n"
+    server.events = [event_body(number, f"event {number}") for number in range(4)] + [event_body(4, "careful", level="warn")]
+    assert [line[21:] for line in ft("events", "last", "-n", "2").out.splitlines()] == ["event 3", "warn: careful"]
+    point = {"fine_tuning_job_id": "ftjob-1", "created_at": 0, "metrics": {"train_loss": 1.5, "valid_loss": None}}
+    server.checkpoints = [
+        {**point, "id": f"ftckpt-{step}", "step_number": step, "fine_tuned_model_checkpoint": f"{TUNED}:ckpt-step-{step}"}
+        for step in (20, 10)
+    ]
+    _, newest, _ = ft("checkpoints", "ftjob-1").out.splitlines()
+    assert newest.split()[:2] == ["20", "1.500"]
+    assert newest.split()[-1] == f"{TUNED}:ckpt-step-20"
+    assert "at step 10, 20" in ft("get", "last").out
+
+
+def test_get_shows_what_was_asked_for_and_not_every_default(ft: Ft, server: StubServer) -> None:
+    server.jobs["ftjob-1"] = job_body(lora={"r": 8, "lora_dropout": 0.0}, training={"packing": False}, suffix="mine")
+    server.files = [{"id": "file-0", "filename": "train.jsonl", "bytes": 5}]
+    shown = dict(line.split("  ", 1) for line in ft("get", "mine").out.splitlines())
+    assert (shown["lora.r"].strip(), shown["training.packing"].strip()) == ("8", "false")
+    assert "lora.lora_dropout" not in shown
+    assert shown["training file"].strip() == "train.jsonl (file-0)"
+    server.files = []
+    assert "file-0 (removed)" in ft("get", "mine").out
+
+
+@pytest.mark.parametrize(
+    ("queue", "said"),
+    [
+        ({"queue": {"position": 1, "reason": "It is next.", "estimated_start": None}}, "number 1. It is next."),
+        (
+            {"queue": {"position": 3, "reason": "2 of this project.", "estimated_start": 86_400 * 365}},
+            "number 3, starts about 197",
+        ),
+        ({"queue": {"position": 1}, "pending_reason": "It needs 9 slots."}, "It needs 9 slots."),
+    ],
+)
+def test_a_queued_job_says_what_it_waits_for(ft: Ft, server: StubServer, queue: dict[str, Any], said: str) -> None:
+    server.jobs["ftjob-1"] = job_body(**queue)
+    assert (RemoteJob.model_validate(server.jobs["ftjob-1"]).state_text or "").startswith(f"queued: {said}")
+    assert said in ft("jobs").out
+    assert f"queued: {said}" in ft("get", "last").out
+
+
+def test_compare_shows_what_differs_and_both_curves_on_one_scale(ft: Ft, server: StubServer) -> None:
+    server.jobs["ftjob-1"] = job_body(lora={"r": 8}, training={"learning_rate": 1e-3}, seed=1)
+    server.jobs["ftjob-2"] = job_body("ftjob-2", lora={"r": 16}, training={"learning_rate": 1e-3}, seed=1)
+    server.events = [metrics_event(step, step, valid_loss=3.0 - step / 10) for step in range(1, 11)]
+    title, *rows = ft("compare", "ftjob-1", "last").out.splitlines()
+    assert title.split() == ["ftjob-1", "ftjob-2"]
+    assert rows[0].split() == ["lora.r", "8", "16"]
+    assert not [row for row in rows if row.startswith(("training.learning_rate", "seed"))]
+    assert rows[5].split()[:7] == ["lowest", "validation", "loss", "2.0000", "at", "step", "10"]
+    curves = [row for row in rows if "→" in row]
+    assert [curve.split()[1:] for curve in curves] == [["1.900", "→", "1.000"]] * 2 + [["2.900", "→", "2.000"]] * 2
+    shown = json.loads(ft("compare", "ftjob-1", "ftjob-2", "--json").out)
+    assert shown["options"] == {"lora.r": [8, 16]}
+    assert len(shown["metrics"][1]) == 10
+
+
+def test_rm_removes_a_file_or_a_tuned_model_and_asks_first(ft: Ft, server: StubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.files = [{"id": "file-1", "filename": "train.jsonl", "bytes": 5}]
+    server.jobs["ftjob-1"] = job_body(status="succeeded", fine_tuned_model=TUNED)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
+    refused = ft("rm", "file-1")
+    assert (refused.code, len(server.files)) == (64, 1)
+    assert "would remove the file train.jsonl (file-1). Say so with --yes" in refused.err
+    assert ft("files").out.splitlines()[1].split()[:2] == ["file-1", "train.jsonl"]
+    assert ft("rm", "file-1", "--yes").out == "Removed the file train.jsonl (file-1).\n"
+    assert server.files == []
+    assert json.loads(ft("rm", "last", "--yes", "--json").out) == {"id": TUNED, "deleted": True}
+    assert server.requests[-1].method == "DELETE"
+    server.jobs["ftjob-1"].update(status="running", fine_tuned_model=None)
+    assert "Job ftjob-1 is running and has no tuned model to remove." in ft("rm", "last", "--yes").err
+
+
+def test_errors_are_json_where_output_is(ft: Ft, server: StubServer, tmp_path: Path) -> None:
+    ended = ft("get", "nobody", "--json")
+    body = json.loads(ended.err)["error"]
+    assert (ended.code, ended.out, body["exit_code"], body["code"]) == (1, "", 1, "not_found")
+    usage = json.loads(ft("get", "--json").err)["error"]
+    assert (usage["code"], usage["exit_code"]) == ("usage", 64)
+    missing = json.loads(ft("submit", tmp_path / "no.yaml", "--json").err)["error"]
+    assert "cannot be read" in missing["message"]
+
+
+def test_short_help_and_completion(
+    ft: Ft, server: StubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "Usage: ft" in ft("jobs", "-h").out
+    server.jobs["ftjob-1"] = job_body(suffix="mine")
+    for name, value in {"_FT_COMPLETE": "complete_bash", "COMP_WORDS": "ft get mi", "COMP_CWORD": "2"}.items():
+        monkeypatch.setitem(os.environ, name, value)
+    with pytest.raises(SystemExit):
+        ft("get", "mi")
+    assert capsys.readouterr().out.split() == ["mine"]
+
+
+def test_a_terminal_shows_short_ids_and_the_reason_below(ft: Ft, server: StubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = "ftjob-" + "abcdefgh" * 3
+    server.jobs[whole] = job_body(whole, "failed", suffix="a-rather-long-suffix", error={"message": "The disk is full. " * 9})
+    monkeypatch.setattr("ft_service.cli.output.is_terminal", lambda: True)
+    monkeypatch.setattr("ft_service.cli.jobs.listing.is_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    _, row, reason = ft("jobs").out.splitlines()
+    assert row.split()[0] == "abcdefgh"
+    assert (len(reason), reason[:21], reason[-1]) == (80, "    The disk is full.", "…")

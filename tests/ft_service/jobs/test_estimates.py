@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from ft_service.jobs.estimates import Effort, Measured, Paces
+
+
+def effort(
+    base: str = "tiny", slots: int = 2, work: float | None = 100.0, planned: float | None = None, left: float | None = None
+) -> Effort:
+    return Effort(base, slots, work, planned, left)
+
+
+def test_what_finished_jobs_took_corrects_the_plan() -> None:
+    """One of three took much longer; the same base comes first."""
+    done = [Measured(effort(planned=10.0), held, held * 2) for held in (14.0, 15.0, 90.0)]
+    done += [Measured(effort("large", planned=10.0), 40.0, 80.0)]
+    paces = Paces(done)
+    assert paces.expected_seconds(effort(planned=20.0)) == 30.0
+    assert paces.expected_seconds(effort("large", planned=20.0)) == 80.0
+    assert paces.expected_seconds(effort("other", planned=20.0)) == 20.0 * (15.0 + 40.0) / 20.0
+    assert Paces().expected_seconds(effort(planned=20.0)) == 20.0
+
+
+def test_where_no_plan_knows_the_machine_work_is_compared() -> None:
+    paces = Paces([Measured(effort(slots=2, work=100.0), 5.0, 10.0)])
+    assert paces.expected_seconds(effort(slots=1, work=300.0)) == 30.0
+    assert paces.expected_seconds(effort(slots=3, work=300.0)) == 10.0
+    assert Paces().expected_seconds(effort()) is None
+    assert paces.expected_seconds(effort(work=None)) is None
+
+
+def test_what_a_job_measured_itself_counts_first() -> None:
+    assert Paces([Measured(effort(), 5.0, 10.0)]).expected_seconds(effort(left=7.0)) == 7.0

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ft_service.rundir.directory import RunDir
+from ft_service.rundir.manifest import Manifest
+from ft_service.rundir.model_card import CARD, model_card
+from tests.support.run_directories import finished_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return finished_run(tmp_path)
+
+
+@pytest.fixture
+def manifest(run: RunDir) -> Manifest:
+    found = run.read("adapter/manifest.json", Manifest)
+    assert found is not None
+    return found
+
+
+def test_the_card_says_how_to_use_the_adapter_and_how_well_it_does(manifest: Manifest, run: RunDir) -> None:
+    text = run.path(f"adapter/{CARD}").read_text()
+    assert CARD in manifest.files
+    assert f"# {manifest.tuned_name}\n" in text
+    assert f'AutoModelForCausalLM.from_pretrained("{manifest.base.name}"' in text
+    assert "| validation loss | 1.5000 |" in text
+    assert f"| `lora.r` | {manifest.spec.lora.r} |" in text
+    assert f"--max-lora-rank {manifest.spec.lora.r} " in text
+    assert manifest.base.path not in text
+    assert manifest.spec.training_data.path not in text
+
+
+def test_a_hub_is_told_the_base_only_where_it_could_know_it(manifest: Manifest) -> None:
+    def metadata(base: str) -> dict[str, object]:
+        return yaml.safe_load(model_card(manifest, base).split("---")[1])
+
+    assert metadata("Qwen/Qwen3-8B")["base_model"] == "Qwen/Qwen3-8B"
+    assert "base_model" not in metadata("tiny-llama")
+    assert metadata("tiny-llama")["library_name"] == "peft"

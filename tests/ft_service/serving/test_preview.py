@@ -1,0 +1,189 @@
+"""When the preview's process begins and ends, and what those are told who asked it. The process itself is played."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_service.errors import FtError, SpecError, UnavailableError
+from ft_service.jobs.states import State
+from ft_service.launcher.local import host_id
+from ft_service.serving import preview as preview_module
+from ft_service.serving.preview import Preview
+from ft_service.settings import Settings
+from ft_service.store.sql import Store, migrate, open_store
+from tests.support.attempts import wait_for
+from tests.support.creating import create_job
+from tests.support.records import PROJECT, new_job, place
+
+PLAYED = [sys.executable, str(Path(__file__).parents[2] / "support/programs/scripted_preview.py")]
+NF4 = {"default": "nf4"}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    url = f"sqlite:///{tmp_path / 'ft.db'}"
+    migrate(url)
+    opened = open_store(url)
+    opened.ensure_project(PROJECT, "local")
+    yield opened
+    opened.close()
+
+
+Make = Callable[..., Preview]
+
+
+@pytest.fixture
+def make(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    stop, threads = threading.Event(), []
+
+    def started(**settings: Any) -> Preview:
+        preview = Preview(Settings(home=tmp_path, slots=2, **settings), store, command=PLAYED)
+        threads.append(threading.Thread(target=preview.run, args=(stop,)))
+        threads[-1].start()
+        return preview
+
+    yield started
+    stop.set()
+    for thread in threads:
+        thread.join()
+
+
+class Answer:
+    """What is delivered to one request."""
+
+    def __init__(
+        self, preview: Preview, wanted: str = "", *, base: str = "/a", precision: Any = None, adapter: Any = None
+    ) -> None:
+        self._parts: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        order = {"messages": [{"role": "user", "content": wanted}], "adapter": adapter}
+        self.ticket = preview.submit(base, precision, order, self._parts.put)
+
+    def part(self, kind: str) -> dict[str, Any]:
+        while (part := self._parts.get(timeout=30))["kind"] != kind:
+            if part["kind"] == "error":
+                raise part["error"]
+        return part
+
+    def text(self) -> str:
+        text = self.part("text")["text"]
+        self.part("done")
+        return text
+
+    def error(self) -> FtError:
+        return self.part("error")["error"]
+
+
+def alive(pid: int | None) -> bool:
+    try:
+        os.kill(pid or 0, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_one_process_answers_for_a_base_and_its_adapters(make: Make) -> None:
+    preview = make()
+    assert preview.pid is None
+    assert Answer(preview, precision=NF4, adapter="/x").text() == "a nf4 /x"
+    pid = preview.pid
+    assert Answer(preview, precision=NF4, adapter="/y").text() == "a nf4 /y"
+    assert Answer(preview).text() == "a nf4 None", "the base is asked in the formats that it is loaded in"
+    assert preview.pid == pid
+
+
+def test_another_base_or_format_takes_its_place_once_it_rests(make: Make) -> None:
+    preview = make()
+    hanging = Answer(preview, "hang")
+    hanging.part("begun")
+    first = preview.pid
+    waiting = Answer(preview, base="/b")
+    other_format = Answer(preview, precision=NF4)
+    assert preview.pid == first
+    preview.cancel(hanging.ticket)
+    assert waiting.text() == "b None None"
+    assert other_format.text() == "a nf4 None"
+    assert not alive(first)
+
+
+def test_whoever_waits_for_a_base_too_long_is_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preview_module, "BUSY_SECONDS", 0.2)
+    preview = make()
+    Answer(preview, "hang").part("begun")
+    assert Answer(preview, base="/b").error().code == "preview_busy"
+
+
+def test_it_is_gone_when_nobody_asks(make: Make) -> None:
+    preview = make(preview_idle_seconds=0.2)
+    Answer(preview).text()
+    wait_for(lambda: preview.pid is None, 30)
+    assert Answer(preview).text()
+
+
+def test_a_killed_one_costs_its_answers_and_the_next_call_answers(make: Make) -> None:
+    preview = make()
+    hanging = Answer(preview, "hang")
+    hanging.part("begun")
+    assert preview.pid is not None
+    os.kill(preview.pid, signal.SIGKILL)
+    error = hanging.error()
+    assert isinstance(error, UnavailableError)
+    assert "has ended before its answer" in error.message
+    assert Answer(preview).text() == "a None None"
+
+
+def test_a_base_that_cannot_be_loaded_says_why(make: Make) -> None:
+    preview = make()
+    error = Answer(preview, base="/bad").error()
+    assert isinstance(error, SpecError)
+    assert (error.message, error.code) == ("no such base", "model_not_served")
+    assert Answer(preview).text()
+
+
+def test_with_all_slots_taken_it_does_not_start(make: Make, store: Store) -> None:
+    place(store, create_job(store, new_job(state=State.QUEUED, slots=2)), [0, 1], host_id())
+    preview = make()
+    error = Answer(preview).error()
+    assert isinstance(error, UnavailableError)
+    assert "Training has all 2 slots" in error.message
+    assert error.retry_after > 1
+    assert preview.pid is None
+
+
+def test_a_job_gets_its_slots(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preview_module, "LEAVE_SECONDS", 0.5)
+    preview = make()
+    hanging = Answer(preview, "hang")
+    hanging.part("begun")
+    pid = preview.pid
+    assert preview.make_way([0]), "it is on the other one"
+    assert not preview.make_way([0, 1])
+    with pytest.raises(UnavailableError, match="made way for a training job"):
+        Answer(preview)
+    wait_for(lambda: preview.make_way([0, 1]), 30)
+    assert not alive(pid)
+    assert "made way" in hanging.error().message
+
+
+def test_it_ends_with_its_thread(tmp_path: Path, store: Store) -> None:
+    preview, stop = Preview(Settings(home=tmp_path, slots=2), store, command=PLAYED), threading.Event()
+    thread = threading.Thread(target=preview.run, args=(stop,))
+    thread.start()
+    hanging = Answer(preview, "hang")
+    hanging.part("begun")
+    pid = preview.pid
+    stop.set()
+    thread.join(30)
+    assert not alive(pid)
+    assert "is ending" in hanging.error().message
+    with pytest.raises(UnavailableError):
+        Answer(preview)

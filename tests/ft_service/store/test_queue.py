@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from sqlalchemy import text
+
+from ft_service.jobs.decisions import placed
+from ft_service.jobs.estimates import Paces
+from ft_service.jobs.queue import HALF_LIFE_SECONDS, next_start
+from ft_service.jobs.states import State
+from ft_service.store.queue import HOST_SECONDS, OF_EACH_PROJECT
+from ft_service.store.records import JobChange
+from ft_service.store.tables import jobs
+from tests.support.creating import create_job
+from tests.support.records import OTHER, PROJECT, claim, claim_next, new_job, place
+
+
+def sql(store, statement: str, **values) -> None:
+    with store.writing() as connection:
+        connection.execute(text(statement), values)
+
+
+def test_what_a_job_held_is_added_to_it_and_to_its_project_as_its_slots_are_freed(store):
+    job = place(store, create_job(store, new_job(state=State.QUEUED, slots=3)), [0, 1, 2])
+    assert job.taken_at is not None
+    sql(store, "UPDATE slots SET taken_at = taken_at - 100")
+    [holding] = store.line_for("h1", 8, Paces()).holdings
+    assert (holding.slots, holding.project) == (3, PROJECT)
+    before = store.line_for("h1", 8, Paces()).shares[PROJECT].used
+    assert 300 <= before < 400
+    claimed = claim(store)
+    assert store.apply(claimed, JobChange(job=replace(claimed.job, state=State.PAUSED, phase=None), release_slots=True))
+    after = store.get_job(PROJECT, job.id)
+    assert (after.taken_at, after.ends_at) == (None, None)
+    assert 100 <= after.held_seconds < 130
+    assert after.slot_seconds == 3 * after.held_seconds
+    shares = store.line_for("h1", 8, Paces()).shares
+    assert shares[PROJECT].used == pytest.approx(after.slot_seconds, rel=1e-2)
+    assert shares[OTHER].used == 0.0
+    sql(store, "UPDATE projects SET used_at = used_at - :ago", ago=HALF_LIFE_SECONDS)
+    assert store.line_for("h1", 8, Paces()).shares[PROJECT].used == pytest.approx(after.slot_seconds / 2, rel=1e-2)
+
+
+def test_slots_that_an_earlier_version_took_count_nothing(store):
+    job = place(store, create_job(store, new_job(state=State.QUEUED)), [0])
+    sql(store, "UPDATE slots SET taken_at = NULL")
+    assert store.line_for("h1", 8, Paces()).holdings[0].taken_at > 0
+    claimed = claim(store)
+    assert store.apply(claimed, JobChange(job=replace(claimed.job, state=State.PAUSED, phase=None), release_slots=True))
+    assert store.get_job(PROJECT, job.id).slot_seconds == 0.0
+
+
+def test_a_project_never_runs_more_ranks_than_it_may_whoever_places_them(store):
+    """Two reconcilers have chosen at once: the second one's change is undone."""
+    first, second = (create_job(store, new_job(state=State.QUEUED, slots=2)) for _ in range(2))
+    claims = [
+        store.claim_queued(job.id, host=host, owner="t", lease_seconds=60, host_slots=8)
+        for job, host in ((first, "h1"), (second, "h2"))
+    ]
+    sql(store, "UPDATE projects SET max_slots = 3")
+    assert store.apply(claims[0], JobChange(job=placed(claims[0].job, "h1"), take_slots=[0, 1]))
+    assert not store.apply(claims[1], JobChange(job=placed(claims[1].job, "h2"), take_slots=[0, 1]))
+    assert store.get_job(PROJECT, second.id).state is State.QUEUED
+    assert store.held_slots(second.id) == []
+    assert claim_next(store, host="h2") is None, "the queue passes it over"
+
+
+def test_the_project_that_has_used_less_is_next(store):
+    create_job(store, new_job(state=State.QUEUED))
+    other = create_job(store, new_job(state=State.QUEUED, project_id=OTHER))
+    sql(store, "UPDATE projects SET used = 900, used_at = :now WHERE id = :id", now=store.now(), id=PROJECT)
+    claimed = claim_next(store)
+    assert claimed is not None
+    assert claimed.job.id == other.id
+
+
+def test_a_turn_reads_the_first_jobs_of_each_project_and_the_forecast_all(store):
+    for number in range(OF_EACH_PROJECT + 5):
+        create_job(store, new_job(id=f"ftjob-{number}", state=State.QUEUED))
+    create_job(store, new_job(id="ftjob-o", state=State.QUEUED, project_id=OTHER, stored_spec=new_job().stored_spec))
+    line = store.line_for("h1", 8, Paces())
+    assert len(line.waiting) == OF_EACH_PROJECT + 1
+    assert next_start(line) is not None
+    store.tell_host("h1", 4)
+    store.tell_host("gone", 4)
+    sql(store, "UPDATE hosts SET seen_at = seen_at - :ago WHERE host = 'gone'", ago=HOST_SECONDS + 1)
+    whole = store.whole_line(Paces())
+    assert len(whole.waiting) == OF_EACH_PROJECT + 6
+    assert whole.hosts == {"h1": 4}
+
+
+def test_finished_jobs_tell_how_long_others_take(store):
+    spec = replace(new_job().stored_spec, document={"model": {"name": "tiny"}})
+    done = new_job(
+        state=State.SUCCEEDED, stored_spec=spec, work=10.0, finished_at=1.0, held_seconds=2.0, slot_seconds=4.0, slots=2
+    )
+    create_job(store, done)
+    create_job(store, replace(done, id="ftjob-old", work=None))
+    paces = Paces(store.measured_jobs())
+    create_job(store, new_job(state=State.QUEUED, stored_spec=spec, work=30.0, slots=1))
+    [waiting] = store.line_for("h1", 8, paces).waiting
+    assert waiting.seconds == 12.0
+
+
+@pytest.mark.slow
+def test_a_turn_with_ten_thousand_queued_jobs_reads_few_of_them(store):
+    """What is counted are rows, since a time says little on a busy machine; it is printed."""
+    row = {column.name: None for column in jobs.columns if column.name not in ("position", "lease_expires_at", "looked_at")}
+    made = create_job(store, new_job(state=State.QUEUED))
+    with store.writing() as connection:
+        row = dict(connection.execute(jobs.select().where(jobs.c.id == made.id)).mappings().one())
+        del row["position"]
+        connection.execute(jobs.insert(), [{**row, "id": f"ftjob-{n}"} for n in range(10_000)])
+    began = time.perf_counter()
+    line = store.line_for("h1", 8, Paces())
+    start = next_start(line)
+    print(f"{1000 * (time.perf_counter() - began):.1f} ms")
+    assert start is not None
+    assert len(line.waiting) == OF_EACH_PROJECT

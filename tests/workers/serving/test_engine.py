@@ -1,0 +1,152 @@
+"""Answers of the engine: the tokens of transformers' `generate`, whoever else is answered at the same time."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ft_service.spec import PrecisionOptions
+from tests.support.bases import SAMPLE
+from workers.serving import engine as engine_module
+from workers.serving.chat import Chat
+from workers.serving.engine import Engine, Request
+from workers.serving.model import ServedModel
+
+CHATS = [json.loads(line)["messages"][:-1] for line in (SAMPLE.parents[1] / "data/heldout.jsonl").read_text().splitlines()[:4]]
+LIMIT = 12
+
+
+@pytest.fixture(scope="module")
+def served() -> ServedModel:
+    return ServedModel(str(SAMPLE), PrecisionOptions(compute="fp32"), torch.device("cpu"), None)
+
+
+@pytest.fixture(scope="module")
+def chat() -> Chat:
+    return Chat(str(SAMPLE))
+
+
+@pytest.fixture(scope="module")
+def expected(chat: Chat) -> list[list[int]]:
+    """Tokens by transformers, one conversation at a time."""
+    model: Any = AutoModelForCausalLM.from_pretrained(SAMPLE, dtype=torch.float32)
+    answers = []
+    for messages in CHATS:
+        ids = torch.tensor([chat.prompt(messages, [])])
+        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=LIMIT, do_sample=False)
+        answers.append(out[0, ids.shape[1] :].tolist())
+    return answers
+
+
+class Heard:
+    """What an engine says, and the engine."""
+
+    def __init__(self, served: ServedModel, chat: Chat) -> None:
+        self.said: list[dict[str, Any]] = []
+        self.engine = Engine(served, chat, self.said.append)
+
+    def ask(self, name: str, messages: list[Any] = CHATS[0], **options: Any) -> None:
+        self.engine.add(Request(name, messages, **{"temperature": 0.0, "max_tokens": LIMIT, **options}))
+
+    def run(self) -> None:
+        while self.engine.busy:
+            self.engine.step()
+
+    def of(self, name: str, kind: str, index: int = 0) -> list[dict[str, Any]]:
+        return [m for m in self.said if m["id"] == name and m["kind"] == kind and m.get("index", index) == index]
+
+    def text(self, name: str, index: int = 0) -> str:
+        return "".join(m["text"] for m in self.of(name, "text", index))
+
+
+@pytest.fixture
+def heard(served: ServedModel, chat: Chat) -> Heard:
+    return Heard(served, chat)
+
+
+def test_answers_that_come_and_go_are_those_of_generate(
+    heard: Heard, chat: Chat, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 20)  # prompts are read in parts, beside the answers of others
+    heard.ask("0", CHATS[0])
+    for _ in range(4):
+        heard.engine.step()
+    for number in (1, 2, 3):
+        heard.ask(str(number), CHATS[number])
+    heard.run()
+    for number, tokens in enumerate(expected):
+        assert heard.text(str(number)) == chat.tokenizer.decode(tokens, skip_special_tokens=True)
+        ended = tokens[-1] in chat.ends
+        assert heard.of(str(number), "end")[0]["reason"] == ("stop" if ended else "length")
+        assert heard.of(str(number), "done")[0]["completion_tokens"] == len(tokens)
+        assert heard.of(str(number), "begun")[0]["prompt_tokens"] == len(chat.prompt(CHATS[number], []))
+
+
+def test_log_probabilities_are_the_models_own(heard: Heard, chat: Chat, expected: list[list[int]]) -> None:
+    heard.ask("a", top_logprobs=3, temperature=1.5, seed=1)
+    heard.run()
+    told = [entry for message in heard.of("a", "text") for entry in message["logprobs"]]
+    ids = [one for entry in told for one in chat.tokenizer.encode(entry["token"], add_special_tokens=False)[:1]]
+    assert len(ids) == len(told) > 3
+    model: Any = AutoModelForCausalLM.from_pretrained(SAMPLE, dtype=torch.float32)
+    prompt = chat.prompt(CHATS[0], [])
+    first = model(torch.tensor([prompt])).logits[0, -1].log_softmax(dim=-1)
+    likeliest = first.topk(3)
+    assert [entry["logprob"] for entry in told[0]["top_logprobs"]] == pytest.approx(likeliest.values.tolist(), abs=1e-4)
+    assert [entry["token"] for entry in told[0]["top_logprobs"]] == [chat.tokenizer.decode([t]) for t in likeliest.indices]
+    assert bytes(told[0]["bytes"]).decode() == told[0]["token"]
+
+
+def test_a_seed_draws_the_same_again_and_its_answers_differ(heard: Heard) -> None:
+    for name in ("a", "b"):
+        heard.ask(name, n=3, temperature=1.5, seed=5)
+    heard.ask("other", n=1, temperature=1.5, seed=6)
+    heard.run()
+    answers = [heard.text("a", index) for index in range(3)]
+    assert answers == [heard.text("b", index) for index in range(3)]
+    assert len({*answers, heard.text("other")}) == 4
+    assert len(heard.of("a", "done")) == 1
+
+
+def test_top_p_leaves_only_the_likeliest(heard: Heard) -> None:
+    heard.ask("greedy")
+    heard.ask("drawn", temperature=1.0, top_p=1e-6)
+    heard.run()
+    assert heard.text("drawn") == heard.text("greedy")
+
+
+def test_an_answer_ends_before_a_stop(heard: Heard, chat: Chat, expected: list[list[int]]) -> None:
+    whole = chat.tokenizer.decode(expected[0], skip_special_tokens=True)
+    stop = whole[5:9]
+    heard.ask("a", stop=[stop])
+    heard.run()
+    assert heard.text("a") == whole[: whole.find(stop)]
+    assert heard.of("a", "end")[0]["reason"] == "stop"
+
+
+def test_what_has_no_room_is_refused_and_others_go_on(heard: Heard) -> None:
+    heard.ask("long", max_tokens=510)
+    heard.ask("tools", tools=[{"type": "function", "function": {"name": "f"}}])
+    heard.ask("fine")
+    heard.run()
+    (error,) = heard.of("long", "error")
+    assert (error["code"], error["wrong"]) == ("context_length_exceeded", True)
+    assert "512 tokens" in error["message"]
+    assert "no place for tools" in heard.of("tools", "error")[0]["message"]
+    assert heard.of("fine", "done")
+
+
+def test_a_dropped_request_costs_no_more_steps(heard: Heard) -> None:
+    heard.ask("a", max_tokens=100)
+    heard.engine.step()
+    heard.engine.drop("a")
+    assert not heard.engine.busy
+    heard.engine.step()
+
+
+def test_ends_are_what_the_template_writes_behind_an_answer(chat: Chat) -> None:
+    assert chat.ends == {chat.tokenizer.eos_token_id}

@@ -1,0 +1,116 @@
+"""Whole attempts of direct preference optimisation on real gloo ranks: any number of ranks, stopped, resumed, going on."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from ft_service.rundir.directory import RunDir
+from ft_service.rundir.documents import Control, Desired, Outcome, OutcomeKind
+from ft_service.rundir.verify import verify
+from ft_service.spec import AdapterRef, JobSpec
+from tests.support.training.attempts import adapter, losses, run_attempt
+from tests.support.training.models import save_chat_base, save_pairs, spec_for
+
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> JobSpec:
+    folder = tmp_path_factory.mktemp("job")
+    return spec_for(
+        save_chat_base(folder / "base"),
+        save_pairs(folder / "train.jsonl", 11),
+        valid=save_pairs(folder / "valid.jsonl", 4),
+        ranks=2,
+        method={"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.5, "batch_size": 5, "rpo_alpha": 0.1}}},
+        precision={"default": "nf4", "compute": "fp32"},
+        training={"max_steps": STEPS, "tokens_per_micro_batch": 128, "learning_rate": 5e-3},
+        checkpoint={"save_steps": 2, "save_total_limit": 10},
+        lora={"r": 4, "lora_dropout": 0.1},
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(spec: JobSpec, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """The uninterrupted job on two ranks."""
+    return trained(spec, tmp_path_factory.mktemp("finished"), 2)
+
+
+def trained(spec: JobSpec, folder: Path, world: int) -> RunDir:
+    run = RunDir(folder)
+    run.write("spec.json", spec)
+    assert run_attempt(run, 1, world) == Outcome(kind=OutcomeKind.SUCCEEDED)
+    return run
+
+
+def table(run: RunDir) -> list[dict[str, str]]:
+    with run.path("metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_pairs_are_learned_and_measured(finished: RunDir) -> None:
+    rows = table(finished)
+    first, last = rows[0], rows[-1]
+    assert float(first["rewards/margins"]) == pytest.approx(0, abs=1e-3), "dropout apart, nothing is learned yet"
+    assert float(last["train_loss"]) < float(first["train_loss"]) - 0.05
+    assert float(last["rewards/margins"]) > 0.1
+    assert float(last["rewards/accuracies"]) == 1
+    margin = float(last["rewards/chosen"]) - float(last["rewards/rejected"])
+    assert float(last["rewards/margins"]) == pytest.approx(margin, abs=1e-9)
+    assert float(last["valid_rewards/margins"]) > 0
+    assert [row["step"] for row in rows if row["valid_loss"]] == ["3", "5"], "an epoch is 3 steps of 5 pairs"
+    assert verify(finished.root).faults == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 3])
+def test_any_number_of_ranks_learns_the_same(finished: RunDir, spec: JobSpec, tmp_path: Path, world: int) -> None:
+    found = table(trained(spec, tmp_path, world))
+    for name in ("train_loss", "valid_loss", "rewards/chosen", "rewards/rejected", "valid_rewards/margins", "grad_norm"):
+        ours = [float(row[name]) for row in found if row[name]]
+        assert ours == pytest.approx([float(row[name]) for row in table(finished) if row[name]], rel=1e-5, abs=1e-6), name
+    steps = losses(finished)
+    assert losses(RunDir(tmp_path)) == pytest.approx(steps, rel=1e-6)
+
+
+def resumed(finished: RunDir, folder: Path, world: int, *, reference: bool) -> RunDir:
+    """The same job, as if it had been killed behind step 2 and gone on."""
+    run = RunDir(folder)
+    shutil.copytree(finished.path("attempts"), run.path("attempts"))
+    shutil.copytree(finished.path("checkpoints/step-2-a1"), run.path("checkpoints/step-2-a1"))
+    kept = ("reference.json", "reference.bin") if reference else ()
+    for name in ("spec.json", "origins.json", *kept):
+        shutil.copy(finished.path(name), run.path(name))
+    assert run_attempt(run, 2, world, "step-2-a1") == Outcome(kind=OutcomeKind.SUCCEEDED)
+    return run
+
+
+@pytest.mark.parametrize("reference", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_resumed_job_equals_the_uninterrupted_one(finished: RunDir, tmp_path: Path, reference: bool) -> None:
+    run = resumed(finished, tmp_path, 2, reference=reference)
+    assert run.get("reference.bin") == finished.get("reference.bin"), "by the adapter as it began, not as it was resumed"
+    assert losses(run) == losses(finished)
+    for name, matrix in adapter(finished).items():
+        assert torch.equal(adapter(run)[name], matrix), name
+
+
+@pytest.mark.slow
+def test_a_job_that_goes_on_is_measured_against_its_parent(finished: RunDir, spec: JobSpec, tmp_path: Path) -> None:
+    parent = AdapterRef(name="ft:tiny:local::parent", job_id="ftjob-parent", path=str(finished.path("adapter")))
+    going_on = spec.model_copy(update={"job_id": "ftjob-next", "parent": parent})
+    run = trained(going_on, tmp_path / "next", 1)
+    assert abs(float(table(run)[0]["rewards/margins"])) < 1e-2 * float(table(finished)[-1]["rewards/margins"])
+    assert run.get("reference.bin") != finished.get("reference.bin")
+
+
+def test_a_job_is_stopped_while_its_reference_is_computed(spec: JobSpec, tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.write("spec.json", spec)
+    run.write("attempts/1/control.json", Control(generation=2, desired=Desired.PAUSE))
+    assert run_attempt(run, 1, 2) == Outcome(kind=OutcomeKind.STOPPED)
+    assert run.get("reference.json") is None

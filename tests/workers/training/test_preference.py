@@ -1,0 +1,235 @@
+"""Direct preference optimisation against the papers' formulas on stock parts, and against TRL: losses, rewards, gradients."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ft_service.data.tokens.sample import Tokens
+from ft_service.data.tokens.token_set import TokenSet
+from ft_service.spec import DpoOptions, JobSpec
+from tests.support.ranks import run_on_ranks
+from tests.support.training.models import VOCABULARY, reference, save_chat_base, save_tiny_llama, spec_for
+from tests.support.training.parity import CPU, Step, assert_parity, constructed, full, samples
+from workers.base.load import adapters, plain_name
+from workers.data.batches import collate
+from workers.data.sharing import Limits
+from workers.training.objective import Preference, batches_of_rank
+from workers.training.preference import PairSums, answer_log_probabilities, make_pairs, pair_losses
+from workers.training.step import forward_backward
+
+PAIRS = 4
+STEPS = 3
+OPTIONS = {
+    "sigmoid": DpoOptions(beta=0.3, loss_type="sigmoid"),
+    "ipo": DpoOptions(beta=0.3, loss_type="ipo"),
+    "sigmoid_norm": DpoOptions(beta=2.0, loss_type="sigmoid_norm"),
+    "with a term of supervised training": DpoOptions(beta=0.3, loss_type="sigmoid", rpo_alpha=0.7),
+}
+IN_TRL: dict[str, tuple[list[str], list[float]]] = {
+    **{name: ([name], [1.0]) for name in ("sigmoid", "ipo", "sigmoid_norm")},
+    "with a term of supervised training": (["sigmoid", "sft"], [1.0, 0.7]),
+}
+
+
+@torch.no_grad()
+def descend(parameters: dict[str, Any]) -> None:
+    """By steps that are small beside the losses' bends, across which roundings would grow."""
+    for parameter in parameters.values():
+        parameter.sub_(parameter.grad, alpha=0.05)
+        parameter.grad = None
+
+
+def pairs() -> TokenSet:
+    """Eight samples of lengths 24, 22, ..: four pairs."""
+    return TokenSet.of(samples(2 * PAIRS, 24))
+
+
+def reference_values() -> Tensor:
+    """Of answers whose tokens are drawn at random, nearly."""
+    noise = torch.randn(2 * PAIRS, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    return noise - math.log(VOCABULARY) * torch.from_numpy(pairs().target_counts)
+
+
+def preference_steps(rank: int, world: int, spec: JobSpec, packed: bool, options: list[DpoOptions]) -> list[list[Step]]:
+    """Steps by the real worker code for each of the options, from the same beginning."""
+    built = constructed(spec, world)
+    trained = dict(adapters(built.peft_model))
+    begun = {name: parameter.detach().clone() for name, parameter in trained.items()}
+    found = []
+    for own in options:
+        with torch.no_grad():
+            for name, parameter in trained.items():
+                parameter.copy_(begun[name])
+        objective = Preference(pairs(), reference_values(), own)
+        found.append([_step(objective, built.peft_model, trained, rank, world, packed) for _ in range(STEPS)])
+    return found
+
+
+def _step(objective: Preference, model: torch.nn.Module, trained: dict[str, Any], rank: int, world: int, packed: bool) -> Step:
+    items = list(range(PAIRS))
+    batches = batches_of_rank(objective, items, rank, world, Limits(60, None, packed), CPU)
+    divisor, loss_of = objective.divisor(items), objective.loss_of(items)
+    sums = objective.read(forward_backward(model, batches, divisor, world, loss_of=loss_of).tolist(), items)
+    done = Step(sums.mean_loss, {name: full(p.grad) for name, p in trained.items()})
+    descend(trained)
+    return done
+
+
+def paper_steps(model: Path, spec: JobSpec, options: DpoOptions) -> list[Step]:
+    """The same by the formula: whole logits, plain autograd, one unsharded process."""
+    peft_model = reference(model, spec)
+    trained = {plain_name(n): p for n, p in peft_model.named_parameters() if p.requires_grad}
+    data, kept = list(pairs()), reference_values()
+    done = []
+    for _ in range(STEPS):
+        of_answers = torch.stack([_answer(peft_model, sample) for sample in data])
+        tokens = torch.tensor([sample.target_count for sample in data], dtype=torch.float64)
+        gained = of_answers - kept
+        gained = gained if options.loss_type == "sigmoid" else gained / tokens
+        h = gained[0::2] - gained[1::2]
+        if options.loss_type == "ipo":
+            loss = ((h - 1 / (2 * options.beta)) ** 2).mean()
+        else:
+            loss = torch.log1p(torch.exp(-options.beta * h)).mean()
+        if options.rpo_alpha:
+            loss = loss - options.rpo_alpha * of_answers[0::2].sum() / tokens[0::2].sum()
+        loss.backward()
+        done.append(Step(loss.item(), {name: full(p.grad) for name, p in trained.items()}))
+        descend(trained)
+    return done
+
+
+def _answer(model: torch.nn.Module, sample: Tokens) -> Tensor:
+    batch = collate([sample], CPU)
+    logits = model(input_ids=batch.ids).logits.double().flatten(0, 1)[batch.places]
+    return logits.log_softmax(-1).gather(1, batch.targets[:, None]).sum()
+
+
+@pytest.mark.parametrize(
+    ("world", "storage", "packed"),
+    [
+        (2, "nf4", True),
+        pytest.param(1, "nf4", True, marks=pytest.mark.slow),
+        pytest.param(3, "nf4", False, marks=pytest.mark.slow),
+        pytest.param(2, "fp8", True, marks=pytest.mark.slow),
+        pytest.param(2, "bf16", True, marks=pytest.mark.slow),
+    ],
+)
+def test_losses_and_gradients_are_those_of_the_paper(world: int, storage: str, packed: bool, tmp_path: Path) -> None:
+    model = save_tiny_llama(tmp_path / "base")
+    spec = spec_for(model, ranks=world, precision={"default": storage, "compute": "fp32"}, lora={"r": 4})
+    options = list(OPTIONS.values())
+    expected = [paper_steps(model, spec, own) for own in options]
+    for rank in run_on_ranks(preference_steps, world, spec, packed, options):
+        for ours, truth in zip(rank, expected, strict=True):
+            assert_parity(ours, truth)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", OPTIONS)
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs trl (pip install 'ft-service[bench]')")
+def test_losses_rewards_and_gradients_are_those_of_trl(loss: str, tmp_path: Path) -> None:
+    model = save_chat_base(tmp_path / "base")
+    spec = spec_for(model, precision={"default": "bf16", "compute": "fp32"}, lora={"r": 4})
+    [ours] = run_on_ranks(steps_on_pairs_of_trl, 1, spec, OPTIONS[loss])
+    peft_model = cast("Any", reference(model, spec))
+    trained = {plain_name(n): p for n, p in peft_model.named_parameters() if p.requires_grad}
+    trainer = trl_trainer(peft_model, model, loss, tmp_path / "out")
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    batch = trainer.data_collator([dict(zip(names, pair, strict=True)) for pair in trl_pairs()])
+    for number, (expected, gradients, rewards) in enumerate(ours):
+        truth = trainer.compute_loss(peft_model, batch)
+        truth.backward()
+        assert expected == pytest.approx(truth.item(), rel=1e-5), number
+        for name, parameter in trained.items():
+            assert parameter.grad is not None
+            error = (gradients[name] - parameter.grad).norm() / parameter.grad.norm()
+            assert error < 1e-5, (number, name)
+        for name, value in rewards.items():
+            logged = trainer._metrics["train"][name][-1]
+            assert value == pytest.approx(logged, rel=1e-5, abs=1e-5), (number, name)
+        descend(trained)
+
+
+def trl_trainer(peft_model: Any, model: Path, loss: str, folder: Path) -> Any:
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl.trainer.dpo_config import DPOConfig
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    types, weights = IN_TRL[loss]
+    config = DPOConfig(
+        output_dir=str(folder),
+        beta=OPTIONS[loss].beta,
+        loss_type=types,
+        loss_weights=weights,
+        use_cpu=True,
+        bf16=False,
+        activation_checkpointing=False,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    unused = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return DPOTrainer(model=peft_model, args=config, train_dataset=unused, processing_class=tokenizer)
+
+
+def trl_pairs() -> list[tuple[list[int], list[int], list[int]]]:
+    """Prompt, chosen and rejected as tokens."""
+    generator = torch.Generator().manual_seed(2)
+
+    def drawn(length: int) -> list[int]:
+        return torch.randint(3, 250, (length,), generator=generator).tolist()
+
+    return [(drawn(4 + i), drawn(6 + 2 * i), drawn(9 - i)) for i in range(PAIRS)]
+
+
+def steps_on_pairs_of_trl(rank: int, world: int, spec: JobSpec, options: DpoOptions) -> list[Any]:
+    """Loss, gradients and rewards of each step. The reference is the model with its adapter as it begins, as it is for TRL."""
+    data = []
+    for prompt, *answers in trl_pairs():
+        for answer in answers:
+            learned = np.array([False] * len(prompt) + [True] * len(answer))
+            data.append(Tokens(np.array(prompt + answer, dtype=np.int32), learned))
+    built = constructed(spec, world)
+    trained = dict(adapters(built.peft_model))
+    with torch.no_grad():
+        nothing = torch.zeros(len(data), dtype=torch.float64)
+        kept, _ = answer_log_probabilities(built.peft_model, make_pairs(data, nothing, CPU))
+    objective, items = Preference(TokenSet.of(data), kept, options), list(range(PAIRS))
+    steps = []
+    for _ in range(STEPS):
+        batches = batches_of_rank(objective, items, rank, world, Limits(60), CPU)
+        sums = forward_backward(built.peft_model, batches, PAIRS, world, loss_of=objective.loss_of(items))
+        measured = objective.read(sums.tolist(), items)
+        steps.append((measured.mean_loss, {name: full(p.grad) for name, p in trained.items()}, measured.more))
+        descend(trained)
+    return steps
+
+
+def test_rewards_are_beta_times_what_was_gained() -> None:
+    logs, kept = torch.tensor([[-10.0, -12.0], [-8.0, -3.0]]), torch.tensor([[-11.0, -11.0], [-6.0, -3.0]])
+    losses, rewards = pair_losses(logs, kept, torch.ones(2, 2, dtype=torch.int64), OPTIONS["sigmoid"])
+    assert rewards.tolist() == [[pytest.approx(0.3), pytest.approx(-0.3)], [pytest.approx(-0.6), 0]]
+    assert losses[0] < torch.log(torch.tensor(2.0)) < losses[1], "the second pair is told apart the wrong way round"
+
+
+def test_a_rank_without_pairs_takes_part() -> None:
+    empty = make_pairs([], torch.zeros(0, dtype=torch.float64), CPU)
+    assert empty.batch.ids.shape == (1, 2)
+    assert len(empty.answers) == len(empty.counts) == 0
+
+
+def test_sums_are_read_as_means_over_pairs() -> None:
+    sums = PairSums(6.0, 5, (3.0, -3.0, 6.0, 2.0, -30.0, -60.0), pairs=3, targets=10)
+    assert (sums.mean_loss, sums.accuracy, sums.is_impossible) == (2.0, 0.5, False)
+    assert sums.more["rewards/margins"] == 2.0
+    assert sums.more["rewards/accuracies"] == pytest.approx(2 / 3)

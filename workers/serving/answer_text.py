@@ -1,0 +1,90 @@
+"""The text of one answer while its tokens arrive: whole characters only, and nothing that a stop or a tool call may still
+take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_UNFINISHED = "\ufffd"
+"""What bytes decode to that are no character yet."""
+
+
+class AnswerText:
+    """Tokens in, text out. What is out never has to be taken back."""
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str], call_prefix: str | None, *, keep_special: bool = False) -> None:
+        """`call_prefix`: what a tool call begins with, from where text is kept back until the end; "": the answer is one if it
+        begins with a brace; None: there are no calls.
+        """
+        self._tokenizer = tokenizer
+        self._stops = [stop for stop in stops if stop]
+        self._prefix = call_prefix
+        self._keep_special = keep_special
+        self._ids: list[int] = []
+        self._decoded_from = self._decoded_to = 0
+        self.whole = ""
+        """All text, up to the stop if there was one."""
+        self._given = 0
+        self.stopped = False
+        """Whether a stop has come up: the answer ends before it."""
+
+    def push(self, token: int) -> str:
+        """The text that is certain now and was not before."""
+        self._ids.append(token)
+        before = self._decode(self._ids[self._decoded_from : self._decoded_to])
+        now = self._decode(self._ids[self._decoded_from :])
+        if len(now) <= len(before) or now.endswith(_UNFINISHED):
+            return ""
+        searched = max(0, len(self.whole) - max(map(len, self._stops), default=0))
+        self.whole += now[len(before) :]
+        self._decoded_from, self._decoded_to = self._decoded_to, len(self._ids)
+        self._look_for_stop(searched)
+        return self._give(self._certain())
+
+    def end(self) -> str:
+        """The rest, once no more tokens come."""
+        if not self.stopped:
+            before = self._decode(self._ids[self._decoded_from : self._decoded_to])
+            self.whole += self._decode(self._ids[self._decoded_from :])[len(before) :]
+            self._look_for_stop(0)
+        return self._give(len(self.whole))
+
+    @property
+    def kept_back(self) -> str:
+        return self.whole[self._given :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=not self._keep_special) if ids else ""
+
+    def _look_for_stop(self, start: int) -> None:
+        found = [place for stop in self._stops if (place := self.whole.find(stop, start)) >= 0]
+        if found:
+            self.stopped = True
+            self.whole = self.whole[: min(found)]
+
+    def _certain(self) -> int:
+        """Where the text ends that nothing can take any more."""
+        if self.stopped and self._prefix is None:
+            return len(self.whole)
+        end = len(self.whole)
+        if self._prefix == "" and self.whole.lstrip()[:1] in ("", "{"):
+            return 0
+        watched = self._stops + ([self._prefix] if self._prefix else [])
+        if self._prefix and (place := self.whole.find(self._prefix)) >= 0:
+            end = place
+        return min([end, *(end - _overlap(self.whole[:end], word) for word in watched)])
+
+    def _give(self, end: int) -> str:
+        end = max(end, self._given)
+        text, self._given = self.whole[self._given : end], end
+        return text
+
+
+def _overlap(text: str, word: str) -> int:
+    """Characters at the end of a text with which the word begins."""
+    for length in range(min(len(word) - 1, len(text)), 0, -1):
+        if word.startswith(text[-length:]):
+            return length
+    return 0

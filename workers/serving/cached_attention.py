@@ -1,0 +1,163 @@
+"""Attention of sequences that grow: the new tokens of any number of them stand one behind the other in one row, and each sees
+what its own sequence had before. No token is padding, and no mask is made.
+
+It stands where transformers' attention stood, for the architectures that let it be chosen, as in training
+(workers/layers/segment_attention.py, whose words for window, softcap and sinks these are).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface
+
+from workers.layers.scored_attention import one_a_head, shares_of
+
+NAME = "ft_cached"
+"""Of this attention among transformers' implementations."""
+FIRST_CAPACITY = 64
+
+
+class Memory:
+    """The keys and values of one sequence, layer by layer."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, _Kept] = {}
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Add new tokens, [1, groups, tokens, ..] each; what the layer then knows, new tokens included."""
+        kept = self._layers.setdefault(layer, _Kept())
+        return kept.extend(key, value)
+
+    def copy(self) -> Memory:
+        """For another sequence that begins with the same tokens."""
+        other = Memory()
+        other._layers = {layer: kept.copy() for layer, kept in self._layers.items()}
+        return other
+
+    @property
+    def bytes(self) -> int:
+        return sum(kept.keys.nbytes + kept.values.nbytes for kept in self._layers.values())
+
+
+@dataclass
+class _Kept:
+    keys: Tensor = field(default_factory=lambda: torch.empty(0))
+    """[1, groups, capacity, d], of which `count` are there."""
+    values: Tensor = field(default_factory=lambda: torch.empty(0))
+    count: int = 0
+
+    def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        new = key.shape[2]
+        end = self.count + new
+        if self.count == 0 or end > self.keys.shape[2]:
+            capacity = max(FIRST_CAPACITY, end + end // 2)
+            self.keys = _grown(self.keys, key, self.count, capacity)
+            self.values = _grown(self.values, value, self.count, capacity)
+        self.keys[:, :, self.count : end] = key
+        self.values[:, :, self.count : end] = value
+        self.count = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def copy(self) -> _Kept:
+        return _Kept(self.keys.clone(), self.values.clone(), self.count)
+
+
+def _grown(kept: Tensor, like: Tensor, count: int, capacity: int) -> Tensor:
+    grown = like.new_empty(1, like.shape[1], capacity, like.shape[3])
+    if count:
+        grown[:, :, :count] = kept[:, :, :count]
+    return grown
+
+
+@dataclass(frozen=True)
+class Span:
+    """The new tokens [start, end) of one sequence in the row in hand."""
+
+    memory: Memory
+    start: int
+    end: int
+
+
+class Row:
+    """What the row in hand is made of, for the forward that is under way."""
+
+    def __init__(self) -> None:
+        self.spans: Sequence[Span] = ()
+
+
+CURRENT = Row()
+"""Of this process, which runs one forward at a time."""
+
+
+def cached_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    is_causal: bool | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """As transformers calls it: query [1, heads, tokens, d], key and value [1, groups, tokens, ..] → [1, tokens, heads, ..].
+
+    Raises NotImplementedError for what only a mask could say.
+    """
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if position_bias is not None or not causal or attention_mask is not None or query.shape[2] != key.shape[2]:
+        raise NotImplementedError(f"{type(module).__name__} is not causal, has a bias by position, or needs a mask")
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    shape = _Shape(sliding_window or 0, softcap or 0.0, scale, s_aux)
+    parts = []
+    for span in CURRENT.spans:
+        own = slice(span.start, span.end)
+        keys, values = span.memory.extend(id(module), key[:, :, own], value[:, :, own])
+        parts.append(_attend(query[:, :, own], keys, values, shape))
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(NAME, cached_attention)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    window: int
+    softcap: float
+    scale: float
+    sinks: Tensor | None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, shape: _Shape) -> Tensor:
+    """The last tokens of a sequence, query [1, heads, n, d], over all of it, key [1, groups, length, d] → [1, heads, n, ..]."""
+    new, length = query.shape[2], key.shape[2]
+    begin = max(0, length - new - shape.window + 1) if shape.window else 0  # the first key that any of them sees
+    key, value = key[:, :, begin:], value[:, :, begin:]
+    mask = None if new == 1 else _seen(new, length - begin, shape.window, query.device)
+    if shape.softcap or shape.sinks is not None:
+        wide_key, wide_value = one_a_head(query, key, value)
+        mask = torch.ones(new, length - begin, dtype=torch.bool, device=query.device) if mask is None else mask
+        shares, _ = shares_of(query, wide_key, mask, shape.softcap, shape.scale, shape.sinks)
+        return shares.to(value.dtype) @ wide_value
+    grouped = query.shape[1] != key.shape[1]
+    whole = new > 1 and new == length and (not shape.window or length <= shape.window)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=None if whole else mask, is_causal=whole, scale=shape.scale, enable_gqa=grouped
+    )
+
+
+def _seen(new: int, length: int, window: int, device: torch.device) -> Tensor:
+    """Which keys each of the last `new` tokens sees: bool [new, length]."""
+    places = torch.arange(length, device=device)
+    distance = places[length - new :, None] - places
+    return (distance >= 0) & (distance < window) if window else distance >= 0

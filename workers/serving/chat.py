@@ -1,0 +1,70 @@
+"""A base's tokenizer as the preview uses it: conversations to prompts, and tokens to what the wire shows of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ft_service.data.tokens.tokenize import load_tokenizer
+from ft_service.errors import SpecError
+from workers.serving.tool_calls import call_format
+
+_WORDS = "ft_words"
+
+
+class Chat:
+    """The chat template of one base."""
+
+    def __init__(self, path: str) -> None:
+        """Raises SpecError for a base without a usable tokenizer or chat template."""
+        self.tokenizer: Any = load_tokenizer(path)
+        self.calls = call_format(self.tokenizer)
+        self.ends = _ends(self.tokenizer, Path(path))
+        """Tokens that end an answer."""
+        self.token = lru_cache(maxsize=65536)(self._token)
+
+    def prompt(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any]) -> list[int]:
+        """The tokens that an answer follows. Raises SpecError for a conversation that the template refuses."""
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+            )
+        except (ImportError, MemoryError):
+            raise
+        except Exception as error:  # templates raise what they like, to refuse roles and orders
+            raise SpecError(f"The base's chat template refuses this conversation: {error}", param="messages") from error
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def takes_tools(self) -> bool:
+        """Whether the template has a place for definitions of tools: others leave them out without a word."""
+        given = self.tokenizer.chat_template
+        return "tools" in (given if isinstance(given, str) else " ".join(given.values()))
+
+    def _token(self, token: int) -> dict[str, Any]:
+        """A token as the wire's log-probabilities name it."""
+        text = self.tokenizer.decode([token])
+        return {"token": text, "bytes": None if "\ufffd" in text else list(text.encode())}
+
+
+def _ends(tokenizer: Any, folder: Path) -> frozenset[int]:
+    """The tokenizer's end, those that generation_config.json names, and what the template writes behind an answer if that is
+    one special token: what training taught the model to end with.
+    """
+    ends = {tokenizer.eos_token_id}
+    try:
+        given = json.loads((folder / "generation_config.json").read_text()).get("eos_token_id")
+        ends |= set(given) if isinstance(given, list) else {given}
+    except (OSError, ValueError, AttributeError):
+        pass
+    try:
+        talk = [{"role": "user", "content": "ft_question"}, {"role": "assistant", "content": _WORDS}]
+        text = tokenizer.apply_chat_template(talk, tokenize=False)
+        after = tokenizer(text.rpartition(_WORDS)[2], add_special_tokens=False)["input_ids"]
+        if after and after[0] in set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values()):
+            ends.add(after[0])
+    except Exception:  # the template may refuse it, and then has no say
+        pass
+    return frozenset(token for token in ends if isinstance(token, int))

@@ -1,0 +1,222 @@
+"""Continuous batching: every step takes the next token of every answer that is under way, and a part of the prompts that wait.
+
+All of it is one row of one forward, whatever adapters they go through. An answer that comes while others are under way joins at
+the next step, and a long prompt is read in parts, so that no request holds up the others.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ft_service.errors import FtError, SpecError
+from workers.serving.adapters import Adapter
+from workers.serving.answer_text import AnswerText
+from workers.serving.cached_attention import Memory, Span
+from workers.serving.chat import Chat
+from workers.serving.model import Piece, ServedModel
+from workers.serving.sampling import Choice, Sampling, choose
+
+MOST_SEQUENCES = 32
+"""Answers under way at once; more wait their turn."""
+PROMPT_TOKENS = 512
+"""Of prompts that are read in one step, at most."""
+DEFAULT_MAX_TOKENS = 2048
+"""Of an answer whose request names no limit, if the base's context has room."""
+
+Say = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request as it arrives (ft_service/serving/request.py makes it)."""
+
+    id: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    adapter: str | None = None
+    n: int = 1
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: list[str] = field(default_factory=list)
+    seed: int | None = None
+    top_logprobs: int | None = None
+    parallel_tool_calls: bool = True
+
+
+@dataclass
+class _Sequence:
+    """One answer of a request."""
+
+    request: Request
+    index: int
+    ids: list[int]
+    """Prompt and answer."""
+    prompt: int
+    limit: int
+    """Tokens of the answer at most."""
+    adapter: Adapter | None
+    text: AnswerText
+    generator: torch.Generator
+    memory: Memory = field(default_factory=Memory)
+    read: int = 0
+    """Tokens that the memory knows."""
+    unsaid: list[dict[str, Any]] = field(default_factory=list)
+    """Log-probabilities of tokens whose text is kept back."""
+
+    @property
+    def answered(self) -> int:
+        return len(self.ids) - self.prompt
+
+
+class Engine:
+    """Answers requests, step by step, and says what becomes of them. For one thread."""
+
+    def __init__(self, model: ServedModel, chat: Chat, say: Say) -> None:
+        self._model, self._chat, self._say = model, chat, say
+        self._waiting: deque[_Sequence] = deque()
+        self._running: list[_Sequence] = []
+        self._tokens: dict[str, int] = {}
+        """Request → tokens of its finished answers."""
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def add(self, request: Request) -> None:
+        """Let a request wait for its turn; what is wrong with it is said at once."""
+        try:
+            sequences = self._sequences(request)
+        except FtError as error:
+            self._fail(request.id, error)
+            return
+        self._say({"id": request.id, "kind": "begun", "prompt_tokens": sequences[0].prompt})
+        self._tokens[request.id] = 0
+        self._waiting.extend(sequences)
+
+    def drop(self, request_id: str) -> None:
+        """Nobody waits for a request any more."""
+        self._waiting = deque(one for one in self._waiting if one.request.id != request_id)
+        self._running = [one for one in self._running if one.request.id != request_id]
+        self._tokens.pop(request_id, None)
+
+    def step(self) -> None:
+        """One forward."""
+        while self._waiting and len(self._running) < MOST_SEQUENCES:
+            self._running.append(self._waiting.popleft())
+        for group in self._groups():
+            try:
+                self._forward(group)
+            except torch.OutOfMemoryError:
+                for one in group:
+                    text = "The device's memory is full: ask for a shorter answer, or for fewer at once."
+                    self._fail(one.request.id, SpecError(text, code="out_of_memory"))
+
+    def _sequences(self, request: Request) -> list[_Sequence]:
+        if request.tools and not self._chat.takes_tools():
+            raise SpecError("tools: the base's chat template has no place for tools, so they would be left out.", param="tools")
+        prompt = self._chat.prompt(request.messages, request.tools)
+        room = self._model.context - len(prompt)
+        wanted = request.max_tokens
+        if room < (wanted or 1):
+            asked = f" and {wanted} were asked for" if wanted else ""
+            raise SpecError(
+                f"The base's context is {self._model.context} tokens: the prompt has {len(prompt)}{asked}. Shorten the messages"
+                f"{' or max_tokens' if wanted else ''}.",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        adapter = None if request.adapter is None else self._model.adapters.get(request.adapter)
+        calls = self._chat.calls if request.tools else None
+        seed = random.getrandbits(48) if request.seed is None else request.seed
+        return [
+            _Sequence(
+                request,
+                index,
+                list(prompt),
+                len(prompt),
+                wanted or min(room, DEFAULT_MAX_TOKENS),
+                adapter,
+                AnswerText(self._chat.tokenizer, request.stop, calls.prefix if calls else None, keep_special=calls is not None),
+                torch.Generator().manual_seed(random.Random(f"{seed}/{index}").getrandbits(63)),
+            )
+            for index in range(request.n)
+        ]
+
+    def _groups(self) -> list[list[_Sequence]]:
+        """The sequences of each forward of this step, those of one adapter side by side."""
+        ordered = sorted(self._running, key=lambda one: id(one.adapter))
+        return [ordered] if self._model.mixes and ordered else [[one] for one in ordered]
+
+    def _forward(self, sequences: Sequence[_Sequence]) -> None:
+        pieces, ends, place, budget = [], [], 0, PROMPT_TOKENS
+        for one in sequences:
+            unread = len(one.ids) - one.read
+            taken = unread if unread == 1 else min(unread, budget)
+            if taken == 0:
+                continue
+            budget -= taken if unread > 1 else 0
+            span = Span(one.memory, place, place + taken)
+            pieces.append(Piece(one.ids[one.read : one.read + taken], span, one.read, one.adapter))
+            ends.append(one)
+            one.read += taken
+            place += taken
+        logits = self._model.forward(pieces).cpu()
+        for one, row in zip(ends, logits, strict=True):
+            if one.read == len(one.ids):
+                self._advance(one, choose(row, _sampling(one.request), one.generator))
+
+    def _advance(self, one: _Sequence, choice: Choice) -> None:
+        one.ids.append(choice.token)
+        if choice.token in self._chat.ends:
+            self._finish(one, "stop")
+            return
+        if choice.logprob is not None:
+            one.unsaid.append(self._shown(choice))
+        self._tell(one, one.text.push(choice.token))
+        if one.text.stopped:
+            self._finish(one, "stop")
+        elif one.answered >= one.limit:
+            self._finish(one, "length")
+
+    def _tell(self, one: _Sequence, text: str, *, last: bool = False) -> None:
+        if not text and not (last and one.unsaid):
+            return
+        said: dict[str, Any] = {"id": one.request.id, "kind": "text", "index": one.index, "text": text}
+        if one.request.top_logprobs is not None:
+            said["logprobs"], one.unsaid = one.unsaid, []
+        self._say(said)
+
+    def _finish(self, one: _Sequence, reason: str) -> None:
+        rest = one.text.end()
+        calls: list[dict[str, Any]] = []
+        if one.request.tools and self._chat.calls is not None:
+            found = self._chat.calls.parse(one.text.whole)
+            if found is not None:
+                reason, calls = "tool_calls", found[1] if one.request.parallel_tool_calls else found[1][:1]
+                rest = ""
+        self._tell(one, rest, last=True)
+        self._running.remove(one)
+        self._say({"id": one.request.id, "kind": "end", "index": one.index, "reason": reason, "calls": calls})
+        self._tokens[one.request.id] += one.answered
+        if not any(other.request.id == one.request.id for other in (*self._running, *self._waiting)):
+            self._say({"id": one.request.id, "kind": "done", "completion_tokens": self._tokens.pop(one.request.id)})
+
+    def _shown(self, choice: Choice) -> dict[str, Any]:
+        top = [{**self._chat.token(token), "logprob": logprob} for token, logprob in choice.top]
+        return {**self._chat.token(choice.token), "logprob": choice.logprob, "top_logprobs": top}
+
+    def _fail(self, request_id: str, error: FtError) -> None:
+        self.drop(request_id)
+        said = {"message": error.message, "code": error.code, "param": error.param}
+        self._say({"id": request_id, "kind": "error", "wrong": isinstance(error, SpecError), **said})
+
+
+def _sampling(request: Request) -> Sampling:
+    return Sampling(request.temperature, request.top_p, request.top_logprobs)

@@ -1,0 +1,126 @@
+"""The base that the preview serves: built as for training, without an adapter, in the stored formats, from the cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ft_service.bases.cache_folder import Cache
+from ft_service.errors import SpecError
+from ft_service.spec import PrecisionOptions
+from workers.base.load import load
+from workers.layers.segment_attention import NAME as SEGMENTS
+from workers.model.build import base_on_meta, decoder_layers, restore_buffers
+from workers.model.precision import choose_products, formats_of_base, precision_map, swap
+from workers.model.wrapped import text_decoder
+from workers.ranks.runtime import COMPUTE_DTYPE
+from workers.serving.adapters import Adapter, Adapters, AdapterSpan
+from workers.serving.cached_attention import CURRENT, NAME, Memory, Span
+
+_TRIALS = 3
+_POSITION_DEPENDENT = ("dynamic", "longrope")
+"""Kinds of rotary embedding that look at the longest of all positions in a forward."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The next tokens of one sequence."""
+
+    ids: Sequence[int]
+    span: Span
+    """Its place in the row."""
+    first: int
+    """Position of the first of them in the sequence."""
+    adapter: Adapter | None
+
+
+class ServedModel:
+    """A base on one device. `adapters` are put on and taken off by the row."""
+
+    def __init__(self, path: str, precision: PrecisionOptions, device: torch.device, cache: Cache | None) -> None:
+        """Raises SpecError for an architecture whose attention cannot be followed sequence by sequence."""
+        self.device = device
+        compute = COMPUTE_DTYPE[precision.compute]
+        model = base_on_meta(path)
+        decoder = text_decoder(model)
+        if decoder.config._attn_implementation != SEGMENTS:
+            raise SpecError(
+                f"The base is a {decoder.config.model_type} model, whose layers keep another state than keys and values: it "
+                "is not served by the preview. Serve it with an inference server (FT_INFERENCE_URL).",
+                param="model",
+                code="model_not_served",
+            )
+        restore_buffers(model, device, compute)
+        layers = decoder_layers(model)
+        self.mixes = not _looks_at_all_positions(decoder.config)
+        """Whether several sequences may share a row."""
+        formats = precision_map(model, layers, precision, formats_of_base(model, layers, path))
+        swap(model, layers, formats)
+        choose_products(model, precision, compute, device)
+        decoder.set_attn_implementation(NAME)
+        model.requires_grad_(False)
+        self.loaded = load(model, path, seed=0, compute_dtype=compute, device=device, cache=cache)
+        self._model: PreTrainedModel = model.eval()
+        self.adapters = Adapters(model, compute, device)
+        self._last: Tensor | None = None
+        head: Any = model.get_output_embeddings()
+        head.register_forward_pre_hook(self._only_last)
+        self.words: int = head.weight.shape[0]
+        self.context: int = getattr(decoder.config, "max_position_embeddings", None) or 4096
+
+    @torch.inference_mode()
+    def forward(self, pieces: Sequence[Piece]) -> Tensor:
+        """The logits after the last token of each piece, fp32 [pieces, words]. Pieces of one adapter should be neighbours."""
+        ids = torch.tensor([[token for piece in pieces for token in piece.ids]], device=self.device)
+        positions = torch.cat([torch.arange(piece.first, piece.first + len(piece.ids)) for piece in pieces])
+        self._last = torch.tensor([piece.span.end - 1 for piece in pieces], device=self.device)
+        CURRENT.spans = [piece.span for piece in pieces]
+        self.adapters.spans = _adapter_spans(pieces)
+        logits = self._model(input_ids=ids, position_ids=positions.to(self.device)[None], use_cache=False).logits
+        return logits[0].float()
+
+    def settle_threads(self, most: int) -> int:
+        """Take as many threads as give the next token soonest, `most` or one: where others use the processors too, or the base
+        is small, threads wait for each other longer than they compute.
+        """
+        took: dict[int, float] = {}
+        for threads in (1, most):
+            torch.set_num_threads(threads)
+            times = []
+            for _ in range(_TRIALS):
+                begin = time.perf_counter()
+                self.forward([Piece([1], Span(Memory(), 0, 1), 0, None)])
+                times.append(time.perf_counter() - begin)
+            took[threads] = sorted(times)[_TRIALS // 2]
+        best = min(took, key=lambda threads: took[threads])
+        torch.set_num_threads(best)
+        return best
+
+    def _only_last(self, head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        assert self._last is not None
+        return (inputs[0].index_select(1, self._last),)
+
+
+def _adapter_spans(pieces: Sequence[Piece]) -> list[AdapterSpan]:
+    """Runs of neighbours with the same adapter."""
+    spans: list[AdapterSpan] = []
+    for piece in pieces:
+        if piece.adapter is None:
+            continue
+        if spans and spans[-1].adapter is piece.adapter and spans[-1].end == piece.span.start:
+            spans[-1] = AdapterSpan(spans[-1].adapter, spans[-1].start, piece.span.end)
+        else:
+            spans.append(AdapterSpan(piece.adapter, piece.span.start, piece.span.end))
+    return spans
+
+
+def _looks_at_all_positions(config: Any) -> bool:
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [rope, *rope.values()] if isinstance(rope, Mapping) else []
+    return any(isinstance(kind, Mapping) and kind.get("rope_type") in _POSITION_DEPENDENT for kind in kinds)

@@ -1,0 +1,83 @@
+"""How a base's chat template writes the calls of tools, and calls read from an answer by that.
+
+The template is asked: a conversation with one known call is rendered, and what stands around it is how calls look. That holds
+for every template that writes a call as an object with its name and arguments (Qwen, Hermes, Llama, Mistral before its version
+11, …); of others nothing is read, and the call stays in the answer's text.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+_NAME, _KEY, _VALUE = "ft_name", "ft_key", "ft_value"
+_ASKED = {"role": "user", "content": "ft_question"}
+_CALL = {"type": "function", "id": "ftcall000", "function": {"name": _NAME, "arguments": {_KEY: _VALUE}}}
+_TOOL = {"type": "function", "function": {"name": _NAME, "description": "", "parameters": {"type": "object", "properties": {}}}}
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """Calls as objects of JSON."""
+
+    prefix: str
+    """What stands before the first object; "": nothing."""
+    name: str
+    """Key of the function's name."""
+    arguments: str
+    """Key of its arguments."""
+
+    def parse(self, text: str) -> tuple[str, list[dict[str, Any]]] | None:
+        """The words before the calls, and the calls (name, arguments as a string of JSON). None: there are none."""
+        place = text.find(self.prefix) if self.prefix else 0
+        words, calls = text[: max(place, 0)], []
+        while place >= 0:
+            at = place + len(self.prefix)
+            while (found := self._object(text, at)) is not None:
+                call, at = found
+                calls.append(call)
+            if at == place + len(self.prefix):
+                return None
+            place = text.find(self.prefix, at) if self.prefix else -1
+        return (words.rstrip(), calls) if calls else None
+
+    def _object(self, text: str, at: int) -> tuple[dict[str, Any], int] | None:
+        while at < len(text) and text[at] in " \n\r\t,;":
+            at += 1
+        try:
+            value, end = json.JSONDecoder().raw_decode(text, at)
+        except (ValueError, RecursionError):
+            return None
+        value = value.get("function", value) if isinstance(value, dict) else {}
+        name, arguments = value.get(self.name), value.get(self.arguments, {})
+        if not isinstance(name, str):
+            return None
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return {"name": name, "arguments": written}, end
+
+
+def call_format(tokenizer: Any) -> CallFormat | None:
+    """How a tokenizer's chat template writes calls. None: in no way that is known here."""
+    try:
+        before = tokenizer.apply_chat_template([_ASKED], tools=[_TOOL], tokenize=False, add_generation_prompt=True)
+        called = [_ASKED, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]
+        text = tokenizer.apply_chat_template(called, tools=[_TOOL], tokenize=False)
+    except Exception:  # templates raise what they like
+        return None
+    start = len(before) if text.startswith(before) else text.rfind(_ASKED["content"]) + len(_ASKED["content"])
+    place = text.find(_NAME, start)
+    while place > start:
+        place = text.rfind("{", start, place)
+        if place < 0:
+            return None
+        try:
+            value, _ = json.JSONDecoder().raw_decode(text, place)
+        except ValueError:
+            continue
+        inner = value.get("function", value)
+        names = [key for key, held in inner.items() if held == _NAME]
+        arguments = [key for key, held in inner.items() if held in ({_KEY: _VALUE}, json.dumps({_KEY: _VALUE}))]
+        if names and arguments:
+            return CallFormat(text[start:place].strip() if text.startswith(before) else "", names[0], arguments[0])
+    return None

@@ -1,0 +1,155 @@
+"""What a job's loss is taken of: samples one by one, or pairs. The loop knows items; an objective knows their samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ft_service.data.tokens.token_set import TokenSet
+from ft_service.spec import DpoOptions
+from workers.data.batches import Batch, make_batch
+from workers.data.sharing import Limits, Rounds, share_out, share_out_pairs
+from workers.training.preference import PairBatch, PairSums, make_pairs, preference_loss
+from workers.training.step import LossOf, Sums, cross_entropies
+
+
+class Measured(Protocol):
+    """The sums over a global batch, read."""
+
+    @property
+    def loss(self) -> float: ...
+    @property
+    def targets(self) -> int: ...
+    @property
+    def mean_loss(self) -> float: ...
+    @property
+    def accuracy(self) -> float: ...
+    @property
+    def is_impossible(self) -> bool: ...
+    @property
+    def more(self) -> dict[str, float] | None: ...
+
+
+class Objective(Protocol):
+    """The data of a job, as items, with the loss that is taken of them."""
+
+    @property
+    def samples(self) -> TokenSet: ...
+
+    def __len__(self) -> int:
+        """Items."""
+        ...
+
+    def members(self, items: Sequence[int]) -> list[int]:
+        """The numbers of the items' samples, in their order."""
+        ...
+
+    def share_out(self, items: Sequence[int], world: int, limits: Limits) -> Rounds:
+        """The micro-batches of all ranks, as positions in `items`."""
+        ...
+
+    def micro_batch(self, members: Sequence[int], device: torch.device, keys: Sequence[int] | None, packed: bool) -> Any:
+        """The samples of whole items as a micro-batch, for `loss_of`. `keys`: of the samples, for dropout."""
+        ...
+
+    def divisor(self, items: Sequence[int]) -> int:
+        """What the loss of a global batch of these is the mean over: targets, or pairs."""
+        ...
+
+    def loss_of(self, items: Sequence[int]) -> LossOf[Any]: ...
+
+    def read(self, sums: Sequence[float], items: Sequence[int]) -> Measured:
+        """What `loss_of` summed up over all micro-batches of a global batch."""
+        ...
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """Cross entropy; an item is a sample."""
+
+    samples: TokenSet
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def members(self, items: Sequence[int]) -> list[int]:
+        return list(items)
+
+    def share_out(self, items: Sequence[int], world: int, limits: Limits) -> Rounds:
+        return share_out(self.samples.lengths[items].tolist(), world, limits)
+
+    def micro_batch(self, members: Sequence[int], device: torch.device, keys: Sequence[int] | None, packed: bool) -> Batch:
+        return make_batch([self.samples[i] for i in members], device, keys, packed=packed)
+
+    def divisor(self, items: Sequence[int]) -> int:
+        return int(self.samples.target_counts[items].sum())
+
+    def loss_of(self, items: Sequence[int]) -> LossOf[Batch]:
+        return cross_entropies
+
+    def read(self, sums: Sequence[float], items: Sequence[int]) -> Sums:
+        loss, correct = sums
+        return Sums(loss, int(correct), self.divisor(items))
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Direct preference optimisation; item i is the pair of samples 2i and 2i + 1."""
+
+    samples: TokenSet
+    reference: Tensor
+    """fp64 [samples], on the CPU: the answers' log-probabilities where training started (reference.py)."""
+    options: DpoOptions
+
+    def __len__(self) -> int:
+        return len(self.samples) // 2
+
+    def members(self, items: Sequence[int]) -> list[int]:
+        return [2 * i + side for i in items for side in (0, 1)]
+
+    def share_out(self, items: Sequence[int], world: int, limits: Limits) -> Rounds:
+        lengths = self.samples.lengths.reshape(-1, 2)[np.asarray(items, dtype=np.int64)].tolist()
+        return share_out_pairs([(one, other) for one, other in lengths], world, limits)
+
+    def micro_batch(self, members: Sequence[int], device: torch.device, keys: Sequence[int] | None, packed: bool) -> PairBatch:
+        reference = self.reference[torch.tensor(members, dtype=torch.int64)]
+        return make_pairs([self.samples[i] for i in members], reference, device, keys, packed=packed)
+
+    def divisor(self, items: Sequence[int]) -> int:
+        return len(items)
+
+    def loss_of(self, items: Sequence[int]) -> LossOf[PairBatch]:
+        return preference_loss(self.options, len(items), self._targets(items))
+
+    def read(self, sums: Sequence[float], items: Sequence[int]) -> PairSums:
+        loss, correct, *rewards = sums
+        return PairSums(loss, int(correct), tuple(rewards), len(items), self._targets(items))
+
+    def _targets(self, items: Sequence[int]) -> int:
+        """Of the preferred answers."""
+        return int(self.samples.target_counts[[2 * i for i in items]].sum())
+
+
+def batches_of_rank(
+    objective: Objective,
+    items: Sequence[int],
+    rank: int,
+    world: int,
+    limits: Limits,
+    device: torch.device,
+    key: KeyOf | None = None,
+) -> Iterator[Any]:
+    """A rank's micro-batches of a global batch. `key`: gives a sample's key for dropout; None: nothing is dropped."""
+    for micro in objective.share_out(items, world, limits):
+        own = objective.members([items[i] for i in micro[rank]])
+        keys = None if key is None else [key(i) for i in own]
+        yield objective.micro_batch(own, device, keys, limits.packed)
+
+
+class KeyOf(Protocol):
+    def __call__(self, sample: int, /) -> int: ...

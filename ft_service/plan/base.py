@@ -30,7 +30,7 @@ Kind = Literal["linear", "embedding", "head", "experts", "router", "norm", "bias
 _NUMBERED = re.compile(r"^(?P<stack>[^0-9]*?)\.?(?P<layer>\d+)\.(?P<inside>.+)$")
 _EXPERT = re.compile(r"^(?P<before>.*\bexperts)\.(?P<expert>\d+)\.(?P<matrix>[^.]+)(\.weight)?$")
 _BUFFERS = re.compile(
-    r"\.(inv_freq|masked_bias|(?<!moe_statics\.)e_score_correction_bias|layer_scalar|expert_bias|attention\.bias|attn\.bias)$"
+    r"\.(inv_freq|masked_bias|(?<!moe_statics\.)e_score_correction_bias|layer_scalar|feed_forward\.expert_bias|slope_rate|query_decay|key_decay|diagonal_decay|tid2eid|attention\.bias|attn\.bias)$"
 )
 _HEADS = ("lm_head", "embed_out", "output")
 _STEMS = {"gpt_neox": "gpt_neox.", "gpt2": "transformer.", "falcon": "transformer.", "bloom": "transformer."}

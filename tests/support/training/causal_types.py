@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # pyright: ignore[reportPrivateImportUsage]
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.support.training.models import COMMON, FAMILIES, VOCABULARY
@@ -62,6 +62,7 @@ SMALL: dict[str, Any] = {
     "state_size": 16,
     "chunk_size": 8,
     "max_window_layers": 1,
+    "first_k_dense_replace": 1,
     "layer_types": None,
 }
 """Of a key's value only what the config knows is taken."""
@@ -73,7 +74,10 @@ def save_type(kind: str, folder: Path) -> Path | None:
     torch.manual_seed(0)
     try:
         known = AutoConfig.for_model(kind).to_dict()
-        values = {**COMMON, **FAMILIES[kind]} if kind in FAMILIES else {k: v for k, v in SMALL.items() if k in known}
+        latent = {"num_key_value_heads": 4, "head_dim": 8} if "qk_rope_head_dim" in known else {}
+        values = (
+            {**COMMON, **FAMILIES[kind]} if kind in FAMILIES else {k: v for k, v in {**SMALL, **latent}.items() if k in known}
+        )
         config = AutoConfig.for_model(kind, **{**values, "vocab_size": VOCABULARY})
         with torch.device("meta"):
             AutoModelForCausalLM.from_config(config)

@@ -17,15 +17,17 @@ from api.routes import (
     graders,
     health,
     inference,
+    keys,
     metrics,
     models,
     permissions,
     planning,
-    sign_in_links,
     uploads,
     webhooks,
 )
-from api.routes.page import entry, jobs
+from api.routes.page import compare, data, entry, jobs, new_job
+from api.routes.page import keys as page_keys
+from api.routes.page import models as page_models
 from api.wire import errors
 from ft_service import __version__
 from ft_service.bases.catalogue import Catalogue
@@ -53,10 +55,10 @@ _REST = (
     models,
     webhooks,
     inference,
-    sign_in_links,
+    keys,
     health,
 )
-_PAGE = (entry, jobs)
+_PAGE = (entry, new_job, compare, data, page_models, page_keys, jobs)
 
 
 def create_app(settings: Settings, store: Store, meters: Meters | None = None, preview: Preview | None = None) -> FastAPI:

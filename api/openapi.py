@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from api.http.dependencies import SCHEMAS
+from api.routes.keys import KeyRequest
 from api.routes.permissions import PermissionRequest
 from api.routes.uploads import CompleteRequest, UploadRequest
 from api.routes.webhooks import RotateRequest, WebhookRequest, WebhookTest, WebhookUpdate
@@ -20,6 +21,7 @@ _BODIES: tuple[type[Strict], ...] = (
     UploadRequest,
     CompleteRequest,
     PermissionRequest,
+    KeyRequest,
     WebhookRequest,
     WebhookUpdate,
     RotateRequest,
@@ -30,7 +32,8 @@ _OPERATIONS = (
     *("/livez", "/readyz", "/metrics"),
     *(f"{_JOBS}/{{job_id}}/adapter", f"{_JOBS}/{{job_id}}/logs", f"{_JOBS}/{{job_id}}/checkpoints/{{checkpoint_id}}/adapter"),
     *(f"{_JOBS}/{{job_id}}/{part}" for part in ("metrics", "plan", "request")),
-    *("/v1/fine_tuning/metrics", "/v1/fine_tuning/plan", "/v1/sign_in_links"),
+    *("/v1/fine_tuning/metrics", "/v1/fine_tuning/plan", "/v1/sign_in_links", "/v1/keys", "/v1/keys/{key_id}"),
+    "/v1/models/{model}/verify",
     "/v1/fine_tuning/checkpoints/{checkpoint}/adapter",
 )
 _PARAMETERS = ("status", "base", "type", "stream", "last-event-id", "idempotency-key")
@@ -47,7 +50,7 @@ _PROPERTIES = {
         "chosen",
         *JobOptions.model_fields,
     ),
-    "ModelView": ("root",),
+    "ModelView": ("root", "parent", "job_id"),
 }
 _METADATA = {
     "name": "metadata",

@@ -6,6 +6,7 @@ import base64
 import csv
 import io
 import shutil
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -71,13 +72,13 @@ def percent(score: tuple[int, int]) -> str:
 
 
 def side_by_side(answers: Sequence[tuple[str, str, str]], width: int) -> list[str]:
-    """Lines for (message, the base's answer, the tuned model's) each; cut to `width` columns."""
+    """Lines for (message, the base's answer, the tuned model's) each, of at most `width` columns."""
     lines: list[str] = []
     for rows in answers:
         lines.append("")
         for title, text in zip(("message", "base", "tuned"), rows, strict=True):
-            line = f"  {title:<10}{' '.join(text.split()) or '(nothing)'}"
-            lines.append(line if len(line) <= width else f"{line[: width - 1]}…")
+            whole = " ".join(text.split()) or "(nothing)"
+            lines += textwrap.wrap(whole, width, initial_indent=f"  {title:<10}", subsequent_indent=" " * 12)
     return lines
 
 

@@ -2,30 +2,171 @@
 
 from __future__ import annotations
 
+import pprint
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import yaml
 
-_OURS = ("lora", "precision", "training", "distributed", "checkpoint", "priority")
-"""Keys of a create body that the openai client takes in `extra_body`."""
+from ft_service.spec import JobOptions, JobRequest
+
+SECTIONS = ("training", "lora", "precision", "distributed", "checkpoint")
+FIRST: Mapping[str, str] = {
+    "training.n_epochs": "Epochs",
+    "training.learning_rate": "Learning rate",
+    "training.batch_size": "Samples a step",
+    "training.max_length": "Tokens a sample",
+    "lora.r": "LoRA rank",
+    "precision.default": "Format of the base",
+    "distributed.nproc_per_node": "Ranks",
+}
+"""Options that people change first → what the form calls them."""
+_FILES = ("training_file", "validation_file")
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a job as a field of the form."""
+
+    name: str
+    """Dotted."""
+    label: str
+    hint: str
+    default: str
+    """What it is where the field is left empty."""
+    choices: tuple[str, ...]
+    """All that it can be; empty: other values too."""
+
+
+@cache
+def options() -> dict[str, Option]:
+    """Every option, by its dotted name."""
+    schema = JobRequest.model_json_schema()
+    found = {}
+    for section in SECTIONS:
+        model = schema["$defs"][f"{section.capitalize()}Options"]
+        for name, about in model["properties"].items():
+            full = f"{section}.{name}"
+            default = getattr(JobOptions.model_fields[section].default, name)
+            found[full] = Option(
+                name=full,
+                label=FIRST.get(full, name),
+                hint=about.get("description", ""),
+                default="none" if default is None else _scalar(default),
+                choices=_choices(about),
+            )
+    return found
+
+
+def body_of(form: Mapping[str, str]) -> dict[str, Any]:
+    """The create body of filled-in fields. Values are written as in YAML; the API says what is wrong with them."""
+    body: dict[str, Any] = {name: form[name].strip() for name in ("model", *_FILES, "suffix") if form.get(name, "").strip()}
+    sections = {name: value.strip() for name, value in form.items() if name in options() and value.strip()}
+    for name, value in sections.items():
+        section, key = name.split(".")
+        body.setdefault(section, {})[key] = _value(value)
+    for name in ("seed", "priority", "max_seconds"):
+        if form.get(name, "").strip():
+            body[name] = _value(form[name])
+    if metadata := _metadata(form):
+        body["metadata"] = metadata
+    return body
+
+
+def fields_of(body: Mapping[str, Any]) -> dict[str, str]:
+    """The fields that a create body fills in, OpenAI's hyperparameters among ours."""
+    fields = {
+        name: str(body[name])
+        for name in ("model", *_FILES, "suffix", "seed", "priority", "max_seconds")
+        if body.get(name) is not None
+    }
+    for section in SECTIONS:
+        fields |= {f"{section}.{name}": _scalar(value) for name, value in (body.get(section) or {}).items()}
+    for name, value in _hyperparameters(body).items():
+        rate = name == "learning_rate_multiplier"
+        fields["training.learning_rate" if rate else f"training.{name}"] = _scalar(value * 2e-4 if rate else value)
+    metadata = dict(body.get("metadata") or {})
+    fields["name"] = str(metadata.pop("name", ""))
+    fields["metadata"] = "\n".join(f"{key}={value}" for key, value in metadata.items())
+    return fields
 
 
 def given_options(body: Mapping[str, Any]) -> set[str]:
     """Dotted names of the options that a create body gives."""
-    given: set[str] = set()
-    for section in _OURS:
-        inner = body.get(section)
-        given |= {f"{section}.{name}" for name in inner} if isinstance(inner, dict) else set()
-    method = body.get("method") or {}
-    kind = method.get("supervised") if isinstance(method, dict) else None
-    for values in (body.get("hyperparameters"), (kind or {}).get("hyperparameters")):
-        for name, value in (values or {}).items():
-            if value != "auto":
-                given.add(f"training.{'learning_rate' if name == 'learning_rate_multiplier' else name}")
-    return given
+    return {name for name in fields_of(body) if name in options()}
 
 
-def yaml_text(body: Mapping[str, Any]) -> str:
-    """A create body as a SPEC file has it."""
-    return yaml.safe_dump(dict(body), sort_keys=False, allow_unicode=True, width=100)
+def yaml_text(body: Mapping[str, Any], files: Mapping[str, str] | None = None) -> str:
+    """A create body as a SPEC file has it. `files`: id → name, which stand there for the ids."""
+    named = {name: (files or {}).get(value, value) if name in _FILES else value for name, value in body.items()}
+    return yaml.safe_dump(named, sort_keys=False, allow_unicode=True, width=100)
+
+
+def command_text(body: Mapping[str, Any], files: Mapping[str, str]) -> str:
+    """Lines for a shell, which write the SPEC and submit it."""
+    return f"cat > job.yaml <<'END-OF-SPEC'\n{yaml_text(body, files)}END-OF-SPEC\nft submit --watch job.yaml\n"
+
+
+def python_text(body: Mapping[str, Any], base_url: str) -> str:
+    """A program for the openai client."""
+    theirs = {name: value for name, value in body.items() if name not in SECTIONS and name not in ("priority", "max_seconds")}
+    ours = {name: value for name, value in body.items() if name not in theirs}
+    lines = [f"    {name}={pprint.pformat(value, sort_dicts=False)}," for name, value in theirs.items()]
+    if ours:
+        told = pprint.pformat(ours, width=96, sort_dicts=False).replace("\n", "\n    ")
+        lines.append(f"    extra_body={told},")
+    call = "\n".join(["job = client.fine_tuning.jobs.create(", *lines, ")"])
+    client = f'client = OpenAI(base_url="{base_url}/v1", api_key=os.environ["FT_API_KEY"])'
+    return f"import os\n\nfrom openai import OpenAI\n\n{client}\n{call}\nprint(job.id)\n"
+
+
+def _hyperparameters(body: Mapping[str, Any]) -> dict[str, Any]:
+    method = (body.get("method") or {}).get("supervised") or {}
+    given = {**(body.get("hyperparameters") or {}), **(method.get("hyperparameters") or {})}
+    return {name: value for name, value in given.items() if value != "auto"}
+
+
+def _metadata(form: Mapping[str, str]) -> dict[str, str]:
+    pairs = [line.partition("=") for line in form.get("metadata", "").splitlines() if line.strip()]
+    named = {"name": form["name"].strip()} if form.get("name", "").strip() else {}
+    return named | {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _value(text: str) -> Any:
+    """As YAML reads it; 2e-4 is a number too. What is no YAML stays text."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value if isinstance(value, bool | int | float | list | dict) else text
+
+
+def _scalar(value: Any) -> str:
+    """A value as one line that `_value` reads as the same."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float):
+        return f"{value:.12g}"
+    dumped = value.model_dump() if hasattr(value, "model_dump") else value
+    return yaml.safe_dump(dumped, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
+
+
+def _choices(about: Mapping[str, Any]) -> tuple[str, ...]:
+    """Every value, if there are a few only."""
+    parts = about.get("anyOf", [about])
+    found: list[str] = []
+    for part in parts:
+        if part.get("type") == "boolean" and "const" not in part:
+            found += ["true", "false"]
+        elif "enum" in part or "const" in part:
+            found += [_scalar(value) for value in part.get("enum", [part.get("const")])]
+        elif "$ref" not in part or "Format" not in part["$ref"]:
+            return ()
+    return tuple(found)

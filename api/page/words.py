@@ -115,6 +115,24 @@ def sparkline(values: Sequence[float], width: int = 96, height: int = 24) -> str
     return " ".join(f"{place * step:.1f},{2 + (high - value) * scale:.1f}" for place, value in enumerate(values))
 
 
+def length_bars(samples: Sequence[Mapping[str, Any]], most: int = 24) -> dict[str, Any] | None:
+    """A histogram of samples' lengths in tokens; None: none of them has any."""
+    lengths = sorted(sample["total"] for sample in samples if sample["total"])
+    if not lengths:
+        return None
+    width = -(-lengths[-1] // most)
+    counts = [0] * -(-lengths[-1] // width)
+    for length in lengths:
+        counts[(length - 1) // width] += 1
+    bars = [
+        {"low": place * width + 1, "high": (place + 1) * width, "count": count, "share": count / max(counts)}
+        for place, count in enumerate(counts)
+    ]
+    learned = sum(sample["learned"] for sample in samples) / sum(lengths)
+    middle = lengths[(len(lengths) - 1) // 2]
+    return {"count": len(lengths), "longest": lengths[-1], "median": middle, "learned": learned, "bars": bars}
+
+
 FILTERS: dict[str, Callable[..., str]] = {
     "bytes": byte_text,
     "number": number,

@@ -188,7 +188,9 @@ def logs(
             f"{who} {number} of job {job.id} has printed nothing." if number else f"Job {job.id} has not been started yet."
         )
         raise NotFoundError(message, param="attempt" if rank is None else "rank", code="no_logs")
-    return PlainTextResponse("\n".join(f"==> {source} <==\n{log_tail.tail(path, lines)}" for source, path in files.items()))
+    printed = {source: log_tail.tail(path, lines) for source, path in files.items()}
+    said = {source: text for source, text in printed.items() if text} or printed
+    return PlainTextResponse("\n".join(f"==> {source} <==\n{text}" for source, text in said.items()))
 
 
 def _earlier(job_id: str | None, request: Request, body: Any, caller: Principal, services: Services) -> Response | None:

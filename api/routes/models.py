@@ -5,11 +5,13 @@ from __future__ import annotations
 from api.http.auth import Caller
 from api.http.dependencies import Svc
 from api.http.routing import keyed_router
-from api.wire.views import DeletedModelView, ModelsView, ModelView
+from api.wire.views import DeletedModelView, ModelsView, ModelView, VerifyView
 from ft_service.bases.catalogue import Base
 from ft_service.control import tuned_models
 from ft_service.errors import ForbiddenError, NotFoundError, SpecError
+from ft_service.rundir.verify import verify
 from ft_service.spec import is_tuned
+from ft_service.store.records import Principal
 
 router = keyed_router("/v1/models", "models")
 
@@ -21,7 +23,11 @@ def list_models(caller: Caller, services: Svc) -> ModelsView:
     bases = [_base(model.name, model) for model in services.catalogue.list_models()]
     aliases = [_base(alias, model) for alias, model in services.catalogue.list_aliases()]
     return ModelsView(
-        data=[*bases, *aliases, *(_tuned(model) for model in tuned_models.list_usable(caller, services.store, services.places))]
+        data=[
+            *bases,
+            *aliases,
+            *(_tuned(model, caller) for model in tuned_models.list_usable(caller, services.store, services.places)),
+        ]
     )
 
 
@@ -31,7 +37,7 @@ def retrieve(model: str, caller: Caller, services: Svc) -> ModelView:
     if is_tuned(model):
         tuned = tuned_models.find(model, caller, services.store)
         tuned_models.refuse_pruned(tuned, services.places)
-        return _tuned(tuned)
+        return _tuned(tuned, caller)
     try:
         return _base(model, services.catalogue.find(model))
     except SpecError as error:
@@ -52,9 +58,27 @@ def delete(model: str, caller: Caller, services: Svc) -> DeletedModelView:
     return DeletedModelView(id=tuned.name)
 
 
+@router.post("/{model:path}/verify")
+def verify_adapter(model: str, caller: Caller, services: Svc) -> VerifyView:
+    """Not in OpenAI's API. Read the adapter of a tuned model of the project anew, and compare it with what was written: files,
+    digests, shapes."""
+    tuned = tuned_models.find_own(model, caller.project_id, services.store)
+    tuned_models.refuse_pruned(tuned, services.places)
+    report = verify(services.places.run(tuned.job.id).path(tuned.adapter_key))
+    return VerifyView(model=tuned.name, ok=not report.faults, checked=report.checked, faults=report.faults)
+
+
 def _base(name: str, model: Base) -> ModelView:
     return ModelView(id=name, created=int(model.created_at), owned_by="system", root=model.name)
 
 
-def _tuned(model: tuned_models.Tuned) -> ModelView:
-    return ModelView(id=model.name, created=int(model.created_at), owned_by=model.organization, root=model.base)
+def _tuned(model: tuned_models.Tuned, caller: Principal) -> ModelView:
+    parent = model.job.spec.parent
+    return ModelView(
+        id=model.name,
+        created=int(model.created_at),
+        owned_by=model.organization,
+        root=model.base,
+        parent=parent.name if parent else model.base,
+        job_id=model.job.id if model.job.project_id == caller.project_id else None,
+    )

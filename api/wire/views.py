@@ -101,6 +101,20 @@ class ModelView(BaseModel):
 
     root: str
     """The base that an alias stands for, or that a tuned model was trained on; of a base itself its name."""
+    parent: str | None = None
+    """What a tuned model was trained on from: its base, or the tuned model that its job went on from."""
+    job_id: str | None = None
+    """The project's own job that trained it."""
+
+
+class VerifyView(BaseModel):
+    """Whether an adapter still is what was written."""
+
+    object: Literal["model.verification"] = "model.verification"
+    model: str
+    ok: bool
+    checked: list[str]
+    faults: list[str]
 
 
 class DeletedModelView(BaseModel):

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
@@ -26,7 +27,6 @@ INTERRUPTED = 130
 app = typer.Typer(pretty_exceptions_enable=False, context_settings={"help_option_names": ["--help", "-h"]})
 
 
-@app.command()
 def version(as_json: Json = False) -> None:
     """Print the version."""
     if as_json:
@@ -48,12 +48,29 @@ def options(
     """Fine-tune language models on your own machines: serve the API, submit jobs and watch them."""
 
 
-for part in (
-    *(serve, run_command, plan_command, submit, listing, following, comparing, verbs, fetching, models),
-    *(convert_command, verify_command, merge_command, chat_command, prune_command),
-):
-    part.register(app)
-app.add_typer(keys.app, name="keys")
+PANELS = {
+    "Jobs": (submit, listing, following, comparing, verbs, fetching),
+    "Before and without a server": (plan_command, run_command, convert_command),
+    "Models": (models, chat_command, merge_command, verify_command),
+    "The service": (serve, prune_command),
+}
+"""Title in `ft --help` → modules, whose commands stand there in the order in which they register them."""
+
+
+def _register(title: str, add: Callable[[typer.Typer], object]) -> None:
+    """Add commands under a title. The list shows the first sentence of each."""
+    known = len(app.registered_commands)
+    add(app)
+    for command in app.registered_commands[known:]:
+        said = " ".join((command.callback.__doc__ or "").split()) if command.callback else ""
+        command.rich_help_panel, command.short_help = title, re.split(r"(?<=\.) ", said)[0]
+
+
+for panel, parts in PANELS.items():
+    for part in parts:
+        _register(panel, part.register)
+_register("The service", lambda typer_app: typer_app.command()(version))
+app.add_typer(keys.app, name="keys", rich_help_panel="The service")
 
 
 def run(arguments: Sequence[str]) -> int:

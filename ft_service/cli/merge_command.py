@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ft_service.cli.jobs.naming import find_job
 from ft_service.cli.output import Json, connect, load_settings, print_fields, print_json
 from ft_service.errors import FtError, SpecError
 from ft_service.rundir.verify import CONFIG, verify
@@ -40,7 +41,7 @@ def merge(
         raise SpecError(f"--out = {out}: exists already. Name another folder.", param="out")
     with find_adapter(source) as folder:
         if faults := verify(folder).faults:
-            raise FtError(f"{source} is not what was written ({faults[0]}): see ft verify.")
+            raise FtError(f"{source} has changed since it was written ({faults[0]}). `ft verify` tells all of it.")
         options = ["--to", to.value, "--max-file-gib", str(max_file_gib), "--samples", str(samples)]
         options += ["--base", str(base.absolute())] if base else []
         report = run_worker("workers.tasks.merge", [str(folder), str(out.absolute()), *options])
@@ -54,14 +55,22 @@ def merge(
 def find_adapter(source: str) -> Iterator[Path]:
     """The folder of the adapter that a job, run directory or folder names. One that only a server has is fetched for now."""
     runs = load_settings().runs_dir
-    for folder in (Path(source) / "adapter", Path(source), runs / source / "adapter"):
-        if (folder / CONFIG).is_file():
-            yield folder.absolute()
-            return
+    if here := _adapter_in(Path(source) / "adapter", Path(source), runs / source / "adapter"):
+        yield here
+        return
     if Path(source).exists():
         raise SpecError(f"{source}: holds no adapter (no {CONFIG}).", param="source")
-    with tempfile.TemporaryDirectory(prefix="ft-merge-") as scratch, connect() as client:
-        yield client.download_adapter(source, Path(scratch) / "adapter")
+    with connect() as client:
+        job_id = find_job(client, source)
+        if here := _adapter_in(runs / job_id / "adapter"):
+            yield here
+            return
+        with tempfile.TemporaryDirectory(prefix="ft-merge-") as scratch:
+            yield client.download_adapter(job_id, Path(scratch) / "adapter")
+
+
+def _adapter_in(*folders: Path) -> Path | None:
+    return next((folder.absolute() for folder in folders if (folder / CONFIG).is_file()), None)
 
 
 def _show(report: dict[str, Any], out: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -70,11 +71,12 @@ def print_table(
     if notes is not None and not is_terminal():
         titles, rows = [*titles, notes[0]], [(*row, note or "") for row, note in zip(rows, notes[1], strict=True)]
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in titles:
-        table.add_column(title, no_wrap=True)
+    console = _console()
+    longest = [max(cell_len(cell) for cell in column) for column in zip(titles, *rows, strict=True)]
+    for title, width in zip(titles, shrunk(longest, console.width - 2 * (len(titles) - 1)), strict=True):
+        table.add_column(title, no_wrap=True, width=width)
     for row in rows:
         table.add_row(*(escape(cell) for cell in row))
-    console = _console()
     with console.capture() as captured:
         console.print(table, highlight=False)
     header, *lines = captured.get().splitlines()
@@ -86,16 +88,23 @@ def print_table(
             print(text if len(text) <= console.width else text[: console.width - 1] + "…")
 
 
+def shrunk(widths: Sequence[int], room: int) -> list[int]:
+    """Widths of columns that fit a room together: the widest ones give way, so that short ones stay whole."""
+    left = list(widths)
+    while sum(left) > room and max(left) > 1:
+        left[left.index(max(left))] -= 1
+    return left
+
+
 def print_fields(fields: Sequence[tuple[str, str | None]]) -> None:
     """Print names and values, one pair a line; pairs without a value are left out. On a terminal long values go on below."""
     shown = [(name, value) for name, value in fields if value]
     width = max((len(name) for name, _ in shown), default=0)
+    room = screen_width()
     for name, value in shown:
         line = f"{name:<{width}}  {value}"
-        room = screen_width()
-        print(
-            textwrap.fill(line, room, subsequent_indent=" " * (width + 2), break_on_hyphens=False) if len(line) > room else line
-        )
+        wraps = len(line) > room and " " in value
+        print(textwrap.fill(line, room, subsequent_indent=" " * (width + 2), break_on_hyphens=False) if wraps else line)
 
 
 def local_time(seconds: float | None, *, seconds_too: bool = False) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import datetime
 from typing import Any
 
@@ -69,7 +70,7 @@ class RemoteJob(Answer):
     @property
     def choices(self) -> list[tuple[str, str]]:
         """Options that were "auto", dotted, and their values with the reason."""
-        return [(option, f"{self.options.get(option)} ({why})") for option, why in self.chosen.items()]
+        return [(option, f"{shown(self.options.get(option))} ({why})") for option, why in self.chosen.items()]
 
     @property
     def given_options(self) -> dict[str, Any]:
@@ -183,3 +184,8 @@ class LogLine(BaseModel):
     source: str
     """`rank 0 stdout`, `torchrun.log`, …"""
     line: str
+
+
+def shown(value: object) -> str:
+    """An option's value as a SPEC writes it."""
+    return value if isinstance(value, str) else json.dumps(value)

@@ -109,6 +109,10 @@ class Client:
     def models(self) -> list[RemoteModel]:
         return [RemoteModel.model_validate(item) for item in self._call("GET", "/models")["data"]]
 
+    def model(self, name: str) -> RemoteModel:
+        """A base, an alias, or a tuned model. Raises NotFoundError, which for a base lists those that there are."""
+        return RemoteModel.model_validate(self._call("GET", f"/models/{_part(name)}"))
+
     def sign_in_link(self, path: str) -> str:
         """The address of a page of the server's, by which a browser is signed in once. Raises NotFoundError if it has none."""
         link = self._call("POST", "/sign_in_links")["path"]

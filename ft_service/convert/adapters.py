@@ -1,4 +1,4 @@
-"""What TRL, Axolotl and LLaMA-Factory write beside Transformers' TrainingArguments: base, adapter, format, data."""
+"""What TRL, Axolotl, LLaMA-Factory and Unsloth write beside Transformers' TrainingArguments: base, adapter, format, data."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _every(names: tuple[str, ...], rule: Rule) -> dict[str, Rule]:
 
 
 TABLE: dict[str, Rule] = {
-    **_every(("model_name_or_path", "base_model"), takes("model")),
+    **_every(("model_name_or_path", "base_model", "model_name"), takes("model")),
     **_every(("model_revision",), unless(("main",), "it is the usual one", "name the folder of that one")),
     **_every(("model_type", "tokenizer_type", "tokenizer_config", "base_model_config"), needless("its files say it")),
     "trust_remote_code": unless_off("code of a base is never run"),
@@ -83,10 +83,15 @@ TABLE: dict[str, Rule] = {
     "adapter": choice({"lora": needless("every job trains one"), "qlora": _NF4}, refused("adapters are LoRA or rsLoRA")),
     "finetuning_type": choice({"lora": needless("every job trains one")}, refused("only LoRA adapters are trained")),
     "stage": choice({"sft": needless("it is what jobs do")}, refused("only supervised fine-tuning is supported")),
-    **_every(("lora_r", "lora_rank"), takes("lora.r")),
+    "full_finetuning": unless_off("only LoRA adapters are trained"),
+    **_every(("lora_r", "lora_rank", "r"), takes("lora.r")),
     "lora_alpha": takes("lora.lora_alpha"),
     "lora_dropout": takes("lora.lora_dropout"),
-    **_every(("lora_target_modules", "lora_target"), _target_modules),
+    **_every(("lora_target_modules", "lora_target", "target_modules"), _target_modules),
+    **_every(("bias", "lora_bias"), unless(("none", False), "it is so here too", "biases are not trained: leave it out")),
+    "loftq_config": unless_off("adapters begin at zero: leave it out"),
+    "use_gradient_checkpointing": switch(means(distributed__activation_checkpointing="full")),
+    "random_state": takes("seed"),
     "lora_target_parameters": takes("lora.target_parameters"),
     "lora_target_linear": switch(means(lora__target_modules="all-linear")),
     **_every(("use_rslora", "peft_use_rslora"), switch(means(lora__use_rslora=True))),

@@ -132,7 +132,8 @@ def parse_yaml(text: str, name: str) -> dict[str, Any]:
 
 
 def _kind(body: object) -> str:
-    return "nothing" if body is None else f"a {type(body).__name__}"
+    kinds = {str: "a line of text", list: "a list", dict: "options"}
+    return "nothing" if body is None else kinds.get(type(body), "a number")
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

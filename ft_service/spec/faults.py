@@ -77,8 +77,10 @@ def _fault(place: str, faults: list[Any], model: type[BaseModel]) -> OptionFault
     first = faults[0]
     if first["type"] == "extra_forbidden":
         meant = name_for(place, model)
-        hint = f"; did you mean {meant}?" if meant else ". Check its spelling, or leave it out."
-        return OptionFault(place, f"{place}: there is no such option{hint}", "unknown_parameter")
+        text = f"{place}: there is no such option. Check its spelling, or leave it out."
+        if meant:
+            text = f"{place}: there is no such option; did you mean {meant}?"
+        return OptionFault(place, text, "unknown_parameter")
     if first["type"] == "missing":
         return OptionFault(place, f"{place} is required.", "missing_required_parameter")
     choices: list[str] = [choice for fault in faults for choice in _choices(fault)]

@@ -42,12 +42,14 @@ NAMES: Mapping[str, str] = {
     **dict.fromkeys(("patience",), "training.early_stopping_patience"),
     **dict.fromkeys(("num_processes", "nproc", "gpus", "num_gpus", "world_size"), "distributed.nproc_per_node"),
     **dict.fromkeys(("num_machines", "num_nodes", "nodes"), "distributed.nnodes"),
-    **dict.fromkeys(("gradient_checkpointing", "checkpointing"), "distributed.activation_checkpointing"),
+    **dict.fromkeys(
+        ("gradient_checkpointing", "use_gradient_checkpointing", "checkpointing"), "distributed.activation_checkpointing"
+    ),
     **dict.fromkeys(("torch_compile",), "distributed.compile"),
     **dict.fromkeys(("cpu_offload", "fsdp_offload_params"), "distributed.offload"),
     **dict.fromkeys(("ddp_timeout", "nccl_timeout"), "distributed.collective_timeout_seconds"),
     **dict.fromkeys(("checkpoint_steps", "save_interval"), "checkpoint.save_steps"),
-    **dict.fromkeys(("random_seed", "data_seed"), "seed"),
+    **dict.fromkeys(("random_seed", "random_state", "data_seed"), "seed"),
     **dict.fromkeys(("name", "run_name", "output_name"), "suffix"),
 }
 """Last part of a name elsewhere → our dotted name."""

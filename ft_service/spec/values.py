@@ -24,7 +24,7 @@ class Strict(BaseModel):
     frozen.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+    model_config = ConfigDict(use_attribute_docstrings=True, extra="forbid", frozen=True, strict=True, validate_default=True)
 
 
 def _check_pattern(value: object) -> object:

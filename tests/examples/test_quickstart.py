@@ -71,11 +71,12 @@ def test_answers_stand_below_each_other_and_fit_the_screen() -> None:
     lines = side_by_side([("Book a\ntable for two.", "", '{"action": "book", "guests": 2}')], 30)
     assert lines == [
         "",
-        "  message   Book a table for …",
+        "  message   Book a table for",
+        "            two.",
         "  base      (nothing)",
-        '  tuned     {"action": "book"…',
+        '  tuned     {"action": "book",',
+        '            "guests": 2}',
     ]
-    assert all(len(line) <= 30 for line in lines)
 
 
 def test_a_command_is_recommended_only_where_there_is_one() -> None:

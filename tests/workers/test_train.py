@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -31,6 +32,7 @@ from workers.base.load import load
 from workers.job.parent_adapter import adopt
 from workers.model.build import build
 from workers.tasks.consolidate import consolidate
+from workers.train import _resume
 
 CPU = torch.device("cpu")
 STEPS = 8
@@ -368,3 +370,12 @@ def test_a_parent_that_does_not_fit_is_refused(
     assert ref is not None
     with pytest.raises(SpecError, match=says):
         adopt(built.peft_model, ref)
+
+
+@pytest.mark.parametrize(("ranks", "where"), [(1, "1 rank (cpu)"), (3, "3 ranks (cpu)")])
+def test_the_beginning_is_told_in_grammar(ranks: int, where: str) -> None:
+    told: list[str] = []
+    runtime = SimpleNamespace(rank=1, world=ranks, device=CPU, start=SimpleNamespace(checkpoint=None))
+    begin: Any = _resume
+    begin(runtime, SimpleNamespace(message=told.append), None, SimpleNamespace(total_steps=8))
+    assert told == [f"Training starts on {where}: 8 steps."]

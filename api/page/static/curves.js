@@ -57,7 +57,7 @@
       const xs = view.time ? one.times.map((time) => time - began) : one.steps;
       const ys = view.log && chart.log ? one.values.map((value) => (value > 0 ? value : null)) : one.values;
       const paint = `--s${several ? nth + 1 : place + 1}`;
-      const line = { xs, ys, paint, nth: several ? nth + 1 : place + 1, dash: several && place ? [5, 4] : undefined, width: 1.6, label: several ? `${titles[nth]}${place ? `, ${label.toLowerCase()}` : ""}` : label, points: one.values.length < 40 || place > 0 };
+      const line = { xs, ys, paint, nth: several ? nth + 1 : place + 1, dash: several && place ? [5, 4] : undefined, width: 1.6, label: several ? titles[nth] : label, points: one.values.length < 40 || place > 0 };
       if (!noisy || !view.smooth) return [line];
       return [{ ...line, faint: true, width: 1 }, { ...line, ys: smoothed(one.values), points: false }];
     });
@@ -105,7 +105,7 @@
     const place = idx ?? u.data[0].length - 1;
     const at = u.data[0][place];
     const parts = card.lines.flatMap((line, nth) => {
-      if (line.faint) return [];
+      if (line.faint || line.dash) return [];
       const mark = document.createElement("i");
       mark.className = `k${line.nth}`;
       const value = document.createElement("b");
@@ -144,7 +144,7 @@
     const root = document.createElement("section");
     root.className = `curve-card${chart.large ? " large" : ""}`;
     const title = document.createElement("h3");
-    title.textContent = chart.title;
+    title.textContent = several && chart.lines.length > 1 ? `${chart.title} (dashed: validation)` : chart.title;
     const key = document.createElement("div");
     key.className = "key";
     const plot = document.createElement("div");

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlencode
 
 from fastapi import Request
@@ -19,7 +19,14 @@ JOBS = "/v1/fine_tuning/jobs"
 _PAGE = 50
 _SPARK_POINTS = 48
 _LOG_LINES = 400
-TABS = (("", "Curves"), ("logs", "Logs"), ("settings", "Settings"), ("checkpoints", "Checkpoints"), ("events", "Events"))
+TABS = (
+    ("", "Curves"),
+    ("logs", "Logs"),
+    ("settings", "Settings"),
+    ("samples", "Samples"),
+    ("checkpoints", "Checkpoints"),
+    ("events", "Events"),
+)
 
 
 @router.get("/jobs")
@@ -63,6 +70,11 @@ async def settings(request: Request, job_id: str, api: Api) -> Response:
 async def checkpoints(request: Request, job_id: str, api: Api) -> Response:
     found = await api.get(f"{JOBS}/{job_id}/checkpoints", limit=100)
     return await _job_page(request, api, job_id, "job_checkpoints.html", "checkpoints", checkpoints=found["data"])
+
+
+@router.get("/jobs/{job_id}/samples")
+async def samples(request: Request, job_id: str, api: Api, file: Literal["training", "validation"] = "training") -> Response:
+    return await _job_page(request, api, job_id, "job_samples.html", "samples", file=file)
 
 
 @router.get("/jobs/{job_id}/events")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import typer
 
-from ft_service.cli.jobs.naming import JobId, find_job
+from ft_service.cli.jobs.naming import JobId, find_job, short_name
 from ft_service.cli.output import Json, connect, print_json, print_table, screen_width
-from ft_service.client.answers import RemoteJob
+from ft_service.client.answers import RemoteJob, shown
+from ft_service.client.client import Client
 from ft_service.client.progress import Curve, clock
+from ft_service.errors import FtError
 from ft_service.rundir.events import Metrics
 
 _WIDEST = 60
@@ -27,6 +29,7 @@ def compare(one: JobId, other: JobId, as_json: Json = False) -> None:
     with connect() as client:
         jobs = [client.job(find_job(client, word)) for word in (one, other)]
         curves = [client.metrics(job.id) for job in jobs]
+        names = {file_id: _file_name(client, file_id) for job in jobs for file_id in (job.training_file, job.validation_file)}
     rows = differences(*jobs)
     results = [result(job, known) for job, known in zip(jobs, curves, strict=True)]
     if as_json:
@@ -39,11 +42,12 @@ def compare(one: JobId, other: JobId, as_json: Json = False) -> None:
             }
         )
         return
-    shown = [(name, _text(left), _text(right)) for name, left, right in rows]
-    shown += [(name, _text(results[0][name]), _text(results[1][name])) for name in results[0]]
-    print_table(("", jobs[0].id, jobs[1].id), shown)
+    table = [(name, names.get(left) or _text(left), names.get(right) or _text(right)) for name, left, right in rows]
+    table += [(name, _text(results[0][name]), _text(results[1][name])) for name in results[0]]
+    titles = [short_name(job) for job in jobs]
+    print_table(("", *titles), table)
     for title, field in (("training loss", "train_loss"), ("validation loss", "valid_loss")):
-        _print_curves(title, field, curves)
+        _print_curves(title, field, titles, curves)
 
 
 def differences(one: RemoteJob, other: RemoteJob) -> list[tuple[str, Any, Any]]:
@@ -74,22 +78,29 @@ def result(job: RemoteJob, known: Sequence[Metrics]) -> dict[str, Any]:
     }
 
 
-def _print_curves(title: str, field: str, curves: Sequence[Sequence[Metrics]]) -> None:
+def _print_curves(title: str, field: str, names: Sequence[str], curves: Sequence[Sequence[Metrics]]) -> None:
     """Both on one scale, so that they can be compared by eye."""
     drawn = [Curve(), Curve()]
     for curve, known in zip(drawn, curves, strict=True):
         for row in known:
             curve.add(row.step, getattr(row, field))
     scale = Curve.scale_of(drawn)
-    width = max(8, min(_WIDEST, screen_width() - 24))
+    longest = max(map(len, names))
+    width = max(8, min(_WIDEST, screen_width() - longest - 22))
     lines = [curve.sparkline(width, scale) for curve in drawn]
     if any(lines):
         print(f"\n{title}")
-        for line in lines:
-            print(f"  {line or '(too few values)'}")
+        for name, line in zip(names, lines, strict=True):
+            print(f"  {name:<{longest}}  {line or '(too few values)'}")
+
+
+def _file_name(client: Client, file_id: str | None) -> str | None:
+    """`train.jsonl (YfZS25kz)`; None: there is no file, or it is gone."""
+    if file_id is not None:
+        with contextlib.suppress(FtError):
+            return f"{client.file(file_id).filename} ({file_id.removeprefix('file-')[:8]})"
+    return None
 
 
 def _text(value: object) -> str:
-    if value is None:
-        return "-"
-    return value if isinstance(value, str) else json.dumps(value)
+    return "-" if value is None else shown(value)

@@ -18,7 +18,7 @@ from ft_service.cli.output import (
     print_json,
     print_table,
 )
-from ft_service.client.answers import RemoteJob
+from ft_service.client.answers import RemoteJob, shown
 from ft_service.client.client import Client
 from ft_service.client.progress import clock
 from ft_service.errors import FtError
@@ -81,7 +81,7 @@ def get(job_id: JobId, as_json: Json = False) -> None:
             ("checkpoints", f"at step {steps}" if steps else None),
             ("training file", names.get(job.training_file)),
             ("validation file", names.get(job.validation_file or "")),
-            *((name, _value(value)) for name, value in job.given_options.items()),
+            *((name, shown(value)) for name, value in job.given_options.items()),
             *job.choices,
         ]
     )
@@ -137,9 +137,9 @@ def files(limit: Newest = 20, as_json: Json = False) -> None:
 def _row(job: RemoteJob) -> tuple[str, ...]:
     known = job.progress or {}
     step = f"{known['step']}/{known['total_steps']}" if known.get("total_steps") else ""
-    shown = job.id.removeprefix(PREFIX)[:_SHORT] if is_terminal() else job.id
+    name = job.id.removeprefix(PREFIX)[:_SHORT] if is_terminal() else job.id
     status = "stopping" if job.status == "running" and job.phase == "stopping" else job.status
-    return shown, job.suffix or "", job.base, status, step, _valid(job) or "", clock(job.seconds(time.time()))
+    return name, job.suffix or "", job.base, status, step, _valid(job) or "", clock(job.seconds(time.time()))
 
 
 def _note(job: RemoteJob) -> str | None:
@@ -165,10 +165,6 @@ def _valid(job: RemoteJob) -> str | None:
 
 def _number(value: object) -> str:
     return f"{value:.3f}" if isinstance(value, int | float) else ""
-
-
-def _value(value: object) -> str:
-    return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value)
 
 
 def _file_name(client: Client, file_id: str) -> str:

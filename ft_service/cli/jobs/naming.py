@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated
 
 import typer
@@ -21,6 +21,19 @@ SEARCHED = 1000
 """Newest jobs among which a word is looked up."""
 _SHOWN = 5
 _WHOLE = len(new_id(PREFIX))
+_SHORT = 8
+
+Fit = Callable[[RemoteJob], bool]
+
+
+def _any(job: RemoteJob) -> bool:
+    return True
+
+
+def short_name(job: RemoteJob) -> str:
+    """A job for a title: its suffix, if it has one, and as much of its id as names it."""
+    short = job.id.removeprefix(PREFIX)[:_SHORT]
+    return f"{job.suffix} ({short})" if job.suffix else short
 
 
 def _complete(incomplete: str) -> list[str]:
@@ -42,8 +55,9 @@ JobId = Annotated[
 ]
 
 
-def find_job(client: Client, word: str, *, only_one: bool = False) -> str:
-    """The id of the job that a word means. `only_one`: a suffix that several jobs have is not enough.
+def find_job(client: Client, word: str, *, only_one: bool = False, fit: Fit = _any) -> str:
+    """The id of the job that a word means. `only_one`: a suffix that several jobs have is not enough; `fit`: of several with
+    it those come first that this can be asked of.
 
     Raises NotFoundError if it means none, SpecError if it means several.
     """
@@ -52,15 +66,16 @@ def find_job(client: Client, word: str, *, only_one: bool = False) -> str:
     if is_tuned(word):
         with contextlib.suppress(ValueError):
             return TunedName.parse(word).job_id
-    return choose(word, client.jobs(1 if word == LAST else SEARCHED), only_one=only_one).id
+    return choose(word, client.jobs(1 if word == LAST else SEARCHED), only_one=only_one, fit=fit).id
 
 
-def choose(word: str, jobs: Sequence[RemoteJob], *, only_one: bool = False) -> RemoteJob:
+def choose(word: str, jobs: Sequence[RemoteJob], *, only_one: bool = False, fit: Fit = _any) -> RemoteJob:
     """The job among some (newest first) that a word means. Raises as `find_job`."""
     if word == LAST and jobs:
         return jobs[0]
     exact = [job for job in jobs if job.id == word]
     named = [job for job in jobs if job.suffix == word]
+    named = [job for job in named if fit(job)] or named
     begun = [job for job in jobs if word and (job.id.startswith(word) or job.id.startswith(PREFIX + word))]
     for found in (exact, named[:1] if not only_one else named, begun):
         if len(found) == 1:
@@ -77,7 +92,7 @@ def choose(word: str, jobs: Sequence[RemoteJob], *, only_one: bool = False) -> R
 
 
 @contextlib.contextmanager
-def reaching(word: str, *, only_one: bool = False) -> Iterator[tuple[Client, str]]:
+def reaching(word: str, *, only_one: bool = False, fit: Fit = _any) -> Iterator[tuple[Client, str]]:
     """A client of the server, and the id of the job that a word means."""
     with connect() as client:
-        yield client, find_job(client, word, only_one=only_one)
+        yield client, find_job(client, word, only_one=only_one, fit=fit)

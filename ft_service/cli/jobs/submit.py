@@ -12,7 +12,7 @@ from ft_service.cli.output import Json, connect, print_json, print_json_line
 from ft_service.client.answers import RemoteJob
 from ft_service.client.client import Client
 from ft_service.data.data_file import Param, check_lines
-from ft_service.errors import DataError, SpecError
+from ft_service.errors import DataError, NotFoundError, SpecError
 from ft_service.local.spec_file import SpecFile, load_spec_file
 
 
@@ -61,10 +61,15 @@ def check_data(spec: SpecFile) -> None:
 
 
 def submit_spec(client: Client, spec: SpecFile) -> RemoteJob:
-    """Upload the files that a SPEC names and create the job. Raises SpecError if the SPEC names a model by its folder."""
+    """Upload the files that a SPEC names and create the job. Raises SpecError if the SPEC names a model by its folder, or
+    one that the server does not know."""
     if spec.model_folder is not None:
         message = f"model = {spec.request.model!r}: a server knows models by name (`ft models`); folders are for `ft run`."
         raise SpecError(message, param="model")
+    try:
+        client.model(spec.request.model)  # before the upload, which may take long
+    except NotFoundError as error:
+        raise SpecError(error.message, param="model", code=error.code) from None
     uploaded = {param: client.upload_file(path).id for param, path in _data_files(spec)}
     return client.create_job({**spec.body, **uploaded})
 

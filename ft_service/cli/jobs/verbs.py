@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from ft_service.cli.jobs.naming import JobId, find_job, reaching
+from ft_service.cli.jobs.naming import SEARCHED, JobId, find_job, reaching
 from ft_service.cli.output import Json, connect, print_json
-from ft_service.client.answers import RemoteJob
+from ft_service.client.answers import RemoteFile, RemoteJob
 from ft_service.client.client import Client
 from ft_service.errors import SpecError
 from ft_service.jobs.states import State
@@ -27,13 +27,13 @@ def register(app: typer.Typer) -> None:
 
 def cancel(job_id: JobId, as_json: Json = False) -> None:
     """Stop a job for good. Its checkpoints stay."""
-    with reaching(job_id, only_one=True) as (client, found):
+    with reaching(job_id, only_one=True, fit=lambda job: not job.over) as (client, found):
         _show(client.cancel(found), as_json)
 
 
 def pause(job_id: JobId, as_json: Json = False) -> None:
     """Stop a job at a checkpoint and free its processors, until it is resumed."""
-    with reaching(job_id) as (client, found):
+    with reaching(job_id, fit=lambda job: not (job.over or job.paused)) as (client, found):
         job = client.pause(found)
     if as_json or job.status != State.RUNNING:
         _show(job, as_json)
@@ -43,7 +43,7 @@ def pause(job_id: JobId, as_json: Json = False) -> None:
 
 def resume(job_id: JobId, nproc_per_node: Ranks = None, as_json: Json = False) -> None:
     """Let a paused job go on from its checkpoint."""
-    with reaching(job_id) as (client, found):
+    with reaching(job_id, fit=lambda job: not job.over) as (client, found):
         _show(client.resume(found, nproc_per_node), as_json)
 
 
@@ -56,7 +56,8 @@ def remove(
     `ft prune` or an age limit takes its run directory."""
     with connect() as client:
         if target.startswith("file-"):
-            what, name = f"the file {client.file(target).filename} ({target})", target
+            file = _file(client, target)
+            what, name = f"the file {file.filename} ({file.id})", file.id
         else:
             name = target if is_tuned(target) else _tuned_model(client, target)
             what = f"the tuned model {name}"
@@ -69,8 +70,16 @@ def remove(
         print(f"Removed {what}.")
 
 
+def _file(client: Client, word: str) -> RemoteFile:
+    """The file whose id is, or begins as, a word."""
+    begun = [file for file in client.files(SEARCHED) if file.id.startswith(word)]
+    if len(begun) > 1 and word not in [file.id for file in begun]:
+        raise SpecError(f"{word!r} means {len(begun)} files. Give more of the id.", param="id")
+    return begun[0] if len(begun) == 1 else client.file(word)
+
+
 def _tuned_model(client: Client, word: str) -> str:
-    job = client.job(find_job(client, word, only_one=True))
+    job = client.job(find_job(client, word, only_one=True, fit=lambda job: job.fine_tuned_model is not None))
     if job.fine_tuned_model is None:
         raise SpecError(f"Job {job.id} is {job.status} and has no tuned model to remove.", param="id")
     return job.fine_tuned_model

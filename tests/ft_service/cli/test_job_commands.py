@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ft_service.cli.output import shrunk
 from ft_service.client.answers import RemoteJob
 from tests.support.command_line import Ft
 from tests.support.rest.stub_server import StubServer, event_body, job_body, metrics_event
@@ -64,17 +65,22 @@ def test_a_queued_job_says_what_it_waits_for(ft: Ft, server: StubServer, queue: 
 
 def test_compare_shows_what_differs_and_both_curves_on_one_scale(ft: Ft, server: StubServer) -> None:
     server.jobs["ftjob-1"] = job_body(lora={"r": 8}, training={"learning_rate": 1e-3}, seed=1)
-    server.jobs["ftjob-2"] = job_body("ftjob-2", lora={"r": 16}, training={"learning_rate": 1e-3}, seed=1)
+    server.jobs["ftjob-2"] = job_body(
+        "ftjob-2", lora={"r": 16}, training={"learning_rate": 1e-3}, seed=1, suffix="mine", training_file="file-1"
+    )
+    server.files = [{"id": "file-1", "filename": "train.jsonl", "bytes": 5}]
     server.events = [metrics_event(step, step, valid_loss=3.0 - step / 10) for step in range(1, 11)]
     title, *rows = ft("compare", "ftjob-1", "last").out.splitlines()
-    assert title.split() == ["ftjob-1", "ftjob-2"]
-    assert rows[0].split() == ["lora.r", "8", "16"]
+    assert title.split() == ["1", "mine", "(2)"]
+    assert rows[0].split() == ["training_file", "file-0", "train.jsonl", "(1)"]
+    assert rows.pop(1).split() == ["lora.r", "8", "16"]
     assert not [row for row in rows if row.startswith(("training.learning_rate", "seed"))]
     assert rows[5].split()[:7] == ["lowest", "validation", "loss", "2.0000", "at", "step", "10"]
     curves = [row for row in rows if "→" in row]
-    assert [curve.split()[1:] for curve in curves] == [["1.900", "→", "1.000"]] * 2 + [["2.900", "→", "2.000"]] * 2
+    assert [curve.split()[0] for curve in curves] == ["1", "mine"] * 2
+    assert [curve.split()[-3:] for curve in curves] == [["1.900", "→", "1.000"]] * 2 + [["2.900", "→", "2.000"]] * 2
     shown = json.loads(ft("compare", "ftjob-1", "ftjob-2", "--json").out)
-    assert shown["options"] == {"lora.r": [8, 16]}
+    assert shown["options"] == {"training_file": ["file-0", "file-1"], "lora.r": [8, 16]}
     assert len(shown["metrics"][1]) == 10
 
 
@@ -86,7 +92,7 @@ def test_rm_removes_a_file_or_a_tuned_model_and_asks_first(ft: Ft, server: StubS
     assert (refused.code, len(server.files)) == (64, 1)
     assert "would remove the file train.jsonl (file-1). Say so with --yes" in refused.err
     assert ft("files").out.splitlines()[1].split()[:2] == ["file-1", "train.jsonl"]
-    assert ft("rm", "file-1", "--yes").out == "Removed the file train.jsonl (file-1).\n"
+    assert ft("rm", "file-", "--yes").out == "Removed the file train.jsonl (file-1).\n"
     assert server.files == []
     assert json.loads(ft("rm", "last", "--yes", "--json").out) == {"id": TUNED, "deleted": True}
     assert server.requests[-1].method == "DELETE"
@@ -125,3 +131,9 @@ def test_a_terminal_shows_short_ids_and_the_reason_below(ft: Ft, server: StubSer
     _, row, reason = ft("jobs").out.splitlines()
     assert row.split()[0] == "abcdefgh"
     assert (len(reason), reason[:21], reason[-1]) == (80, "    The disk is full.", "…")
+
+
+def test_a_narrow_screen_takes_from_the_widest_columns() -> None:
+    assert shrunk([2, 5, 60, 40], 107) == [2, 5, 60, 40]
+    assert shrunk([2, 5, 60, 40], 67) == [2, 5, 30, 30]
+    assert shrunk([4, 4], 1) == [1, 1]

@@ -79,6 +79,13 @@ def test_faults_of_the_data_are_told_before_anything_is_uploaded(ft: Ft, server:
     assert ft("submit", spec).err == "ft: valid.jsonl: the file holds no examples. Nothing was uploaded.\n"
 
 
+def test_a_model_that_the_server_does_not_know_is_refused_before_the_upload(ft: Ft, server: StubServer, spec: Path) -> None:
+    spec.write_text(SPEC.replace("model: tiny", "model: tinny"))
+    ended = ft("submit", spec)
+    assert (ended.code, ended.err) == (64, "ft: model = 'tinny': there is no such base model.\n")
+    assert server.uploads == []
+
+
 def test_submit_refuses_a_model_by_its_folder(ft: Ft, server: StubServer, spec: Path) -> None:
     spec.write_text(SPEC.replace("model: tiny", "model: ./tiny"))
     ended = ft("submit", spec)

@@ -44,6 +44,9 @@ def test_what_means_several_or_none_is_said(word: str, kind: type[FtError], said
 def test_what_cannot_be_undone_needs_one_job() -> None:
     with pytest.raises(SpecError, match="'mine' means 2 jobs"):
         choose("mine", JOBS, only_one=True)
+    unfinished = [RemoteJob.model_validate(job_body(name, "succeeded", suffix="mine")) for name in (NEWEST,)]
+    unfinished += [RemoteJob.model_validate(job_body(MIDDLE, "running", suffix="mine"))]
+    assert choose("mine", unfinished, only_one=True, fit=lambda job: not job.over).id == MIDDLE
 
 
 def test_a_whole_id_and_a_tuned_model_need_no_list() -> None:

@@ -94,6 +94,14 @@ class StubServer:
             return self._file(request, path.removeprefix("/files/"))
         if request.method == "DELETE" and path.startswith("/models/"):
             return httpx2.Response(200, json={"id": path.removeprefix("/models/"), "deleted": True})
+        if path.startswith("/models/"):
+            name = path.removeprefix("/models/")
+            known = httpx2.Response(200, json={"id": name, "created": 0, "owned_by": "base"})
+            return (
+                known
+                if name == "tiny"
+                else error(404, f"model = {name!r}: there is no such base model.", code="model_not_found")
+            )
         if path == "/models":
             return httpx2.Response(200, json={"object": "list", "data": [{"id": "tiny", "created": 0, "owned_by": "base"}]})
         return self._job(request, *path.removeprefix("/fine_tuning/jobs/").partition("/")[::2])

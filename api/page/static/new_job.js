@@ -1,0 +1,80 @@
+// The form of a new job: uploads with their progress, the plan while one types, and where a refusal belongs.
+"use strict";
+(() => {
+  const { $, $$, say, token } = window.page;
+  const form = $("#new");
+  const drop = $("[data-drop]");
+  const bar = $("progress", drop);
+  const told = $("[data-told]", drop);
+
+  let waiting;
+  const planSoon = () => {
+    clearTimeout(waiting);
+    waiting = setTimeout(() => htmx.trigger("#plan", "plan"), 350);
+  };
+  form.addEventListener("input", (event) => { event.target.removeAttribute("aria-invalid"); planSoon(); });
+
+  // The single change that helps, by one click.
+  const written = (value) => (typeof value === "object" && value !== null ? JSON.stringify(value) : String(value));
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest("[data-apply]");
+    if (!button) return;
+    for (const [name, value] of Object.entries(JSON.parse(button.dataset.apply))) {
+      const field = form.elements[name];
+      if (!field) continue;
+      field.closest("details")?.setAttribute("open", "");
+      field.value = written(value);
+    }
+    planSoon();
+  });
+
+  // A refusal names a field: it is shown there too.
+  form.addEventListener("htmx:responseError", (event) => {
+    try {
+      const { param } = JSON.parse(event.detail.xhr.responseText).error;
+      const field = param && form.elements[param];
+      field?.closest("details")?.setAttribute("open", "");
+      field?.setAttribute("aria-invalid", "true");
+      field?.focus();
+    } catch { /* page.js has said what there is to say */ }
+  });
+
+  const upload = (file) => {
+    const request = new XMLHttpRequest();
+    const body = new FormData();
+    body.append("purpose", "fine-tune");
+    body.append("file", file);
+    bar.hidden = false;
+    request.upload.addEventListener("progress", ({ loaded, total }) => {
+      bar.value = loaded / total;
+      told.textContent = `${file.name}: ${Math.round((100 * loaded) / total)} %`;
+    });
+    request.addEventListener("loadend", () => {
+      bar.hidden = true;
+      let answer;
+      try { answer = JSON.parse(request.responseText); } catch { answer = null; }
+      if (request.status !== 200) {
+        told.textContent = "";
+        say(answer?.error?.message ?? "The upload broke off. Try again.");
+        return;
+      }
+      for (const select of $$("[data-files]")) select.options.add(new Option(`${answer.filename} · ${answer.id.slice(-6)}`, answer.id), 1);
+      const empty = $$("[data-files]").find((select) => !select.value);
+      if (empty) empty.value = answer.id;
+      told.textContent = `${answer.filename} is there${empty ? `, as ${empty.labels[0].textContent.toLowerCase()}` : ""}.`;
+      planSoon();
+    });
+    request.open("POST", "/v1/files");
+    for (const [name, value] of Object.entries(token())) request.setRequestHeader(name, value);
+    request.send(body);
+  };
+  const uploadAll = (files) => [...files].forEach(upload);
+  $("#upload").addEventListener("change", (event) => { uploadAll(event.target.files); event.target.value = ""; });
+  for (const kind of ["dragenter", "dragover", "dragleave", "drop"]) {
+    drop.addEventListener(kind, (event) => {
+      event.preventDefault();
+      drop.classList.toggle("over", kind === "dragenter" || kind === "dragover");
+      if (kind === "drop") uploadAll(event.dataTransfer.files);
+    });
+  }
+})();

@@ -1,0 +1,80 @@
+"""The form of a new job: its plan while one types, and the job itself."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import parse_qsl
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from api.http.dependencies import MAX_JSON_BYTES
+from api.page import job_form
+from api.page.inner_api import Api, ApiError, InnerApi
+from api.page.rendering import leave_for, page
+from api.routes.page.entry import page_router
+from api.routes.page.jobs import JOBS
+from ft_service.errors import SpecError
+
+router = page_router()
+
+
+@router.get("/new")
+async def form(request: Request, api: Api, again: str | None = None, model: str | None = None) -> Response:
+    """An empty form; or `again`: what a job was asked for, perhaps on another base."""
+    body = await api.get(f"{JOBS}/{again}/request") if again else {}
+    models = await api.get("/v1/models")
+    fields = job_form.fields_of(body) | ({"model": model} if model else {})
+    files = await api.get("/v1/files", purpose="fine-tune", limit=200)
+    names = [one["id"] for one in models["data"]]
+    if fields.get("model", names[:1]) not in names and "model" in fields:
+        names.append(fields["model"])
+    every = job_form.options()
+    rest = {
+        section: [one for name, one in every.items() if name.startswith(f"{section}.") and name not in job_form.FIRST]
+        for section in job_form.SECTIONS
+    }
+    first = [every[name] for name in job_form.FIRST]
+    values = {"names": names, "files": files["data"], "fields": fields, "first": first, "rest": rest, "again": again}
+    return page(request, "new_job.html", **values)
+
+
+@router.post("/new/plan")
+async def plan(request: Request, api: Api) -> Response:
+    """What the form so far would take, and the form in other words."""
+    body = job_form.body_of(await _fields(request))
+    found: dict[str, Any]
+    if "model" in body:
+        try:
+            found = await api.post("/v1/fine_tuning/plan", body)
+        except ApiError as error:
+            found = {"fault": error.message, "param": error.error.get("param")}
+    else:
+        found = {"fault": "Choose a base.", "param": "model"}
+    files = await _names(api)
+    words = {
+        "Python": job_form.python_text(body, str(request.base_url).rstrip("/")),
+        "CLI": job_form.command_text(body, files),
+        "YAML": job_form.yaml_text(body, files),
+    }
+    return page(request, "new_plan.html", plan=found, words=words)
+
+
+@router.post("/new")
+async def create(request: Request, api: Api) -> Response:
+    job = await api.post(JOBS, job_form.body_of(await _fields(request)))
+    return leave_for(request, f"/jobs/{job['id']}")
+
+
+async def _names(api: InnerApi) -> dict[str, str]:
+    files = await api.get("/v1/files", purpose="fine-tune", limit=200)
+    return {file["id"]: file["filename"] for file in files["data"]}
+
+
+async def _fields(request: Request) -> dict[str, str]:
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_JSON_BYTES:
+            raise SpecError(f"The form is larger than {MAX_JSON_BYTES} bytes.", code="request_too_large")
+    return dict(parse_qsl(body.decode("utf-8", "replace")))

@@ -1,0 +1,102 @@
+"""A headless browser, where one is installed."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from selenium import webdriver
+from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
+
+Found = TypeVar("Found")
+
+AXE = Path(__file__).parent / "axe/axe.min.js"
+SERIOUS = ("serious", "critical")
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+_OPTIONS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-dev-shm-usage",
+    "--disable-gpu",
+    "--disable-breakpad",
+    "--no-first-run",
+)
+
+
+@contextmanager
+def browsing(downloads: Path) -> Iterator[webdriver.Chrome]:
+    """A browser that keeps what it downloads in a folder. Skips the test where there is none."""
+    chromium = next((path for name in _NAMES if (path := shutil.which(name))), None)
+    chromedriver = shutil.which("chromedriver")
+    if chromium is None or chromedriver is None:
+        pytest.skip("no browser: install the packages chromium and chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for option in _OPTIONS:
+        options.add_argument(option)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(chromedriver))
+    try:
+        driver.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(downloads)})
+        yield driver
+    finally:
+        driver.quit()
+
+
+def until(condition: Callable[[], Found], seconds: float = 30.0) -> Found:
+    """What a condition gives once it is true; elements that are replaced meanwhile are looked for anew."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            if found := condition():
+                return found
+        except (NoSuchElementException, StaleElementReferenceException):
+            pass
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def find(driver: webdriver.Chrome, css: str) -> WebElement:
+    return until(lambda: driver.find_element(By.CSS_SELECTOR, css))
+
+
+def click(driver: webdriver.Chrome, css: str) -> None:
+    """Click what is there and stays there: parts of the page refresh themselves."""
+
+    def clicked() -> bool:
+        driver.find_element(By.CSS_SELECTOR, css).click()
+        return True
+
+    until(clicked)
+
+
+def text_of(driver: webdriver.Chrome, css: str) -> str:
+    return until(lambda: driver.find_element(By.CSS_SELECTOR, css).text or " ")
+
+
+def attribute(driver: webdriver.Chrome, css: str, name: str) -> str:
+    """Of an element that is there; empty while it has none."""
+    return find(driver, css).get_attribute(name) or ""
+
+
+def sized(driver: webdriver.Chrome, width: int, theme: str) -> None:
+    """Look at the page in a window of a width, in a theme."""
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 700}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": theme}]})
+
+
+def axe_faults(driver: webdriver.Chrome) -> list[str]:
+    """What axe finds serious or critical in the page as it is."""
+    driver.execute_script(AXE.read_text())
+    run = "axe.run(document, {resultTypes: ['violations']}).then((found) => arguments[0](found.violations))"
+    found: list[dict[str, Any]] = driver.execute_async_script(run)
+    return [f"{one['id']}: {one['nodes'][0]['target']}" for one in found if one["impact"] in SERIOUS]

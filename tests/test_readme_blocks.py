@@ -1,0 +1,65 @@
+"""Every command in README and docs is one that there is; `tests/e2e/test_transcript.py` runs them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from ft_service.cli.app import app
+from ft_service.convert import names
+from tests.support.blocks import PAGES, ROOT, Block, blocks
+
+SCREENS = 4 * 50
+_SPOKEN = re.compile(r"`ft ([a-z][a-z-]*)((?: [^`]*)?)`")
+
+
+def ours(block: Block) -> list[list[str]]:
+    """The command lines of `ft` in a block, without what the shell does with them."""
+    lines = [shlex.split(line, comments=True) for line in block.commands if re.match(r"(\.venv/bin/)?ft ", line)]
+    return [list(takewhile(lambda word: word not in ("|", ">", "&", "&&", ";"), words))[1:] for words in lines]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_of_ft_has_these_options(page: str) -> None:
+    for block in blocks(page):
+        for words in ours(block) if block.language == "sh" else []:
+            group: Any = typer.main.get_command(app)
+            name, command, rest = group.resolve_command(typer.Context(group), words)
+            if isinstance(command, typer.core.TyperGroup):
+                name, command, rest = command.resolve_command(typer.Context(command), rest)
+            command.make_context(name, list(rest))  # raises for an option that there is not
+
+
+def test_blocks_are_found_as_people_see_them() -> None:
+    assert [block.text for block in blocks("README.md")][:2] == [
+        "git clone <this repository> && cd ft-service\nmake quickstart\n",
+        "make quickstart TORCH_INDEX=<URL>\n",
+    ]
+    assert len(blocks("docs/kubernetes.md")) >= 3
+    assert blocks("docs/guide.md")[2].commands[:2] == ["mkdir -p my-job", "cat > my-job/train.jsonl"]
+
+
+def test_every_command_that_is_spoken_of_exists() -> None:
+    group: Any = typer.main.get_command(app)
+    spoken = {(page, match[1]) for page in PAGES for match in _SPOKEN.finditer((ROOT / page).read_text())}
+    assert len(spoken) > 30
+    assert sorted((page, name) for page, name in spoken if name not in group.commands) == []
+
+
+def test_the_readme_fits_on_four_screens() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= SCREENS
+
+
+def test_the_tables_of_other_tools_names_are_current() -> None:
+    page = ROOT / "docs/from-other-tools.md"
+    assert page.read_text() == names.page(), f"python -m ft_service.convert.names > {page.relative_to(Path.cwd())}"
+
+
+def test_every_usual_option_of_another_tool_has_a_rule() -> None:
+    assert "no option of that name" not in names.page()

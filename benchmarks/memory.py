@@ -2,7 +2,8 @@
 
     python benchmarks/memory.py [--only nf4]
 
-Every case in a process of its own: a base of 8 layers, a micro-batch of full rows whose every token is a target, three steps.
+Every rank of a case is a process of its own: a base of 6 layers, a packed micro-batch whose every token is a target, three
+steps.
 What the process holds before the model is built (interpreter, libraries) is taken off.
 """
 
@@ -13,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +27,31 @@ from benchmarks.machine import machine, save
 from benchmarks.peak_memory import PeakMemory, anonymous
 
 SHAPE: dict[str, Any] = {
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "vocab_size": 16_000,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
     "max_position_embeddings": 4096,
 }
-LENGTH = 1024
+SMALL, LARGE = 8_000, 64_000
+"""Words."""
+LENGTH = 512
 CASES: dict[str, dict[str, Any]] = {
     "bf16, 1,024 tokens": {"tokens": 1024},
     "bf16, 4,096 tokens": {"tokens": 4096},
+    "bf16, 4,096 tokens, 64,000 words": {"tokens": 4096, "words": LARGE},
+    "bf16, 4,096 tokens, full checkpointing": {"tokens": 4096, "checkpointing": "full"},
+    "bf16, 4,096 tokens, two ranks": {"tokens": 4096, "ranks": 2},
+    "nf4, 1,024 tokens": {"tokens": 1024, "format": "nf4"},
     "nf4, 4,096 tokens": {"tokens": 4096, "format": "nf4"},
-    "fp8, 4,096 tokens": {"tokens": 4096, "format": "fp8"},
     "nf4, 4,096 tokens, full checkpointing": {"tokens": 4096, "format": "nf4", "checkpointing": "full"},
-    "fp32 arithmetic, 2,048 tokens": {"tokens": 2048, "compute": "fp32"},
-    "nf4, 2,048 tokens, dropout": {"tokens": 2048, "format": "nf4", "dropout": 0.1},
+    "nf4, 1,024 tokens, dropout": {"tokens": 1024, "format": "nf4", "dropout": 0.1},
+    "fp8, 4,096 tokens, selective checkpointing": {"tokens": 4096, "format": "fp8", "checkpointing": "selective"},
+    "fp8, 4,096 tokens, two ranks": {"tokens": 4096, "format": "fp8", "ranks": 2},
+    "fp32 arithmetic, 1,024 tokens": {"tokens": 1024, "compute": "fp32"},
+    "fp32 arithmetic, 4,096 tokens": {"tokens": 4096, "compute": "fp32"},
+    "fp32 arithmetic, 1,024 tokens, 64,000 words": {"tokens": 1024, "compute": "fp32", "words": LARGE},
 }
 
 
@@ -49,45 +59,51 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--case", help=argparse.SUPPRESS)
-    parser.add_argument("--base", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
-        measure(options.case, options.base)
+        measure(options.case, options.rank, options.folder)
         return
-    result: dict[str, Any] = {**machine(), "cases": {}}
+    result: dict[str, Any] = {**machine(), "glibc": os.confstr("CS_GNU_LIBC_VERSION"), "cases": {}}
     with tempfile.TemporaryDirectory() as folder:
-        base = make_base(Path(folder) / "base")
         for case in CASES:
             if options.only in case:
-                result["cases"][case] = row = measured(case, base)
+                result["cases"][case] = row = measured(case, Path(folder))
                 print(f"{case:45} planned {row['planned_mib']:7.0f} MiB  taken {row['taken_mib']:7.0f}  {row['ratio']:.2f} x")
     if not options.only:
         save("memory", result)
 
 
-def make_base(folder: Path) -> Path:
+def base_of(case: str, folder: Path) -> Path:
     from tests.support.training.models import save_tiny
 
-    return save_tiny("llama", folder, **SHAPE)
+    words = CASES[case].get("words", SMALL)
+    base = folder / f"base-{words}"
+    return base if base.exists() else save_tiny("llama", base, **SHAPE, vocab_size=words)
 
 
-def measured(case: str, base: Path) -> dict[str, Any]:
-    """Run a case in its own process, watched from here."""
-    command = [sys.executable, __file__, "--case", case, "--base", str(base)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    planned = int(process.stdout.readline())
-    before = anonymous(process.pid)
-    with PeakMemory(process.pid) as memory:
-        process.stdin.write("\n")
-        process.stdin.flush()
-        assert process.wait() == 0
-    taken = max(memory.peaks.values()) - before
-    return {"planned_mib": planned / 2**20, "taken_mib": taken / 2**20, "ratio": planned / taken}
+def measured(case: str, folder: Path) -> dict[str, Any]:
+    """Run a case's ranks in processes of their own, watched from here."""
+    base_of(case, folder)
+    ranks = CASES[case].get("ranks", 1)
+    command = [sys.executable, __file__, "--case", case, "--folder", str(folder), "--rank"]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen([*command, str(rank)], **pipes) for rank in range(ranks)]
+    planned = [int(process.stdout.readline()) for process in processes]  # pyright: ignore[reportOptionalMemberAccess]
+    before = [anonymous(process.pid) for process in processes]
+    watched = [PeakMemory(process.pid) for process in processes]
+    with ExitStack() as watching:
+        for memory in watched:
+            watching.enter_context(memory)
+        for process in processes:
+            process.communicate("\n")
+    assert not any(process.returncode for process in processes), "a rank has failed"
+    taken = max(max(memory.peaks.values()) - start for memory, start in zip(watched, before, strict=True))
+    return {"planned_mib": planned[0] / 2**20, "taken_mib": taken / 2**20, "ratio": planned[0] / taken}
 
 
-def measure(case: str, base: Path) -> None:
+def measure(case: str, rank: int, folder: Path) -> None:
     """In the case's process: print the planned bytes, wait for a line, and train."""
     from ft_service.plan.job import plan_job
     from ft_service.plan.machines import host_cpu
@@ -100,28 +116,30 @@ def measure(case: str, base: Path) -> None:
     from workers.train import construct
     from workers.training.step import forward_backward
 
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
-    keep_freed_memory()
     it = CASES[case]
+    ranks = it.get("ranks", 1)
+    torch.set_num_threads(max(1, 2 // ranks))
+    keep_freed_memory()
     spec = spec_for(
-        base,
+        base_of(case, folder),
+        ranks=ranks,
         precision={"default": it.get("format", "bf16"), "compute": it.get("compute", "bf16")},
-        training={"batch_size": it["tokens"] // LENGTH, "max_length": LENGTH, "tokens_per_micro_batch": it["tokens"]},
+        training={"batch_size": ranks * it["tokens"] // LENGTH, "max_length": LENGTH, "tokens_per_micro_batch": it["tokens"]},
         lora={"r": 16, "lora_dropout": it.get("dropout", 0.0)},
         distributed={"activation_checkpointing": it.get("checkpointing", "none")},
     )
-    torch.distributed.init_process_group("gloo", init_method=f"file://{base.parent}/{os.getpid()}", rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/{case}", rank=rank, world_size=ranks)
     torch.ones(64, 64).matmul(torch.ones(64, 64))  # what the libraries set up at their first use
     print(plan_job(spec, host_cpu()).rank.total, flush=True)
     sys.stdin.readline()
-    mesh, device = make_mesh("cpu", 1, 1), torch.device("cpu")
+    mesh, device = make_mesh("cpu", ranks, 1), torch.device("cpu")
     built = construct(spec, mesh, device, print)
     built.peft_model.train()
     job = JobState(dict(adapters(built.peft_model)), spec.training)
     data = rows_of(it["tokens"] // LENGTH)
     keys = list(range(len(data))) if spec.lora.lora_dropout else None
     for _ in range(3):
-        forward_backward(built.peft_model, [make_batch(data, device, keys)], len(data) * (LENGTH - 1), 1)
+        forward_backward(built.peft_model, [make_batch(data, device, keys)], ranks * len(data) * (LENGTH - 1), ranks)
         job.update(1e-4, 1.0)
     os._exit(0)
 
@@ -129,7 +147,7 @@ def measure(case: str, base: Path) -> None:
 def rows_of(count: int) -> list[Any]:
     from ft_service.data.tokens.sample import Tokens
 
-    drawn = torch.randint(0, SHAPE["vocab_size"], (count, LENGTH), generator=torch.Generator().manual_seed(0)).int().numpy()
+    drawn = torch.randint(0, SMALL, (count, LENGTH), generator=torch.Generator().manual_seed(0)).int().numpy()
     return [Tokens(ids, ids >= 0) for ids in drawn]
 
 

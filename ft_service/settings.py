@@ -63,7 +63,10 @@ class Settings(BaseSettings):
     """Deliver webhooks to private addresses and by plain HTTP too. Users can then make the server send requests inside."""
     inference_url: str = Field(default="", pattern=r"^(https?://.+)?$")
     """Base URL (with /v1) of an OpenAI-compatible server that serves the tuned models by their names: chat completions are
-    passed on to it. Empty: they are refused with what to do."""
+    passed on to it. Several replicas of one: separated by commas. Empty: they are answered here (preview), or refused."""
+    adapters: Path | None = None
+    """Folder that the inference server sees under the same path: the adapter of every job that succeeds is put there, named as
+    the tuned model, loaded by every replica of inference_url and verified. None: that is the operator's."""
     preview: Literal["auto", "on", "off"] = "auto"
     """Answer chat completions for bases and tuned models by a process of this host, where no inference_url is set: a preview,
     to try them, and no serving engine. auto: where jobs run as processes of this host too, and the server moves them."""
@@ -149,6 +152,11 @@ class Settings(BaseSettings):
                 "FT_LAUNCHER = kubernetes needs PostgreSQL in FT_DATABASE_URL: SQLite's locks do not work between hosts"
             )
         return self
+
+    @property
+    def inference_urls(self) -> list[str]:
+        """Of every replica, without a slash at the end."""
+        return [url.strip().rstrip("/") for url in self.inference_url.split(",") if url.strip()]
 
     @property
     def previews(self) -> bool:

@@ -23,7 +23,7 @@ def said_by_the_code() -> str:
         for path in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.JoinedStr):
-                    texts.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
+                    texts.append("".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values))
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                     texts.append(node.value)
     return "\n".join(texts)

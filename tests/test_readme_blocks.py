@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import typer
+import typer.core
 
 from ft_service.cli.app import app
 from ft_service.convert import names
@@ -30,6 +31,7 @@ def test_every_command_of_ft_has_these_options(page: str) -> None:
     for block in blocks(page):
         for words in ours(block) if block.language == "sh" else []:
             group: Any = typer.main.get_command(app)
+            command: Any
             name, command, rest = group.resolve_command(typer.Context(group), words)
             if isinstance(command, typer.core.TyperGroup):
                 name, command, rest = command.resolve_command(typer.Context(command), rest)

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from ft_service.host.lifetime import die_with_parent, hold_rank_lock
 from workers import keep_torchao_out
@@ -25,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ft_service.bases.cache_folder import Cache
 from ft_service.data.tokens.token_set import TokenSet
+from ft_service.data.tokens.tokenize import load_tokenizer
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.checkpoints import set_damaged_aside
 from ft_service.rundir.directory import RunDir
@@ -44,11 +46,14 @@ from workers.model.build import BuiltModel, balance_note, build, token_rows
 from workers.model.compiling import compile_layers
 from workers.output import checkpoint
 from workers.output.export import publish
+from workers.output.probes import measure
+from workers.output.publishing import write_document
 from workers.output.report import Reporter
 from workers.output.saver import WITH_ADAPTERS, Saver
 from workers.ranks import fencing
 from workers.ranks.runtime import COMPUTE_DTYPE, Runtime, enter, leave, report_failure, with_spec
 from workers.ranks.sharding import shard
+from workers.training.answers import EVALUATION, Asker, Evaluation
 from workers.training.guards import AdapterWatch, check_gathered_weights, check_ids
 from workers.training.loop import Schedule, Trainer
 from workers.training.objective import Objective, Preference, Supervised
@@ -94,13 +99,16 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
     for level, text in built.loaded.messages() if built.loaded else ():
         reporter.message(text, level)
     check_gathered_weights(built.peft_model, runtime.compute_dtype)
-    # A resumed attempt has its adapter from its own checkpoint, and needs the parent only for a reference that is lost.
+    # A resumed attempt has its adapter from its own checkpoint, and needs the parent only for what is lost of its beginning.
     resumes = runtime.start.checkpoint is not None
-    needs_parent = not resumes or (spec.dpo is not None and not runtime.run.path(REFERENCE).is_file())
+    lost = [key for key, used in ((REFERENCE, spec.dpo), (EVALUATION, spec.evaluation)) if used]
+    needs_parent = not resumes or not all(runtime.run.path(key).is_file() for key in lost)
     adopted = adopt(built.peft_model, spec.parent) if spec.parent and from_first(needs_parent) else None
     if adopted is not None and not resumes:
         reporter.message(f"The adapter is that of {adopted.tuned_name}, step {adopted.step}; the optimizer begins anew.")
-    origins.record(runtime.run, spec, built, train_set, valid_set, adopted)  # a job goes on only on the base that it began with
+    # A job goes on only on the base that it began with.
+    for text in origins.record(runtime.run, spec, built, train_set, valid_set, adopted):
+        reporter.message(text, "warn")
     job = JobState(dict(adapters(built.peft_model)), spec.training)  # on the final parameters: loading replaced them
     built.peft_model.train()
     limits = settle_limits(built.peft_model, spec, runtime.device, warn=lambda text: reporter.message(text, "warn"))
@@ -110,6 +118,8 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
         return Outcome(kind=OutcomeKind.STOPPED, checkpoint=runtime.start.checkpoint)
     train_data, valid_data = objectives
     schedule = Schedule.of(spec, len(train_data))
+    asker = _asker(spec, valid_set if len(valid_set) else train_set, limits)
+    begun = _asked_before(runtime, built, asker) if asker else None
     _resume(runtime, reporter, job, schedule)
     config = built.peft_model.peft_config["default"] if os.environ.get(WITH_ADAPTERS) else None
     saver = Saver(runtime, reporter, config)
@@ -122,9 +132,17 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
     if job.step < schedule.total_steps:
         waited = job.validations.without_progress
         reporter.message(f"Validation loss has made no progress {waited} times: training ends at step {job.step}.")
+    if asker is not None and begun is not None:
+        told = asker.after(begun, asker.ask(runtime, built.peft_model), job.step)
+        for sentence in told.messages():
+            reporter.message(sentence)
+        if runtime.rank == 0:
+            write_document(runtime.run, EVALUATION, told, runtime.fence)
     reporter.flush()  # the metrics table is made from the events
     steps = job.step
-    published = publish(runtime.run, runtime.fence, spec, built, job)
+    probed = valid_set if len(valid_set) else train_set
+    probe = partial(measure, built.peft_model, probed, runtime.device)
+    published = publish(runtime.run, runtime.fence, spec, built, job, probe)
     if runtime.rank == 0:
         remove_own(runtime.run)
     which = "" if published == steps else f" of step {published}, with the lowest validation loss,"
@@ -153,6 +171,24 @@ def _objectives(
     if found is None:
         return None
     return Preference(train, found.training, options), Preference(valid, found.validation, options)
+
+
+def _asker(spec: JobSpec, samples: TokenSet, limits: Limits) -> Asker | None:
+    if spec.evaluation is None:
+        return None
+    tokenizer = load_tokenizer(spec.model.path)
+    return Asker(samples, tokenizer, spec.evaluation, pairs=spec.dpo is not None, packed=limits.packed)
+
+
+def _asked_before(runtime: Runtime, built: BuiltModel, asker: Asker) -> Evaluation:
+    """The answers of the model that training starts from, kept for later attempts."""
+    known = from_first(runtime.run.read(EVALUATION, Evaluation) if runtime.rank == 0 else None)
+    if known is not None and [own.expected for own in known.answers] == asker.expected:
+        return known
+    begun = asker.before(asker.ask(runtime, built.peft_model))
+    if runtime.rank == 0:
+        write_document(runtime.run, EVALUATION, begun, runtime.fence)
+    return begun
 
 
 def construct(

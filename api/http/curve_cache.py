@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ft_service.jobs.curves import Curves, Kind
+from ft_service.jobs.states import TERMINAL, Job
 from ft_service.jobs.verbs import Verb
 from ft_service.store.jobs import ASKED
 from ft_service.store.records import Reported
@@ -28,17 +29,20 @@ class CurveCache:
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._lock = threading.Lock()
 
-    def look(self, job_id: str, take: Callable[[Curves, int], Taken]) -> Taken:
+    def look(self, job: Job, take: Callable[[Curves, int], Taken]) -> Taken:
         """What `take` makes of a job's curves as they are now, and of a number that changes with them. Whether the caller may
         see the job, it must know."""
+        job_id, over = job.id, job.state in TERMINAL and job.phase is None
         with self._lock:
             known = self._known.setdefault(job_id, _Known())
             self._known.move_to_end(job_id)
             while len(self._known) > _MOST:
                 self._known.popitem(last=False)
         with known.lock:
-            for event in self._store.reported_since(job_id, known.position):
-                known.add(event)
+            if not known.over:
+                for event in self._store.reported_since(job_id, known.position):
+                    known.add(event)
+                known.over = over  # as it was before its events were read
             return take(known.curves, known.position)
 
 
@@ -47,6 +51,8 @@ class _Known:
         self.lock = threading.Lock()
         self.curves = Curves()
         self.position = 0
+        self.over = False
+        """Nothing will come any more."""
 
     def add(self, event: Reported) -> None:
         self.position = event.position

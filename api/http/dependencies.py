@@ -51,6 +51,11 @@ class Services:
         return Holders(self.store)
 
     @cached_property
+    def remembered(self) -> dict[Any, Any]:
+        """For whoever answers the same to many within a moment."""
+        return {}
+
+    @cached_property
     def curves(self) -> CurveCache:
         """The curves of jobs."""
         return CurveCache(self.store)

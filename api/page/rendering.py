@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import mimetypes
+import secrets
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
 }
 """Of every answer of the page: no inline script or style, nothing of another origin, in no frame."""
+_SEEN = f"seen-{secrets.token_hex(8)}"
+"""Stands for what is known once the part is written; nobody can guess it."""
 _FOR_EVER = "public, max-age=31536000, immutable"
 
 
@@ -40,11 +44,29 @@ def page(request: Request, template: str, status: int = 200, **values: Any) -> R
 
 def fragment(request: Request, template: str, **values: Any) -> Response:
     """A part of a document that refreshes itself: 204, which leaves it as it is, if the browser has this very part already."""
-    body = _render(request, template, values | {"seen": ""})
+    return sent(request, rendered(request, template, **values))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a document, and what a browser says that has it."""
+
+    body: str
+    seen: str
+
+
+def rendered(request: Request, template: str, **values: Any) -> Part:
+    """For `sent`: to many, if nothing in it is one session's own."""
+    body = _render(request, template, values | {"seen": _SEEN})
     seen = hashlib.sha256(body.encode()).hexdigest()[:16]
-    if request.query_params.get("seen") == seen:
+    return Part(body.replace(_SEEN, seen), seen)
+
+
+def sent(request: Request, part: Part) -> Response:
+    """The part, or 204 if the browser has it."""
+    if request.query_params.get("seen") == part.seen:
         return Response(status_code=204, headers=HEADERS)
-    return HTMLResponse(_render(request, template, values | {"seen": seen}), headers=HEADERS)
+    return HTMLResponse(part.body, headers=HEADERS)
 
 
 def leave_for(request: Request, path: str) -> Response:

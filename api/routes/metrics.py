@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import Header, Query, Response
@@ -11,7 +12,9 @@ from api.http.auth import Caller
 from api.http.dependencies import Services, Svc
 from api.http.routing import keyed_router, written
 from api.wire.metrics_views import MetricsListView, MetricsView, metrics_view
+from ft_service.jobs.curves import Curves
 from ft_service.jobs.states import Job
+from ft_service.store.rows import not_found
 
 router = keyed_router("/v1/fine_tuning", "fine-tuning")
 
@@ -60,9 +63,13 @@ def of_jobs(
     points: Points = 1000,
     series: Names = None,
 ) -> MetricsListView:
-    """Not in OpenAI's API. The same of several jobs, in their order."""
-    found = [services.store.get_job(caller.project_id, job_id) for job_id in job]
-    return MetricsListView(data=[_look(one, services, points, series)[0] for one in found])
+    """Not in OpenAI's API. The same of several jobs, in their order; of checkpoints nothing is said."""
+    found = {one.id: one for one in services.store.jobs_by_id(job) if one.project_id == caller.project_id}
+    if missing := [job_id for job_id in job if job_id not in found]:
+        raise not_found("fine-tuning job", missing[0])
+    return MetricsListView(
+        data=[services.curves.look(found[job_id], partial(_view, found[job_id], points=points, names=series)) for job_id in job]
+    )
 
 
 def _look(job: Job, services: Services, points: int, names: Sequence[str] | None) -> tuple[MetricsView, str]:
@@ -70,9 +77,13 @@ def _look(job: Job, services: Services, points: int, names: Sequence[str] | None
     checkpoints = services.store.list_checkpoints(job.project_id, job.id, limit=_MARKED).data
     newest = checkpoints[0].id if checkpoints else "-"
     return services.curves.look(
-        job.id,
+        job,
         lambda curves, position: (
             metrics_view(job, curves, checkpoints, points, names),
             f"{position}-{len(checkpoints)}-{newest}-{job.state}-{points}-{','.join(names or ())}",
         ),
     )
+
+
+def _view(job: Job, curves: Curves, position: int, *, points: int, names: Sequence[str] | None) -> MetricsView:
+    return metrics_view(job, curves, [], points, names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from itertools import count
 from typing import Any
 
 import httpx2
@@ -12,18 +13,34 @@ from ft_service.errors import UnavailableError
 from ft_service.settings import Settings
 
 _TIMEOUT = httpx2.Timeout(600.0, connect=5.0)
+_turn = count()
+"""Replicas are asked in turn."""
 _PASSED_BACK = ("content-type", "retry-after", "retry-after-ms", "x-should-retry")
 
 
 async def chat_completion(settings: Settings, body: Any) -> StreamingResponse:
-    """Send a body to FT_INFERENCE_URL with its own key; the caller's never leaves. Raises UnavailableError."""
+    """Send a body to a replica of FT_INFERENCE_URL with its own key; the caller's never leaves. Where one does not answer the
+    next is asked. Raises UnavailableError.
+    """
+    urls = settings.inference_urls
+    first = next(_turn) % len(urls)
+    away = UnavailableError("FT_INFERENCE_URL names no server.")
+    for url in (*urls[first:], *urls[:first]):
+        try:
+            return await _asked(url, settings, body)
+        except UnavailableError as error:
+            away = error
+    raise away
+
+
+async def _asked(url: str, settings: Settings, body: Any) -> StreamingResponse:
     headers = {}
     if settings.inference_api_key:
         headers["authorization"] = f"Bearer {settings.inference_api_key.get_secret_value()}"
     client = httpx2.AsyncClient(timeout=_TIMEOUT, trust_env=False)
     try:
-        url = f"{settings.inference_url.rstrip('/')}/chat/completions"
-        answer = await client.send(client.build_request("POST", url, json=body, headers=headers), stream=True)
+        asked = client.build_request("POST", f"{url}/chat/completions", json=body, headers=headers)
+        answer = await client.send(asked, stream=True)
     except httpx2.HTTPError as error:
         await client.aclose()
         raise UnavailableError(f"The inference server (FT_INFERENCE_URL) does not answer: {error}.") from error

@@ -417,7 +417,7 @@ def _hyperparameters(spec: JobSpec) -> HyperparametersView:
         n_epochs=training.n_epochs if training.max_steps is None else None,
         batch_size=training.batch_size,
         # Back to the number the user wrote: 1e-4 / 2e-4 and its kind carry the noise of two roundings.
-        learning_rate_multiplier=float(f"{training.learning_rate / of_one:.12g}"),
+        learning_rate_multiplier=float(f"{training.rate / of_one:.12g}"),
     )
 
 

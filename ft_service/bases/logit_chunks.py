@@ -16,13 +16,13 @@ CHUNK_ROWS = 2**10
 CHUNK_LOGITS = 2**25
 """Logits in a chunk of a small vocabulary: more would only take memory."""
 MOST_LOGITS = 2**28
-"""Logits in a chunk at most, whatever the vocabulary: 3 GiB, at 12 bytes each."""
+"""Logits in a chunk at most, whatever the vocabulary: 2 GiB, at 8 bytes each."""
 
 
 def chunk_rows(vocabulary: int) -> int:
     """The number of tokens in a chunk: 1,024, or with a small vocabulary as many as make 2^25 logits.
 
-    With 128,256 words a chunk of 1,024 tokens takes 1.5 GiB, which the plan counts. Beyond 262,144 words it is fewer tokens, so
+    With 128,256 words a chunk of 1,024 tokens takes 1 GiB, which the plan counts. Beyond 262,144 words it is fewer tokens, so
     that a chunk has no more than 2^28 logits. A micro-batch with fewer targets takes no more than those need.
     """
     words = max(1, vocabulary)

@@ -14,7 +14,17 @@ from typing import Annotated
 import typer
 
 from ft_service import __version__
-from ft_service.cli import chat_command, convert_command, keys, merge_command, models, prune_command, serve, verify_command
+from ft_service.cli import (
+    chat_command,
+    convert_command,
+    export_command,
+    keys,
+    merge_command,
+    models,
+    prune_command,
+    serve,
+    verify_command,
+)
 from ft_service.cli.jobs import comparing, fetching, following, listing, submit, verbs
 from ft_service.cli.local import plan_command, run_command
 from ft_service.cli.output import Json, complain, print_json
@@ -51,7 +61,7 @@ def options(
 PANELS = {
     "Jobs": (submit, listing, following, comparing, verbs, fetching),
     "Before and without a server": (plan_command, run_command, convert_command),
-    "Models": (models, chat_command, merge_command, verify_command),
+    "Models": (models, chat_command, merge_command, export_command, verify_command),
     "The service": (serve, prune_command),
 }
 """Title in `ft --help` → modules, whose commands stand there in the order in which they register them."""
@@ -81,7 +91,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         code = app(args=list(arguments) or ["--help"], prog_name="ft", standalone_mode=False)
     except typer.TyperException as error:
-        return _tell(SpecError(error.format_message(), code="usage"), WRONG, as_json)
+        return _tell(SpecError(_plain(error.format_message()), code="usage"), WRONG, as_json)
     except (typer.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except (SpecError, DataError) as error:
@@ -89,6 +99,13 @@ def run(arguments: Sequence[str]) -> int:
     except FtError as error:
         return _tell(error, FAILED, as_json)
     return code if isinstance(code, int) else 0
+
+
+def _plain(message: str) -> str:
+    """A usage error without the words of the library that reads numbers."""
+    return re.sub(r"Input should be a valid (integer|number)(, unable to parse.*)?", r"it must be a \1", message).replace(
+        "a integer", "a whole number"
+    )
 
 
 def _tell(error: FtError, code: int, as_json: bool) -> int:

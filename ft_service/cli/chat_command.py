@@ -14,14 +14,12 @@ from rich.columns import Columns
 from rich.console import Console
 from rich.panel import Panel
 
+from ft_service.cli.jobs.naming import find_job
 from ft_service.cli.output import Json, connect, print_json
-from ft_service.client.answers import RemoteJob
 from ft_service.client.client import Client
 from ft_service.errors import FtError, NotFoundError, SpecError
+from ft_service.spec import is_tuned
 
-JOB = "ftjob-"
-_LOOKED_AT = 500
-"""Newest jobs among which a prefix is looked for."""
 _BYE = ("/exit", "/quit", "/bye")
 _NEW = "/new"
 
@@ -39,7 +37,10 @@ def register(app: typer.Typer) -> None:
 
 
 def chat(
-    model: Annotated[str, typer.Argument(metavar="ID", help="A job or the beginning of its id, a tuned model, or a base.")],
+    model: Annotated[
+        str,
+        typer.Argument(metavar="ID", help="A job (id, beginning of it, suffix, `last`), a tuned model, or a base."),
+    ],
     message: Annotated[
         str | None, typer.Argument(help="Ask this and leave; without it, or with -, it is a conversation.")
     ] = None,
@@ -73,16 +74,18 @@ def chat(
 
 
 def find_partners(client: Client, wanted: str, step: int | None = None) -> tuple[Partner, Partner]:
-    """The model that an id, a prefix of one or a name means, and its base. Raises SpecError or NotFoundError.
+    """The model that a word for a job, or a model's name, means, and its base. Raises SpecError or NotFoundError.
 
     A job that has not succeeded stands for its newest checkpoint.
     """
     names = {model.id: model for model in client.models()}
     if step is None and wanted in names:
         root = (names[wanted].model_extra or {}).get("root") or wanted
-        return Partner("tuned" if root != wanted else "base", wanted), Partner("base", root)
-    job = _find_job(client, wanted)
+        return Partner("tuned" if is_tuned(wanted) else "base", wanted), Partner("base", root)
+    job = client.job(find_job(client, wanted, fit=lambda job: job.fine_tuned_model is not None))
     its_base = Partner("base", job.model)
+    if step is None and is_tuned(wanted):
+        return Partner("checkpoint", wanted), its_base
     if step is None and job.fine_tuned_model is not None:
         return Partner("tuned", job.fine_tuned_model), its_base
     points = client.checkpoints(job.id)
@@ -91,21 +94,6 @@ def find_partners(client: Client, wanted: str, step: int | None = None) -> tuple
         steps = ", ".join(str(point.step_number) for point in reversed(points)) or "none yet"
         raise NotFoundError(f"Job {job.id} ({job.status}) has no such checkpoint; it has: {steps}.", param="checkpoint")
     return Partner(f"step {chosen.step_number}", chosen.fine_tuned_model_checkpoint), its_base
-
-
-def _find_job(client: Client, wanted: str) -> RemoteJob:
-    try:
-        return client.job(wanted)
-    except (NotFoundError, SpecError):
-        pass
-    if wanted.startswith("ft:"):
-        raise NotFoundError(f"{wanted}: there is no such tuned model. See ft models.", param="id")
-    matching = [job for job in client.jobs(_LOOKED_AT) if job.id.removeprefix(JOB).startswith(wanted.removeprefix(JOB))]
-    if len(matching) == 1:
-        return matching[0]
-    if matching:
-        raise SpecError(f"{wanted}: {len(matching)} jobs begin so: {', '.join(job.id for job in matching[:5])}.", param="id")
-    raise NotFoundError(f"{wanted}: no job's id begins so, and no model has this name. See ft jobs and ft models.", param="id")
 
 
 class Talk:

@@ -38,7 +38,7 @@ def merge(
 ) -> None:
     """Write base + adapter as one model, without a GPU, and what that changes in validation loss."""
     if out.exists():
-        raise SpecError(f"--out = {out}: exists already. Name another folder.", param="out")
+        raise SpecError(f"{out} exists already. Name another folder with --out.", param="out")
     with find_adapter(source) as folder:
         if faults := verify(folder).faults:
             raise FtError(f"{source} has changed since it was written ({faults[0]}). `ft verify` tells all of it.")

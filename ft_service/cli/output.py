@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -23,6 +24,9 @@ from ft_service.errors import SpecError
 from ft_service.settings import Settings
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d")
+_LEAST = 4
+"""Columns of a screen that are left to a column of a table."""
 OWN_WIDTH = 1000
 """Columns of output that is piped: nothing is cut."""
 
@@ -72,8 +76,10 @@ def print_table(
         titles, rows = [*titles, notes[0]], [(*row, note or "") for row, note in zip(rows, notes[1], strict=True)]
     table = Table(box=None, pad_edge=False, header_style="bold")
     console = _console()
-    longest = [max(cell_len(cell) for cell in column) for column in zip(titles, *rows, strict=True)]
-    for title, width in zip(titles, shrunk(longest, console.width - 2 * (len(titles) - 1)), strict=True):
+    columns = list(zip(titles, *rows, strict=True))
+    longest = [max(cell_len(cell) for cell in column) for column in columns]
+    times = [any(_TIME.fullmatch(cell) for cell in column) for column in columns]
+    for title, width in zip(titles, shrunk(longest, console.width - 2 * (len(titles) - 1), times), strict=True):
         table.add_column(title, no_wrap=True, width=width)
     for row in rows:
         table.add_row(*(escape(cell) for cell in row))
@@ -88,11 +94,15 @@ def print_table(
             print(text if len(text) <= console.width else text[: console.width - 1] + "…")
 
 
-def shrunk(widths: Sequence[int], room: int) -> list[int]:
-    """Widths of columns that fit a room together: the widest ones give way, so that short ones stay whole."""
+def shrunk(widths: Sequence[int], room: int, whole: Sequence[bool] = ()) -> list[int]:
+    """Widths of columns that fit a room together: the widest ones give way, so that short ones stay whole; those of `whole`
+    come last, since half of what they hold says nothing.
+    """
     left = list(widths)
-    while sum(left) > room and max(left) > 1:
-        left[left.index(max(left))] -= 1
+    for kept in (whole or [False] * len(left), [False] * len(left)):
+        yielding = [number for number, stays in enumerate(kept) if not stays]
+        while sum(left) > room and any(left[number] > _LEAST for number in yielding):
+            left[max(yielding, key=lambda number: left[number])] -= 1
     return left
 
 

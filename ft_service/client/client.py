@@ -229,7 +229,7 @@ class Client:
 
     def _download_folder(self, path: str, out: Path) -> Path:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise SpecError(f"--out = {out}: exists already. Name another folder.", param="out")
+            raise SpecError(f"{out} exists already. Name another folder with --out.", param="out")
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".ft-", dir=out.parent) as scratch:
             archive, unpacked = Path(scratch) / "adapter.tar", Path(scratch) / "adapter"

@@ -82,12 +82,18 @@ def _epochs(value: Any, source: Source) -> Verdict:
 
 
 def _warmup(value: Any, source: Source) -> Verdict:
-    steps, total = as_number(value), source.number("max_steps")
-    if steps is not None and 0 <= steps < 1:
-        return Taken({"training.warmup_ratio": steps})
-    if steps is not None and total is not None and total > 0:
-        return Taken({"training.warmup_ratio": round(steps / total, 6)})
-    return NotSupported(f"the number of steps is not in this file: set training.warmup_ratio to {value} / steps")
+    steps = as_number(value)
+    if steps is None or steps < 0 or (steps >= 1 and steps != int(steps)):
+        return NotSupported("it is a number of steps, or a share of them: set training.warmup_steps or training.warmup_ratio")
+    if steps >= 1:
+        return Taken({"training.warmup_steps": int(steps)})
+    decides = "warmup_ratio" in source and steps == 0
+    return NotNeeded("warmup_ratio decides") if decides else Taken({"training.warmup_ratio": steps})
+
+
+def _warmup_ratio(value: Any, source: Source) -> Verdict:
+    steps = as_number(source.get("warmup_steps"))
+    return NotNeeded("warmup_steps decides") if steps else Taken({"training.warmup_ratio": value})
 
 
 def _interval(name: str, strategy_option: str) -> Rule:
@@ -156,14 +162,14 @@ TABLE: dict[str, Rule] = {
     "max_steps": _positive("training.max_steps"),
     "learning_rate": takes("training.learning_rate"),
     "lr_scheduler_type": choice(
-        {name: takes("training.lr_scheduler_type") for name in ("linear", "cosine", "constant")}
+        {name: takes("training.lr_scheduler_type") for name in ("linear", "cosine", "constant", "warmup_stable_decay")}
         | {"constant_with_warmup": means(training__lr_scheduler_type="constant")},
-        refused("schedules are linear, cosine and constant"),
+        refused("schedules are linear, cosine, constant and warmup_stable_decay"),
     ),
     "lr_scheduler_kwargs": unless_off("schedules have no further options: leave it out"),
     "lr_scheduler_kwargs.*": refused("schedules have no further options: leave it out"),
     "warmup_steps": _warmup,
-    "warmup_ratio": takes("training.warmup_ratio"),
+    "warmup_ratio": _warmup_ratio,
     "optim": choice(
         {"adamw_torch": takes("training.optim"), "adamw_torch_fused": means(training__optim="adamw_torch")},
         refused("training.optim is adamw_torch: the adapters' optimizer is small"),
@@ -208,7 +214,8 @@ TABLE: dict[str, Rule] = {
     "liger_kernel_config": unless_off("no other kernels are patched in: leave it out", changes_result=False),
     "liger_kernel_config.*": refused("no other kernels are patched in: leave it out"),
     "use_cache": needless("nothing is generated while training"),
-    "neftune_noise_alpha": unless_off("noise on embeddings is not supported: leave it out"),
+    "neftune_noise_alpha": takes("training.neftune_noise_alpha"),
+    "loraplus_lr_ratio": takes("training.loraplus_lr_ratio"),
     "torch_empty_cache_steps": needless("layers are gathered into memory that is used again"),
     "auto_find_batch_size": needless("training.tokens_per_micro_batch: auto takes what fits"),
     **_every(

@@ -68,6 +68,8 @@ class SpecFile:
 
 def load_spec_file(path: Path) -> SpecFile:
     """Read and validate. Raises SpecError naming file and line, or field, value and limit."""
+    if path.suffix == ".jsonl":
+        raise SpecError(f"{path} holds data, by its name: write a SPEC (YAML) that names it as training_file.")
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:

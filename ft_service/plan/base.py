@@ -105,6 +105,8 @@ class BaseShape:
     loss_in_chunks: bool
     """Whether the logits of all targets are never there at once."""
     family: Family
+    model_type: str
+    """Of the decoder, as in config.json."""
 
     def quantizable(self) -> list[Weight]:
         """The weights that the precision map decides on: linear layers and experts inside the decoder layers."""
@@ -144,7 +146,7 @@ def base_shape(contents: BaseContents) -> BaseShape:
     weights = _stack_experts(weights, _number(config, "hidden_size"))
     weights = _tie(weights, config)
     in_chunks = str(config.get("model_type")) in IN_CHUNKS
-    return BaseShape(_shape(config, weights), tuple(weights), in_chunks, family_of(config))
+    return BaseShape(_shape(config, weights), tuple(weights), in_chunks, family_of(config), str(config.get("model_type")))
 
 
 def _decoder_stack(tensors: Iterable[LogicalTensor], layers: int | None) -> str:

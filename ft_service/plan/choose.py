@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -32,7 +32,8 @@ BUDGET = "training.tokens_per_micro_batch"
 COPIES = "distributed.replicate"
 FORMAT = "precision.default"
 LENGTH = "training.max_length"
-KEPT = (FORMAT, LENGTH)
+RATE = "training.learning_rate"
+KEPT = (FORMAT, LENGTH, RATE)
 """What results depend on: chosen once, and never again for the same job."""
 COMPILE = "distributed.compile"
 FITTED = (FORMAT, COPIES, CHECKPOINTING, BUDGET)
@@ -147,12 +148,11 @@ def _settings(base: BaseShape, spec: JobSpec, machine: Machine, lengths: Lengths
         for budget in _budgets(shared, machine, layout, lengths):
             sized = with_options(shared, {BUDGET: budget})
             batches = planned_micro_batches(sized, layout, lengths and lengths.longest)
-            rank = rank_bytes(base, sized, layout, stored, adapters, groups, batches)
+            rank = rank_bytes(base, sized, layout, stored, adapters, groups, batches, machine)
             usual = planned_micro_batches(sized, layout, lengths and lengths.mean)
             for mode in modes:
                 tried = with_options(sized, {CHECKPOINTING: mode})
-                held = replace(rank, activations=rank.activations_by_mode[mode])
-                yield Setting(tried, layout, batches, held, clock.pace(mode, usual))
+                yield Setting(tried, layout, batches, rank.in_mode(mode), clock.pace(mode, usual))
 
 
 def _copies(spec: JobSpec) -> list[int]:

@@ -150,7 +150,7 @@ def _plan(base: BaseShape, spec: JobSpec, machine: Machine, lengths: Lengths | N
         flops = flops_per_token(base, adapters, batches.length, checkpointed=mode == "full")
         return Cost(
             batches=batches,
-            rank=rank_bytes(base, spec, layout, stored, adapters, groups, batches),
+            rank=rank_bytes(base, spec, layout, stored, adapters, groups, batches, machine),
             wire=wire,
             flops_per_token=flops,
             speed=speed_on(machine, flops, stored, wire, batches, layout, passes=PASSES[mode]) if known else None,

@@ -23,6 +23,7 @@ from ft_service.plan.choose import (
     FORMAT,
     KEPT,
     LENGTH,
+    RATE,
     Setting,
     best_setting,
     is_open,
@@ -34,6 +35,7 @@ from ft_service.plan.machines import Machine, usable_bytes
 from ft_service.plan.quantities import bytes_text, duration_text
 from ft_service.spec import JobSpec
 from ft_service.spec.options import WrapBySize
+from ft_service.spec.rates import rate_for
 
 COMPILED_SHARE = 0.15
 """Of a training's time that compiling its layers saves: 16 to 27 % were measured."""
@@ -61,7 +63,7 @@ def settle(spec: JobSpec, machine: Machine, lengths: Lengths | None = None, *, w
     opened = spec
     if (world is not None and world != spec.world_size) or (lengths is not None and lengths.samples):
         opened = _opened(spec, world or spec.world_size)
-    if _length_given(opened) and not any(is_open(opened, option) for option in (*FITTED, COMPILE)):
+    if _length_given(opened) and not any(is_open(opened, option) for option in (*FITTED, COMPILE, RATE)):
         return Settled(spec)
     settled = settle_on(base_shape(read_contents(Path(spec.model.path))), opened, machine, lengths)
     changed = [option for option in settled.chosen if value_of(settled, option) != value_of(spec, option)]
@@ -70,7 +72,7 @@ def settle(spec: JobSpec, machine: Machine, lengths: Lengths | None = None, *, w
 
 def settle_on(base: BaseShape, spec: JobSpec, machine: Machine, lengths: Lengths | None = None) -> JobSpec:
     """The spec with what is "auto" chosen, for a base that was read."""
-    spec = within_context(base, spec)
+    spec = with_rate(base, within_context(base, spec))
     given = [option for option in (*FITTED, COMPILE) if is_open(spec, option)]
     if not given:
         return spec
@@ -93,21 +95,30 @@ def within_context(base: BaseShape, spec: JobSpec) -> JobSpec:
     return with_options(spec, {LENGTH: longest}).model_copy(update={"chosen": {**spec.chosen, LENGTH: why}})
 
 
+def with_rate(base: BaseShape, spec: JobSpec) -> JobSpec:
+    """The spec with training.learning_rate, if that is "auto", as it suits base and adapter."""
+    if not is_open(spec, RATE):
+        return spec
+    rate, why = rate_for(base.model_type, base.shape.hidden, spec.lora)
+    return with_options(spec, {RATE: rate}).model_copy(update={"chosen": {**spec.chosen, RATE: why}})
+
+
 def _length_given(spec: JobSpec) -> bool:
     return "max_length" in spec.training.model_fields_set
 
 
 def keep_choices(spec: JobSpec, before: JobSpec) -> JobSpec:
-    """The spec with the format that was chosen for the same job before, if it is still "auto", and its length of samples,
-    unless that is given.
+    """The spec with the format and the rate that were chosen for the same job before, if they are still "auto", and its length
+    of samples, unless that is given.
     """
     if not _length_given(spec):
         spec = with_options(spec, {LENGTH: before.training.max_length})
     kept = {option: before.chosen[option] for option in KEPT if option in before.chosen}
-    if not is_open(spec, FORMAT):
-        kept.pop(FORMAT, None)
-    elif FORMAT in kept:
-        spec = with_options(spec, {FORMAT: before.precision.default})
+    for option in (FORMAT, RATE):
+        if not is_open(spec, option):
+            kept.pop(option, None)
+        elif option in kept:
+            spec = with_options(spec, {option: value_of(before, option)})
     return spec.model_copy(update={"chosen": kept})
 
 
@@ -170,7 +181,7 @@ def _copies_reason(setting: Setting) -> str:
 def _checkpointing_reason(setting: Setting, usable: int) -> str:
     tokens, rank = setting.batches.tokens, setting.rank
     mode = setting.spec.distributed.activation_checkpointing
-    without = rank.total - rank.activations + rank.activations_by_mode["none"]
+    without = rank.in_mode("none").total
     if mode == "none":
         return f"activations of {tokens:,} tokens take {bytes_text(rank.activations)}, and fit"
     compared = "more than the" if without > usable else "of the"

@@ -46,11 +46,11 @@ def memory_table(plan: Plan) -> list[tuple[str, str]]:
         (f"optimizer (AdamW){where}", rank.optimizer),
         ("gathered weights", rank.gather),
         ("gradients between micro-batches", rank.accumulation),
-        ("workspace", rank.workspace),
         ("micro-batches", rank.rows),
         ("activations", rank.activations),
         *((f"  with activation_checkpointing: {mode}", count) for mode, count in _other_modes(rank)),
-        ("logits", rank.logits),
+        ("logits", rank.logits) if rank.logits >= rank.workspace else ("backward's workspace", rank.workspace),
+        ("the allocator's gaps", rank.gaps),
         ("total", rank.total),
     ]
     return [(name, bytes_text(count)) for name, count in rows if count]

@@ -7,12 +7,14 @@ integrations  where else the metrics are sent
 request       the whole create body, or a SPEC file
 tuned_name    names of tuned models
 resolved      `spec.json`: every default filled in, every reference a path and a digest
+rates         the learning rate that "auto" stands for
 stored        the same as a row of the store holds it
 faults        what is wrong with a request, in words
 """
 
 from __future__ import annotations
 
+from ft_service.spec.evaluation import AnswerMetric, EvaluationOptions
 from ft_service.spec.faults import spec_error
 from ft_service.spec.integrations import Integration, Wandb
 from ft_service.spec.methods import AUTO, DpoHyperparameters, DpoOptions, Hyperparameters, Method, SupervisedMethod
@@ -50,12 +52,14 @@ __all__ = [
     "NOT_YET",
     "NOT_YET_VALUES",
     "AdapterRef",
+    "AnswerMetric",
     "BaseModelRef",
     "CheckpointOptions",
     "DataFileRef",
     "DistributedOptions",
     "DpoHyperparameters",
     "DpoOptions",
+    "EvaluationOptions",
     "Hyperparameters",
     "Integration",
     "JobOptions",

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from ft_service.spec.evaluation import EvaluationOptions
 from ft_service.spec.values import Number, Pattern, Strict, WeightFormat
 
 LEARNING_RATE = 2e-4
@@ -104,14 +105,29 @@ class TrainingOptions(Strict):
     mathematics. "auto": enough to keep the machine busy, as far as memory goes: on a GPU up to 16,384, on a CPU about 2,048."""
     max_length: Annotated[int, Field(ge=8, le=1_048_576)] = 2048
     """Tokens kept of a sample; the rest is cut from the end, and counted in a warning. Bounded by the model's own limit."""
-    learning_rate: Annotated[Number, Field(gt=0, le=1)] = LEARNING_RATE
-    """AdamW's peak learning rate."""
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
-    """How the rate falls after the warm-up: to 0 at the last step, or not at all."""
+    learning_rate: Annotated[Number, Field(gt=0, le=1)] | Literal["auto"] = LEARNING_RATE
+    """AdamW's peak learning rate. "auto": by the base's width and family and the adapter's scaling (ft_service/spec/rates.py),
+    chosen once, when the job is created; OpenAI's learning_rate_multiplier "auto" is the same."""
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "warmup_stable_decay"] = "linear"
+    """How the rate falls after the warm-up: to 0 at the last step, not at all, or only in the last decay_ratio of the steps."""
     warmup_ratio: Annotated[Number, Field(ge=0, le=1)] = 0.03
     """Share of all steps in which the rate rises from 0."""
+    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    """The same as a number of steps, in place of warmup_ratio; None: that decides. More than the job's steps, and it only
+    rises."""
+    decay_ratio: Annotated[Number, Field(gt=0, le=1)] | None = None
+    """Share of all steps, the last ones, in which warmup_stable_decay falls to 0, linearly; None: 0.1. Refused with others."""
     weight_decay: Annotated[Number, Field(ge=0, le=1)] = 0.0
     """AdamW's decoupled weight decay on the adapters."""
+    loraplus_lr_ratio: Annotated[Number, Field(gt=0, le=1000)] | None = None
+    """LoRA+: the matrices B, which start as zeros, learn at learning_rate times this, and A at learning_rate; None: alike. Its
+    paper uses 16 and more, with a lower learning_rate."""
+    neftune_noise_alpha: Annotated[Number, Field(gt=0, le=1000)] | None = None
+    """NEFTune: in training, noise on the embeddings, even between -a and a, where a is this / sqrt(tokens of the sample times
+    width); its paper uses 5 to 15. It follows from seed, step and sample, whatever the ranks. None: none."""
+    group_by_length: bool = False
+    """Batches of samples of like length, so that less is padded; their order stays drawn from the seed. Only with packing
+    false: packed rows have no padding."""
     max_grad_norm: Annotated[Number, Field(ge=0)] = 1.0
     """Gradients are scaled down to this global 2-norm; 0: never."""
     optim: Literal["adamw_torch"] = "adamw_torch"
@@ -124,6 +140,12 @@ class TrainingOptions(Strict):
     load_best_model_at_end: bool = False
     """The job's adapter is that of the step with the lowest validation loss, not the last step's. Implies checkpoint.keep_best.
     Needs a validation file."""
+
+    @property
+    def rate(self) -> float:
+        """`learning_rate` where it was chosen."""
+        assert self.learning_rate != "auto", "a learning rate is chosen before a job is stored"
+        return self.learning_rate
 
 
 class Prefetch(Strict):
@@ -225,6 +247,8 @@ class JobOptions(Strict):
     training: TrainingOptions = TrainingOptions()
     distributed: DistributedOptions = DistributedOptions()
     checkpoint: CheckpointOptions = CheckpointOptions()
+    evaluation: EvaluationOptions | None = None
+    """Answers to a few prompts before and after training, in the job's events and evaluation.json; None: none."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     """Higher starts first; among equal ones the project that has used less lately, and within it the one created first."""
     max_seconds: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
@@ -249,6 +273,19 @@ class JobOptions(Strict):
             raise ValueError("distributed.compile works on whole decoder layers: leave it out, or use wrap 'layers'")
         if options.offload and options.ignored:
             raise ValueError("distributed.offload moves shards only, and distributed.ignored weights have none: keep one")
+        return self
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> JobOptions:
+        training = self.training
+        if training.warmup_steps is not None and "warmup_ratio" in training.model_fields_set:
+            raise ValueError("training.warmup_steps and training.warmup_ratio are both given: keep one")
+        if training.decay_ratio is not None and training.lr_scheduler_type != "warmup_stable_decay":
+            raise ValueError("training.decay_ratio is of lr_scheduler_type warmup_stable_decay only: leave one of the two out")
+        if training.group_by_length and training.packing:
+            raise ValueError(
+                "training.group_by_length saves padding, and packed rows have none: give packing: false, or leave it out"
+            )
         return self
 
     @model_validator(mode="after")

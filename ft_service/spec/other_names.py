@@ -33,7 +33,7 @@ NAMES: Mapping[str, str] = {
     **dict.fromkeys(("gradient_accumulation_steps",), "training.batch_size"),
     **dict.fromkeys(("lr", "learning_rate_init"), "training.learning_rate"),
     **dict.fromkeys(("lr_scheduler", "scheduler", "schedule"), "training.lr_scheduler_type"),
-    **dict.fromkeys(("warmup", "warmup_steps"), "training.warmup_ratio"),
+    **dict.fromkeys(("warmup",), "training.warmup_ratio"),
     **dict.fromkeys(("gradient_clipping", "max_gradient_norm", "clip_grad_norm"), "training.max_grad_norm"),
     **dict.fromkeys(("max_seq_length", "max_seq_len", "sequence_len", "cutoff_len", "seq_length"), "training.max_length"),
     **dict.fromkeys(("sample_packing", "neat_packing", "padding_free", "pack"), "training.packing"),

@@ -96,8 +96,20 @@ class JobRequest(JobOptions):
             if ours in self.training.model_fields_set:
                 raise ValueError(f"{place}.{name} and training.{ours} are both given: keep one")
             updates[ours] = value * of_one if name == "learning_rate_multiplier" else value
-        usual = {"learning_rate": DPO_LEARNING_RATE, "n_epochs": DPO_EPOCHS} if dpo else {}
-        return TrainingOptions(**{**usual, **self.training.model_dump(exclude_unset=True), **updates})
+        usual: dict[str, Any] = {"learning_rate": DPO_LEARNING_RATE, "n_epochs": DPO_EPOCHS} if dpo else {}
+        if not dpo and self._asks_for_a_rate:
+            usual["learning_rate"] = AUTO
+        given = self.training.model_dump(exclude_unset=True)
+        if dpo and given.get("learning_rate") == AUTO:
+            del given["learning_rate"]
+        return TrainingOptions(**{**usual, **given, **updates})
+
+    @property
+    def _asks_for_a_rate(self) -> bool:
+        """Whether a multiplier is given as "auto", which leaves the choice to the service."""
+        places = (self.hyperparameters, self.method.hyperparameters)
+        given = [place for place in places if "learning_rate_multiplier" in place.model_fields_set]
+        return bool(given) and all(place.learning_rate_multiplier == AUTO for place in given)
 
 
 def parse_request(body: object) -> JobRequest:

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from ft_service.errors import SpecError
+from ft_service.spec.evaluation import EvaluationOptions
 from ft_service.spec.mesh import check_reshard_size, mesh_shape
 from ft_service.spec.methods import AUTO, DpoOptions
 from ft_service.spec.options import CheckpointOptions, DistributedOptions, LoraOptions, PrecisionOptions, TrainingOptions
@@ -69,6 +70,7 @@ class JobSpec(Resolved):
     distributed: DistributedOptions
     """nproc_per_node is a number here."""
     checkpoint: CheckpointOptions
+    evaluation: EvaluationOptions | None = None
     dpo: DpoOptions | None = None
     """Of direct preference optimisation, whose data files hold pairs of answers; None: training is supervised."""
     parent: AdapterRef | None = None
@@ -114,6 +116,7 @@ def resolve(
         training=request.resolved_training(),
         distributed=distributed,
         checkpoint=request.checkpoint,
+        evaluation=request.evaluation,
         dpo=request.method.dpo_options(),
         parent=parent,
     )

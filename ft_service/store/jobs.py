@@ -55,6 +55,15 @@ _CREATE_EVENTS = Direct(insert(events), _FIRST_EVENT)
 _CREATE_PAIRS = Direct(insert(job_metadata), ("job_position", "project_id", "key", "value"))
 _SELECT_JOB = select(*JOB).where(jobs.c.id == bindparam("job_id"), jobs.c.project_id == bindparam("of_project"))
 _INSERT_EVENTS = insert(events)
+_MEASURED = (
+    select(events.c.metrics)
+    .where(events.c.job_id == bindparam("job_id"), events.c.metrics.is_not(None))
+    .order_by(events.c.position.desc())
+    .limit(literal_column("1"))
+    .offset(literal_column("0"))  # else SQLite's dialect names one, as a value that nobody gives
+)
+_SELECT_LATEST = Direct(_MEASURED)
+_SELECT_VALIDATED = Direct(_MEASURED.where(cast(events.c.metrics, String).like(literal_column("'%\"valid_loss\"%'"))))
 _REPORTED = (
     select(events.c.position, events.c.attempt, events.c.created_at, events.c.message, events.c.metrics)
     .where(
@@ -246,31 +255,29 @@ class JobStore(Database):
 
     def latest_metrics(self, job_id: str) -> Metrics | None:
         """Metrics of the newest event that has any; None if none has."""
-        query = (
-            select(events.c.metrics)
-            .where(events.c.job_id == job_id, events.c.metrics.is_not(None))
-            .order_by(events.c.position.desc())
-            .limit(1)
-        )
-        with self.reading() as connection:
-            return to_metrics(connection.scalars(query).one_or_none())
+        return self._latest(_SELECT_LATEST, job_id)
 
     def latest_validation(self, job_id: str) -> Metrics | None:
         """Metrics of the newest event of a step with a validation; None if there was none."""
-        measured = cast(events.c.metrics, String).contains('"valid_loss"')
-        query = select(events.c.metrics).where(events.c.job_id == job_id, events.c.metrics.is_not(None), measured)
-        with self.reading() as connection:
-            return to_metrics(connection.scalars(query.order_by(events.c.position.desc()).limit(1)).one_or_none())
+        return self._latest(_SELECT_VALIDATED, job_id)
+
+    def _latest(self, statement: Direct, job_id: str) -> Metrics | None:
+        with self.driving(write=False) as driver:
+            rows = statement.run(driver, {"job_id": job_id})
+        return to_metrics(_loaded(rows[0][0])) if rows else None
 
     def reported_since(self, job_id: str, position: int) -> list[Reported]:
         """What a job's attempts reported of their steps, and the wishes of its users, stored after `position` (0: all)."""
         with self.driving(write=False) as driver:
             rows = _SELECT_REPORTED.run(driver, {"job_id": job_id, "position": position})
-        # The driver of SQLite gives JSON as text, PostgreSQL's as what it means.
         return [
-            Reported(position, attempt, time, message, json.loads(metrics) if isinstance(metrics, str) else metrics)
-            for position, attempt, time, message, metrics in rows
+            Reported(position, attempt, time, message, _loaded(metrics)) for position, attempt, time, message, metrics in rows
         ]
+
+
+def _loaded(value: Any) -> Any:
+    """A JSON column's value: the driver of SQLite gives its text, PostgreSQL's what it means."""
+    return json.loads(value) if isinstance(value, str) else value
 
 
 def _get(connection: Connection, project_id: str, job_id: str) -> Job:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sqlalchemy import delete, exists, select
+from sqlalchemy import delete, exists, insert, select
 
 from ft_service.errors import SpecError
 from ft_service.ids import new_id
+from ft_service.jobs.states import Job, State
 from ft_service.store.database import Database, database_time, upsert
-from ft_service.store.records import Order, Page, Permission
-from ft_service.store.rows import columns_of, cursor, not_found, page
-from ft_service.store.tables import deleted_models, permissions, projects
+from ft_service.store.records import NewEvent, Order, Page, Permission
+from ft_service.store.rows import columns_of, cursor, event_row, not_found, page
+from ft_service.store.tables import deleted_models, events, jobs, permissions, projects
 
 PERMISSION = columns_of(Permission, permissions)
 
@@ -32,6 +33,22 @@ class ModelStore(Database):
     def deleted_models(self, project_id: str) -> set[str]:
         with self.reading() as connection:
             return set(connection.scalars(select(deleted_models.c.model).where(deleted_models.c.project_id == project_id)))
+
+    def succeeded_jobs(self) -> list[tuple[str, str]]:
+        """Project and id of every job that has succeeded, oldest first."""
+        query = select(jobs.c.project_id, jobs.c.id).where(jobs.c.state == State.SUCCEEDED.value)
+        with self.reading() as connection:
+            return [(project, job) for project, job in connection.execute(query.order_by(jobs.c.position))]
+
+    def all_deleted_models(self) -> set[str]:
+        with self.reading() as connection:
+            return set(connection.scalars(select(deleted_models.c.model)))
+
+    def tell(self, job: Job, told: Sequence[NewEvent]) -> None:
+        """Add events of the service's own to a job, whatever its state."""
+        with self.writing() as connection:
+            now = connection.scalars(select(database_time())).one()
+            connection.execute(insert(events), [event_row(event, job, now) for event in told])
 
     def grant(self, project_id: str, model: str, grantees: Sequence[str]) -> list[Permission]:
         """Let projects use a model, in their order; one that may already is answered as it is. All or none are granted.

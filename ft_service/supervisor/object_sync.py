@@ -54,7 +54,7 @@ FLUSH_SECONDS = 60.0
 """How long the flush waits for the other nodes' shards of the last checkpoint."""
 TRIES = 4
 """How often storage that does not answer is tried, after 2, 4 and 8 seconds."""
-_OUTCOME = ("adapter", "metrics.csv", "manifest.json")
+_OUTCOME = ("adapter", "metrics.csv", "manifest.json", "evaluation.json")
 
 
 class Sync:

@@ -65,6 +65,22 @@ def test_a_new_job_shows_what_was_resolved(service: Service, client: openai.Open
     assert stored.spec.tuned_name == f"ft:tiny:local:mine:{job.id.removeprefix('ftjob-')}"
 
 
+def test_a_job_of_preference_pairs_shows_its_method(client: openai.OpenAI, training_file: str, service: Service) -> None:
+    job = client.fine_tuning.jobs.create(
+        model="tiny",
+        training_file=training_file,
+        method={"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.2, "learning_rate_multiplier": 2}}},
+    )
+    assert job.method is not None
+    assert job.method.dpo is not None
+    assert job.method.dpo.hyperparameters is not None
+    assert (job.method.type, job.method.supervised, job.method.dpo.hyperparameters.beta) == ("dpo", None, 0.2)
+    assert job.hyperparameters.model_dump() == {"n_epochs": 1, "batch_size": 8, "learning_rate_multiplier": 2}
+    dpo = service.store.get_job("default", job.id).spec.dpo
+    assert dpo is not None
+    assert (dpo.beta, dpo.loss_type) == (0.2, "sigmoid")
+
+
 def test_every_key_of_the_schema_is_there_even_when_empty(service: Service, client: openai.OpenAI, training_file: str) -> None:
     job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
     job = service.http("GET", f"/v1/fine_tuning/jobs/{job_id}").json()

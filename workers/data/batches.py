@@ -32,7 +32,9 @@ class Batch:
     packing: Packing | None = None
     """None: a row is one sample, padded at the end."""
     keys: Tensor | None = None
-    """int32 [rows, length]: the key of every token, from which follows what dropout drops. None: it drops nothing."""
+    """int32 [rows, length]: the key of every token, from which follows what is random about it. None: nothing is."""
+    lengths: Tensor | None = None
+    """fp32 [rows, length]: tokens of every token's sample, for noise. None without keys."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,10 @@ class Packing:
     """Tokens of the longest sample."""
 
 
+BATCHES_SORTED = 50
+"""So many batches are sorted by length together: more, and an epoch's long samples would all stand in few of them."""
+
+
 def total_steps(samples: int, batch_size: int, n_epochs: int, max_steps: int | None) -> int:
     """Optimizer steps of a job."""
     return max_steps if max_steps is not None else n_epochs * steps_per_epoch(samples, batch_size)
@@ -57,10 +63,13 @@ def steps_per_epoch(samples: int, batch_size: int) -> int:
     return -(-samples // batch_size)
 
 
-def batch_of_step(step: int, samples: int, batch_size: int, seed: int) -> list[int]:
-    """The sample numbers that optimizer step `step` (from 0) trains on, in an order that only the seed decides."""
+def batch_of_step(step: int, samples: int, batch_size: int, seed: int, lengths: Lengths | None = None) -> list[int]:
+    """The sample numbers that optimizer step `step` (from 0) trains on, in an order that only the seed decides, or with
+    `lengths` these as well: a batch's samples are then of like length.
+    """
     epoch, position = divmod(step, steps_per_epoch(samples, batch_size))
-    order = _epoch_order(samples, seed, epoch)
+    by_length = lengths is not None
+    order = _order_by_length(lengths, batch_size, seed, epoch) if by_length else _epoch_order(samples, seed, epoch)
     return order[position * batch_size : (position + 1) * batch_size]
 
 
@@ -69,6 +78,30 @@ def _epoch_order(samples: int, seed: int, epoch: int) -> list[int]:
     digest = hashlib.sha256(f"order/{seed}/{epoch}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     return torch.randperm(samples, generator=generator).tolist()
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths:
+    """Tokens of every sample, int64 [samples]."""
+
+    tokens: np.ndarray
+
+
+@lru_cache(maxsize=2)
+def _order_by_length(lengths: Lengths, batch_size: int, seed: int, epoch: int) -> list[int]:
+    """The epoch's order, of which every window of some batches is sorted by length and cut into batches, whose order is drawn
+    again. A batch that is not full is the last.
+    """
+    tokens = lengths.tokens
+    order = _epoch_order(len(tokens), seed, epoch)
+    full = len(order) // batch_size * batch_size
+    batches: list[list[int]] = []
+    for begin in range(0, full, batch_size * BATCHES_SORTED):
+        window = order[begin : min(begin + batch_size * BATCHES_SORTED, full)]
+        window.sort(key=lambda sample: (-int(tokens[sample]), sample))
+        batches += [window[first : first + batch_size] for first in range(0, len(window), batch_size)]
+    drawn = _epoch_order(len(batches), seed, epoch)
+    return [sample for number in drawn for sample in batches[number]] + order[full:]
 
 
 def make_batch(
@@ -83,22 +116,25 @@ def collate(samples: Sequence[Tokens], device: torch.device, keys: Sequence[int]
     the collectives.
 
     Padding is at the end and attention is causal, so no target sees it and its token id does not matter. `keys`: of the
-    samples, for dropout.
+    samples, for dropout and noise.
     """
     length = max((len(s.ids) for s in samples), default=2)
     ids = np.zeros((max(1, len(samples)), length), dtype=np.int64)
     for row, sample in enumerate(samples):
         ids[row, : len(sample.ids)] = sample.ids
     places, targets = _targets(samples, [row * length for row in range(len(samples))])
-    of_tokens = None
+    of_tokens = own_lengths = None
     if keys is not None:
         rows = [keys_from(key, length, device) for key in (*keys, 0)]
         of_tokens = torch.stack(rows[: len(ids)])
-    return Batch(_moved(ids, device), _moved(places, device), _moved(targets, device), keys=of_tokens)
+        lengths = np.array([len(s.ids) for s in samples] or [length], dtype=np.float32)
+        own_lengths = _moved(np.repeat(lengths[:, None], length, axis=1), device)
+    on_device = (_moved(ids, device), _moved(places, device), _moved(targets, device))
+    return Batch(*on_device, keys=of_tokens, lengths=own_lengths)
 
 
 def pack(samples: Sequence[Tokens], device: torch.device, keys: Sequence[int] | None = None) -> Batch:
-    """Samples as one row, one behind the other. Without samples as `collate`. `keys`: of the samples, for dropout."""
+    """Samples as one row, one behind the other. Without samples as `collate`. `keys`: of the samples."""
     lengths = [len(s.ids) for s in samples] or [2]
     ids = np.concatenate([s.ids for s in samples] or [np.zeros(2)]).astype(np.int64)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -106,11 +142,13 @@ def pack(samples: Sequence[Tokens], device: torch.device, keys: Sequence[int] | 
     positions = np.arange(len(ids)) - np.repeat(starts[:-1], lengths)
     on_device = _moved(starts, device)
     packing = Packing(_moved(positions[None], device), torch.from_numpy(starts), on_device, max(lengths))
-    of_tokens = None
+    of_tokens = own_lengths = None
     if keys is not None:
         rows = [keys_from(key, length, device) for key, length in zip(keys or (0,), lengths, strict=True)]
         of_tokens = torch.cat(rows)[None]
-    return Batch(_moved(ids[None], device), _moved(places, device), _moved(targets, device), packing, of_tokens)
+        own_lengths = _moved(np.repeat(np.array(lengths, dtype=np.float32), lengths)[None], device)
+    on_device = (_moved(ids[None], device), _moved(places, device), _moved(targets, device))
+    return Batch(*on_device, packing, of_tokens, own_lengths)
 
 
 def _targets(samples: Sequence[Tokens], starts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

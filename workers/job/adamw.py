@@ -22,8 +22,10 @@ EPSILON = 1e-8
 class AdamW:
     """The moments of fp32 parameters, and what is done with a gradient. Which parameters are sharded must not change."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], weight_decay: float) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], weight_decay: float, ratio_of_b: float = 1.0) -> None:
+        """`ratio_of_b`: LoRA+'s, by which the matrices B learn faster."""
         self._parameters = dict(parameters)
+        self._ratio_of_b = ratio_of_b
         self._weight_decay = weight_decay
         self.exp_avg = {name: torch.zeros_like(p).detach() for name, p in self._parameters.items()}
         self.exp_avg_sq = {name: torch.zeros_like(p).detach() for name, p in self._parameters.items()}
@@ -39,14 +41,19 @@ class AdamW:
         the device. `max_grad_norm`: 0 or less clips nothing. Gradients are overwritten.
         """
         steps = self.steps.unbind()
-        rows = [
-            (_local(p), _local(p.grad), _local(self.exp_avg[name]), _local(self.exp_avg_sq[name]), steps[i])
-            for i, (name, p) in enumerate(self._parameters.items())
-            if p.grad is not None and _local(p.grad).numel() > 0
-        ]
+        rows: dict[float, list[tuple[Tensor, ...]]] = {}
+        for i, (name, p) in enumerate(self._parameters.items()):
+            if p.grad is not None and _local(p.grad).numel() > 0:
+                moments = _local(self.exp_avg[name]), _local(self.exp_avg_sq[name])
+                ratio = self._ratio_of_b if ".lora_B." in name else 1.0
+                rows.setdefault(ratio, []).append((_local(p), _local(p.grad), *moments, steps[i]))
         norm = global_norm(self._parameters.values(), self.steps.device)
-        if not rows:
-            return norm
+        for ratio, alike in rows.items():
+            self._update(alike, norm, learning_rate * ratio, max_grad_norm)
+        return norm
+
+    def _update(self, rows: list[tuple[Tensor, ...]], norm: Tensor, learning_rate: float, max_grad_norm: float) -> None:
+        """`rows`: parameter, gradient, both moments and steps of each parameter that learns at this rate."""
         own, grads, exp_avg, exp_avg_sq, own_steps = (list(column) for column in zip(*rows, strict=True))
         if max_grad_norm > 0:
             coefficient = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)  # `clip_grad_norm_`'s
@@ -68,7 +75,6 @@ class AdamW:
             eps=EPSILON,
             maximize=False,
         )
-        return norm
 
 
 def global_norm(parameters: Any, device: torch.device) -> Tensor:

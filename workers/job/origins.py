@@ -44,8 +44,9 @@ def record(
     train: TokenSet,
     valid: TokenSet,
     adopted: Manifest | None = None,
-) -> None:
-    """Write origins.json, or compare with it. Called by all ranks together, on the sharded and loaded model.
+) -> list[str]:
+    """Write origins.json, or compare with it. Called by all ranks together, on the sharded and loaded model. Returns a warning
+    for each storage format in which weights have become other values since.
 
     `adopted`: the manifest of the adapter that training starts from; None: a new one, or a checkpoint. Raises SpecError on all
     ranks if the base differs from the one that the first attempt, or the adopted adapter, was trained on, DataError if the data
@@ -81,6 +82,22 @@ def record(
         parent = parent_of(spec.parent.name, adopted) if spec.parent and adopted else None
         origins = Origins(base=base, data=data, frozen_modules=modules, quantiser=quantiser, parent=parent)
         run.write_if_absent(ORIGINS, origins)
+    return changed_arithmetic(before, modules)
+
+
+def changed_arithmetic(before: Origins | None, modules: Sequence[FrozenModule]) -> list[str]:
+    """A warning for each format whose arithmetic is another than when the job began. What a base holds in a format already is
+    read as it is, whatever the version.
+    """
+    made = {module.format for module in modules if module.relative_error}
+    known = {} if before is None else before.quantiser
+    return [
+        f"Weights are stored in {name} by version {VERSIONS[name]} of its arithmetic; the job began with version {version}, "
+        "whose values differ by rounding, and its steps so far were trained on those. Create a new job where every bit has to "
+        "be the same."
+        for name, version in known.items()
+        if name in made and VERSIONS[name] != version
+    ]
 
 
 class BaseStatus(BaseModel):

@@ -11,6 +11,9 @@ from ft_service.spec import TrainingOptions
 from workers.job.adamw import AdamW
 from workers.job.validation import Validations
 
+DECAY_RATIO = 0.1
+"""training.decay_ratio where it is not given."""
+
 
 class JobState:
     """Adapters (fp32 masters, sharded or not), their AdamW, and the position in training. All of it is in a checkpoint.
@@ -20,7 +23,7 @@ class JobState:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], options: TrainingOptions) -> None:
         self.parameters = dict(parameters)
-        self.optimizer = AdamW(self.parameters, options.weight_decay)
+        self.optimizer = AdamW(self.parameters, options.weight_decay, options.loraplus_lr_ratio or 1.0)
         self.step = 0
         """Optimizer steps done."""
         self.trained_tokens = 0
@@ -57,13 +60,16 @@ class JobState:
 
 def learning_rate_at(step: int, total_steps: int, options: TrainingOptions) -> float:
     """Rate of optimizer step `step` (from 0): a linear warm-up, then the schedule down to 0 after the last step."""
-    warmup = math.ceil(options.warmup_ratio * total_steps)
+    warmup = math.ceil(options.warmup_ratio * total_steps) if options.warmup_steps is None else options.warmup_steps
     if step < warmup:
-        return options.learning_rate * (step + 1) / warmup
+        return options.rate * (step + 1) / warmup
+    if options.lr_scheduler_type == "warmup_stable_decay":
+        decay = math.ceil((DECAY_RATIO if options.decay_ratio is None else options.decay_ratio) * total_steps)
+        return options.rate * min(1.0, (total_steps - step) / decay)
     progress = (step - warmup) / max(1, total_steps - warmup)
     factor = {
         "constant": 1.0,
         "linear": 1.0 - progress,
         "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
     }[options.lr_scheduler_type]
-    return options.learning_rate * factor
+    return options.rate * factor

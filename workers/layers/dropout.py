@@ -55,6 +55,13 @@ def kept_mask(tokens: Tensor, module: Tensor, channels: int, rate: float) -> Ten
     return (kernel or _kept_by_parts)(tokens, of_channels, lowest)
 
 
+def even_numbers(tokens: Tensor, module: int, channels: int) -> Tensor:
+    """Numbers spread evenly over [-1, 1): fp32 [tokens, channels]. `tokens`: their keys, int32; `module`: a key."""
+    of_channels = keys_from(module, channels, tokens.device)
+    numbers = torch.bitwise_xor(tokens.reshape(-1, 1), of_channels)
+    return _hash(numbers, torch.empty_like(numbers)).float() / (1 << 31)
+
+
 @functools.cache
 def _kernel(device: torch.device) -> Callable[[Tensor, Tensor, int], Tensor] | None:
     """The mask as one kernel, where Triton is there and comes to the same as plain operations."""

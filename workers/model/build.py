@@ -17,6 +17,7 @@ from ft_service.errors import SpecError
 from ft_service.spec import JobSpec, WeightFormat
 from workers.base.frozen import Loaded
 from workers.layers import segment_mixers
+from workers.layers.noise import add_noise
 from workers.layers.segment_attention import NAME as SEGMENTS
 from workers.model.attention import stock_attention, takes_segments
 from workers.model.lora import add_adapters
@@ -59,6 +60,8 @@ def build(spec: JobSpec, device: torch.device) -> BuiltModel:
     swap(base, layers, formats)
     products = choose_products(base, spec.precision, COMPUTE_DTYPE[spec.precision.compute], device)
     peft_model = add_adapters(base, spec.lora)
+    if spec.training.neftune_noise_alpha is not None:
+        add_noise(base, spec.training.neftune_noise_alpha)
     return BuiltModel(peft_model, layers, formats, products)
 
 

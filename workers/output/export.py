@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from ft_service.rundir.events import Metrics
 from ft_service.rundir.fence import Fence
 from ft_service.rundir.manifest import MANIFEST
 from ft_service.rundir.model_card import describe_adapter
+from ft_service.rundir.probes import PROBES, Probe, Probes
 from ft_service.spec import JobSpec
 from workers.job.reread_adapter import WEIGHTS
 from workers.job.training_state import JobState
@@ -46,19 +47,24 @@ BASE_CONFIG = "config.json"
 """Of the base's tokenizer files the one that tells of the whole model: in an adapter's folder it would pass for one."""
 
 
-def publish(run: RunDir, fence: Fence, spec: JobSpec, built: BuiltModel, job: JobState) -> int:
+def publish(
+    run: RunDir, fence: Fence, spec: JobSpec, built: BuiltModel, job: JobState, probe: Callable[[], list[Probe]]
+) -> int:
     """Write the outcome of a finished job; returns the step of its adapter. Called by all ranks together; rank 0 writes.
 
-    With training.load_best_model_at_end the job's state becomes that of the best checkpoint. Raises ExportError on rank 0 if
+    `probe`: measures the model as it is; called by all ranks. With training.load_best_model_at_end the job's state becomes that
+    of the best checkpoint. Raises ExportError on rank 0 if
     the disk refuses the adapter or reads back another one, and SealedError there if the attempt is over.
     """
     steps, tokens = job.step, job.trained_tokens
     chosen = _best_checkpoint(run, spec, job.step)
     if chosen is not None:
         checkpoint.restore(job, run, chosen, spec)
+    probes = Probes(step=job.step, probes=probe())
     if dist.get_rank() == 0:
         rows = metrics_of_all_attempts(run, fence.attempt)
         try:
+            write_document(run, PROBES, probes, fence)
             _write_outcome(run, fence, spec, built, job, rows, chosen)
         except OSError as error:
             fence.check()  # a later attempt removes what this one has not finished

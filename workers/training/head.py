@@ -80,6 +80,20 @@ def log_probabilities_in_head(model: PreTrainedModel, places: Tensor, targets: T
 
 
 @contextmanager
+def logits_in_head(model: PreTrainedModel, places: Tensor) -> Iterator[None]:
+    """While it is entered, a forward's `logits` are those at these places alone, [places, words]. `places`: int64, as in a
+    `Batch`.
+    """
+
+    def forward(own: Tensor, head: Any, cap: float | None) -> Tensor:
+        logits = F.linear(own, head.weight, head.bias)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    with _in_head(model, places, forward):
+        yield
+
+
+@contextmanager
 def _in_head(model: PreTrainedModel, places: Tensor, act: Callable[[Tensor, Any, float | None], Tensor]) -> Iterator[None]:
     """While it is entered, the head returns what `act` makes of the hidden states [places, hidden], the head, and its cap."""
     head: Any = model.get_output_embeddings()
@@ -118,8 +132,13 @@ class _HeadLoss(torch.autograd.Function):
             correct += (logs.argmax(dim=-1, keepdim=True) == right).sum()
             loss -= logs.gather(1, right).sum(dtype=torch.float64)
             if gradient is not None:
-                of_logits, own = _gradient(logs, right, through, rows.dtype), gradient[start : start + height]
+                own = gradient[start : start + height]
+                of_logits = _gradient(logs, right) if through is None else _gradient(logs, right).mul_(through)
+                del through  # before a copy is made: two in fp32 are the most that there are at once
+                of_logits = of_logits.to(rows.dtype)
                 torch.addmm(own, of_logits, weight, beta=0, alpha=scale, out=own)
+                del of_logits
+            del logs  # before the next chunk's are made
         ctx.save_for_backward(gradient)
         rounded = loss.float()
         ctx.mark_non_differentiable(rounded, correct)
@@ -149,8 +168,13 @@ class _HeadLogProbabilities(torch.autograd.Function):
             found[start : start + height] = logs.gather(1, right).squeeze(1)
             correct[start : start + height] = logs.argmax(dim=-1) == right.squeeze(1)
             if gradient is not None:
-                of_logits, own = _gradient(logs, right, through, rows.dtype), gradient[start : start + height]
+                own = gradient[start : start + height]
+                of_logits = _gradient(logs, right) if through is None else _gradient(logs, right).mul_(through)
+                del through  # before a copy is made: two in fp32 are the most that there are at once
+                of_logits = of_logits.to(rows.dtype)
                 torch.addmm(own, of_logits, weight, beta=0, alpha=-1, out=own)
+                del of_logits
+            del logs  # before the next chunk's are made
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(correct)
         return found, correct
@@ -164,19 +188,20 @@ class _HeadLogProbabilities(torch.autograd.Function):
 def _log_softmax(rows: Tensor, weight: Tensor, bias: Tensor | None, cap: float | None) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities of all words, fp32 [rows, words], and what the cap lets through of their gradient; None: all."""
     logits = F.linear(rows, weight, bias)
-    through = None
-    if cap is not None:
-        logits = torch.tanh(logits.float() / cap)
-        through = 1 - logits.square()
-        logits *= cap
-    return logits.log_softmax(dim=-1, dtype=torch.float32), through
+    if cap is None and logits.is_cuda:  # its kernel reads them as they are; others' would keep them beside a copy in fp32
+        return logits.log_softmax(dim=-1, dtype=torch.float32), None
+    logits = logits.float()
+    if cap is None:
+        return logits.log_softmax(dim=-1), None
+    logits.div_(cap).tanh_().mul_(cap)
+    logs = logits.log_softmax(dim=-1)
+    return logs, logits.div_(cap).square_().neg_().add_(1)
 
 
-def _gradient(logs: Tensor, right: Tensor, through: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The gradient of the loss in the logits: (softmax - one-hot) · `through`, of the cap. Overwrites `logs`, fp32.
+def _gradient(logs: Tensor, right: Tensor) -> Tensor:
+    """The gradient of the loss in the logits, softmax - one-hot, in place of `logs`, fp32.
 
     The one-hot is never subtracted: of a probability near 1 that would leave little.
     """
     of_right = logs.gather(1, right).expm1_()
-    gradient = logs.exp_().scatter_(1, right, of_right)
-    return (gradient if through is None else gradient.mul_(through)).to(dtype)
+    return logs.exp_().scatter_(1, right, of_right)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ft_service.rundir.events import Metrics
 from ft_service.spec import JobSpec
-from workers.data.batches import batch_of_step, steps_per_epoch, total_steps
+from workers.data.batches import Lengths, batch_of_step, steps_per_epoch, total_steps
 from workers.data.sharing import Limits
 from workers.job.training_state import JobState, learning_rate_at
 from workers.job.validation import Validations
@@ -133,6 +133,12 @@ class Trainer:
     def _done(self) -> bool:
         return self.schedule.ends_at(self.job.step, self.job.validations)
 
+    @cached_property
+    def _item_lengths(self) -> Lengths:
+        """Tokens of every item; of several samples those of the longest, to which the others are padded."""
+        together = len(self.train.members([0]))
+        return Lengths(self.train.samples.lengths.reshape(-1, together).max(axis=1))
+
     @property
     def _pauses(self) -> bool:
         """Whether something follows the step that was just begun and needs its numbers."""
@@ -146,7 +152,8 @@ class Trainer:
 
     def _begin(self, began: Moment) -> StepBegun:
         options, distributed = self.runtime.spec.training, self.runtime.spec.distributed
-        batch = batch_of_step(self.job.step, len(self.train), options.batch_size, self.runtime.spec.seed)
+        lengths = self._item_lengths if options.group_by_length else None
+        batch = batch_of_step(self.job.step, len(self.train), options.batch_size, self.runtime.spec.seed, lengths)
         rate = learning_rate_at(self.job.step, self.schedule.total_steps, options)
         tokens = int(self.train.samples.lengths[self.train.members(batch)].sum())
         if distributed.prefetch is not None:
@@ -214,8 +221,8 @@ class Trainer:
     def _mine(self, objective: Objective, items: Sequence[int], step: int | None = None) -> Iterator[Any]:
         """This rank's micro-batches of a global batch. `step`: the optimizer step (from 0) that trains on it, if one does."""
         spec, runtime = self.runtime.spec, self.runtime
-        drops = step is not None and spec.lora.lora_dropout > 0
-        key = partial(key_of, "sample", spec.seed, step) if drops else None
+        random = spec.lora.lora_dropout > 0 or spec.training.neftune_noise_alpha is not None
+        key = partial(key_of, "sample", spec.seed, step) if random and step is not None else None
         return batches_of_rank(objective, items, runtime.rank, runtime.world, self.limits, runtime.device, key)
 
 

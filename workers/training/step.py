@@ -6,8 +6,9 @@ rank's loss is its sum divided by it, times the number of ranks, which averaging
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
@@ -19,9 +20,10 @@ from transformers import PreTrainedModel
 
 from workers.data.batches import Batch
 from workers.layers.linear import use_keys
+from workers.layers.noise import use_noise
 from workers.layers.segment_attention import CURRENT
 from workers.ranks.sharding import average_unsharded_gradients, reshard, set_last_micro_batch
-from workers.training.head import Losses, log_probabilities_in_head, loss_in_head, works_in_chunks
+from workers.training.head import Losses, log_probabilities_in_head, logits_in_head, loss_in_head, works_in_chunks
 
 B = TypeVar("B")
 """A micro-batch: of samples (`Batch`), or of pairs of answers."""
@@ -118,6 +120,7 @@ def evaluate(model: nn.Module, batches: Iterable[B], world: int, loss_of: LossOf
 def logits_of(model: nn.Module, batch: Batch) -> Tensor:
     """[rows, length, words], or what the head returns in their place."""
     use_keys(model, batch.keys)
+    use_noise(model, batch.keys, batch.lengths)
     if batch.packing is None:
         CURRENT.use(None)
         return model(input_ids=batch.ids).logits
@@ -133,6 +136,21 @@ def target_log_probabilities(model: nn.Module, batch: Batch) -> tuple[Tensor, Te
             return logits_of(model, batch), likeliest[0]
     logs = _own_logits(logits_of(model, batch), batch).log_softmax(dim=-1)
     return logs.gather(1, batch.targets[:, None]).squeeze(1), logs.detach().argmax(dim=-1) == batch.targets
+
+
+def last_logits(model: nn.Module, batch: Batch, lengths: Sequence[int]) -> Tensor:
+    """The logits behind each sample's last token, [samples, words], and where the head allows it no others. `lengths`: of the
+    samples.
+    """
+    row = int(batch.ids.shape[1])
+    begins = [0, *accumulate(lengths)] if batch.packing is not None else [row * i for i in range(len(lengths))]
+    last = [begin + length - 1 for begin, length in zip(begins, lengths, strict=False)]
+    places = torch.tensor(last, dtype=torch.int64, device=batch.ids.device)
+    causal = causal_model(model)
+    if works_in_chunks(causal):
+        with logits_in_head(causal, places):
+            return logits_of(model, batch)
+    return logits_of(model, batch).flatten(0, 1).index_select(0, places)
 
 
 def _of_whole_logits(logits: Tensor, batch: Batch) -> Losses:

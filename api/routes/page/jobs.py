@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, Literal
 from urllib.parse import urlencode
 
 from fastapi import Request
 from fastapi.responses import Response
 
+from api.http.dependencies import Svc
 from api.page.inner_api import Api, ApiError, InnerApi
 from api.page.job_form import given_options, yaml_text
-from api.page.rendering import fragment, page
-from api.routes.page.entry import page_router
+from api.page.rendering import Part, fragment, page, rendered, sent
+from api.routes.page.entry import Visitor, page_router
 
 router = page_router()
 
@@ -19,6 +21,8 @@ JOBS = "/v1/fine_tuning/jobs"
 _PAGE = 50
 _SPARK_POINTS = 48
 _LOG_LINES = 400
+_RECENT_SECONDS = 2.0
+_MOST_RECENT = 100
 TABS = (
     ("", "Curves"),
     ("logs", "Logs"),
@@ -31,12 +35,23 @@ TABS = (
 
 @router.get("/jobs")
 async def jobs(request: Request, api: Api) -> Response:
-    return page(request, "jobs.html", **await _rows(request, api), bases=await _bases(api), seen="")
+    rows = await _rows(request, api, with_losses=False)  # which the page asks for once it is painted
+    return page(request, "jobs.html", **rows, bases=await _bases(api), seen="")
 
 
 @router.get("/page/live/jobs")
-async def live_jobs(request: Request, api: Api) -> Response:
-    return fragment(request, "jobs_rows.html", **await _rows(request, api))
+async def live_jobs(request: Request, api: Api, viewer: Visitor, services: Svc) -> Response:
+    """What many who look at the same list get is made once."""
+    wanted = sorted(pair for pair in request.query_params.multi_items() if pair[0] != "seen")
+    key = (viewer.project_id, *wanted)
+    recent: dict[tuple[object, ...], tuple[float, Part]] = services.remembered
+    made = recent.get(key)
+    if made is None or time.monotonic() - made[0] > _RECENT_SECONDS:
+        part = rendered(request, "jobs_rows.html", **await _rows(request, api))
+        if len(recent) >= _MOST_RECENT:
+            recent.clear()
+        made = recent[key] = time.monotonic(), part
+    return sent(request, made[1])
 
 
 @router.get("/jobs/{job_id}")
@@ -118,7 +133,7 @@ async def _bases(api: InnerApi) -> list[str]:
     return sorted({model["root"] for model in models["data"]})
 
 
-async def _rows(request: Request, api: InnerApi) -> dict[str, Any]:
+async def _rows(request: Request, api: InnerApi, *, with_losses: bool = True) -> dict[str, Any]:
     asked = request.query_params
     filters = {name: asked.get(name) or None for name in ("status", "base", "metadata")}
     key, equals, value = (filters["metadata"] or "").partition("=")
@@ -129,7 +144,7 @@ async def _rows(request: Request, api: InnerApi) -> dict[str, Any]:
     here = kept | ({"after": asked["after"]} if "after" in asked else {})
     return {
         "jobs": found["data"],
-        "curves": await _losses(api, found["data"]),
+        "curves": await _losses(api, found["data"]) if with_losses else {},
         "filters": filters,
         "filtered": bool(kept),
         "live": f"/page/live/jobs?{urlencode(here)}",

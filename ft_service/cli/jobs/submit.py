@@ -48,7 +48,7 @@ def check_data(spec: SpecFile) -> None:
     """
     for param, path in _data_files(spec):
         try:
-            report = check_lines(path)
+            report = check_lines(path, pairs=spec.request.method.type == "dpo")
         except OSError as error:
             raise SpecError(f"{path} cannot be read: {error.strerror}.", param=param) from None
         if not report.faults_total:

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from ft_service.cli.chat_command import find_partners
 from ft_service.cli.output import shrunk
 from ft_service.client.answers import RemoteJob
+from ft_service.errors import NotFoundError
 from tests.support.command_line import Ft
 from tests.support.rest.stub_server import StubServer, event_body, job_body, metrics_event
 
@@ -136,4 +138,15 @@ def test_a_terminal_shows_short_ids_and_the_reason_below(ft: Ft, server: StubSer
 def test_a_narrow_screen_takes_from_the_widest_columns() -> None:
     assert shrunk([2, 5, 60, 40], 107) == [2, 5, 60, 40]
     assert shrunk([2, 5, 60, 40], 67) == [2, 5, 30, 30]
-    assert shrunk([4, 4], 1) == [1, 1]
+    assert shrunk([29, 16, 16], 41, [False, True, True]) == [9, 16, 16]
+    assert shrunk([29, 16, 16], 30, [False, True, True]) == [4, 13, 13]
+
+
+def test_chat_takes_the_words_for_jobs_that_other_commands_take() -> None:
+    server = StubServer()
+    server.jobs["ftjob-1"] = job_body(status="succeeded", fine_tuned_model=TUNED, suffix="mine")
+    for word in ("last", "mine", "ftjob-1"):
+        tuned, base = find_partners(server.client(), word)
+        assert (tuned.model, base.model) == (TUNED, "tiny")
+    with pytest.raises(NotFoundError, match="there is no such tuned model"):
+        find_partners(server.client(), "ft:tiny:local::gone")

@@ -79,6 +79,15 @@ def test_faults_of_the_data_are_told_before_anything_is_uploaded(ft: Ft, server:
     assert ft("submit", spec).err == "ft: valid.jsonl: the file holds no examples. Nothing was uploaded.\n"
 
 
+def test_pairs_are_checked_as_pairs_where_the_method_says_so(ft: Ft, server: StubServer, spec: Path) -> None:
+    pair = '{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
+    for name in ("train", "valid"):
+        (spec.parent / f"data/{name}.jsonl").write_text(pair)
+    assert "need method: {type: dpo}" in ft("submit", spec).err
+    spec.write_text(SPEC + "method: {type: dpo}\n")
+    assert ft("submit", spec).code == 0
+
+
 def test_a_model_that_the_server_does_not_know_is_refused_before_the_upload(ft: Ft, server: StubServer, spec: Path) -> None:
     spec.write_text(SPEC.replace("model: tiny", "model: tinny"))
     ended = ft("submit", spec)

@@ -97,3 +97,9 @@ def test_an_unknown_model_lists_what_there_is(place: Path) -> None:
     spec = load_spec_file(write(place, "model: huge\ntraining_file: ../data/train.jsonl\n"))
     with pytest.raises(SpecError, match="There are: tiny"):
         resolve_spec_file(spec, settings(place), job_id="ftjob-1", seed=11)
+
+
+def test_data_in_place_of_a_spec_are_called_so(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("{}\n{}\n")
+    with pytest.raises(SpecError, match="holds data, by its name: write a SPEC"):
+        load_spec_file(tmp_path / "train.jsonl")

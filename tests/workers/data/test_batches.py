@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ft_service.data.tokens.sample import Tokens
-from workers.data.batches import batch_of_step, collate, pack, steps_per_epoch, total_steps
+from workers.data.batches import Lengths, batch_of_step, collate, pack, steps_per_epoch, total_steps
 
 
 @pytest.mark.parametrize(("samples", "batch_size"), [(10, 3), (9, 3), (2, 8), (1, 1)])
@@ -60,3 +60,21 @@ def test_nothing_takes_part_without_a_target(make: Any) -> None:
 
 def test_the_first_token_is_no_target() -> None:
     assert Tokens(np.array([1, 2], dtype=np.int32), np.array([True, True])).target_count == 1
+
+
+def test_batches_by_length_pad_less_and_hold_every_sample_once() -> None:
+    tokens = np.random.default_rng(0).integers(1, 500, 1003)
+    lengths = Lengths(tokens)
+    steps = steps_per_epoch(len(tokens), 8)
+    batches = [batch_of_step(step, len(tokens), 8, 7, lengths) for step in range(steps)]
+    assert sorted(sample for batch in batches for sample in batch) == list(range(1003))
+    assert [len(batch) for batch in batches] == [8] * 125 + [3]
+
+    def padded(given: list[list[int]]) -> int:
+        return sum(len(batch) * int(tokens[batch].max()) for batch in given)
+
+    drawn = [batch_of_step(step, len(tokens), 8, 7) for step in range(steps)]
+    assert padded(batches) < 1.1 * tokens.sum() < 1.5 * tokens.sum() < padded(drawn)
+    longest = [int(tokens[batch].max()) for batch in batches]
+    assert longest[:50] != sorted(longest[:50], reverse=True), "their order is drawn"
+    assert batches != [batch_of_step(step + steps, len(tokens), 8, 7, lengths) for step in range(steps)], "and again"

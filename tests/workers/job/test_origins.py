@@ -8,10 +8,12 @@ from unittest.mock import patch
 
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.file_digest import FileDigest
-from ft_service.rundir.manifest import ORIGINS, Origins
+from ft_service.rundir.manifest import ORIGINS, BaseOrigin, FrozenModule, Origins
+from ft_service.spec import WeightFormat
 from tests.support.ranks import run_on_ranks
 from tests.support.training.models import spec_for
-from workers.job.origins import identify
+from workers.job.origins import changed_arithmetic, identify
+from workers.quant.weights import VERSIONS
 
 
 def identified(rank: int, world: int, root: str, base: str) -> tuple[str, list[str]]:
@@ -59,3 +61,19 @@ def test_only_a_touched_base_is_read_again(tmp_path: Path) -> None:
     changed, read = attempt()
     assert changed != digest
     assert read == ["config.json", "model.safetensors"]
+
+
+def test_a_job_that_began_with_other_arithmetic_is_told() -> None:
+    """Not where the base itself is in that format, nor where the version is the same."""
+
+    def stored(error: float, weight_format: WeightFormat = "fp8") -> FrozenModule:
+        return FrozenModule(module="m", format=weight_format, shape=[2, 2], bytes=8, relative_error=error)
+
+    base = BaseOrigin(name="base", path="/base", files={}, digest="")
+    former = Origins(base=base, data=[], frozen_modules=[], quantiser={"fp8": VERSIONS["fp8"] - 1, "nf4": VERSIONS["nf4"]})
+    [told] = changed_arithmetic(former, [stored(0.02), stored(0.05, "nf4")])
+    assert f"in fp8 by version {VERSIONS['fp8']}" in told
+    assert f"began with version {VERSIONS['fp8'] - 1}" in told
+    assert changed_arithmetic(former, [stored(0.0)]) == []
+    assert changed_arithmetic(former, [stored(0.05, "nf4")]) == []
+    assert changed_arithmetic(None, [stored(0.02)]) == []

@@ -37,6 +37,36 @@ def test_constant() -> None:
     assert rates(lr_scheduler_type="constant", warmup_ratio=0.0) == [1.0] * 10
 
 
+def test_warm_up_by_steps() -> None:
+    assert rates(lr_scheduler_type="constant", warmup_steps=4) == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]
+    assert rates(warmup_steps=0) == rates(warmup_ratio=0.0)
+    assert rates(warmup_steps=20)[-1] == 0.5, "more than the job has: it only rises"
+
+
+def test_stable_until_the_decay() -> None:
+    stable = rates(lr_scheduler_type="warmup_stable_decay", warmup_steps=2, decay_ratio=0.4)
+    assert stable == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
+    assert rates(lr_scheduler_type="warmup_stable_decay", warmup_steps=0) == [1.0] * 10, "a tenth of ten steps is the last"
+
+
+@torch.no_grad()
+def test_the_matrices_b_learn_faster_with_lora_plus() -> None:
+    """Against torch's own AdamW with a group for each kind."""
+    names = ("x.lora_A.default.weight", "x.lora_B.default.weight")
+    ours, theirs = ([nn.Parameter(value) for value in values(0)[:2]] for _ in range(2))
+    job = JobState(dict(zip(names, ours, strict=True)), TrainingOptions(weight_decay=0.1, loraplus_lr_ratio=16))
+    groups = [{"params": [theirs[0]], "lr": 1e-3}, {"params": [theirs[1]], "lr": 16e-3}]
+    stock = torch.optim.AdamW(groups, weight_decay=0.1, fused=True)
+    for step in (1, 2):
+        for mine, stocks, gradient in zip(ours, theirs, values(step), strict=False):
+            mine.grad, stocks.grad = gradient.clone(), gradient.clone()
+        torch.nn.utils.clip_grad_norm_(theirs, 1.0)
+        stock.step()
+        job.update(1e-3, 1.0)
+    for mine, stocks in zip(ours, theirs, strict=True):
+        assert torch.allclose(mine, stocks, rtol=1e-6)
+
+
 def job_state(value: float = 1.0) -> tuple[nn.Parameter, JobState]:
     parameter = nn.Parameter(torch.full((4,), value))
     return parameter, JobState({"a": parameter}, TrainingOptions())

@@ -1,0 +1,70 @@
+"""One replica of an inference server as vLLM and SGLang speak: OpenAI's API, and adapters loaded and unloaded by name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+
+from ft_service.errors import FtError, UnavailableError
+
+_TIMEOUT = httpx2.Timeout(60.0, connect=3.0)
+
+
+class InferenceServer:
+    """A replica by its base URL, which ends in `/v1`. Every method is one request and raises UnavailableError if nobody
+    answers, FtError with the server's words if it refuses.
+    """
+
+    def __init__(self, url: str, key: str | None) -> None:
+        self.url = url.rstrip("/")
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._http = httpx2.Client(headers=headers, timeout=_TIMEOUT, trust_env=False)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def models(self) -> set[str]:
+        """Names that it answers for."""
+        return {str(model["id"]) for model in self._call("GET", "/models").json()["data"]}
+
+    def load(self, name: str, folder: str) -> None:
+        """Let it answer for an adapter, whose folder it sees under the same path."""
+        self._call("POST", "/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+
+    def unload(self, name: str) -> None:
+        self._call("POST", "/unload_lora_adapter", {"lora_name": name})
+
+    def logprobs(self, name: str, tokens: list[int]) -> list[float]:
+        """The log-probability of each token but the first, in nats."""
+        body = {"model": name, "prompt": tokens, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
+        choice = self._call("POST", "/completions", body).json()["choices"][0]
+        given = choice["logprobs"]["token_logprobs"][1 : len(tokens)]
+        if len(given) != len(tokens) - 1 or None in given:
+            raise FtError(f"{self.url} gives no log-probabilities of a prompt (echo and logprobs of /completions).")
+        return [float(value) for value in given]
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx2.Response:
+        with self._reaching():
+            answer = self._http.request(method, f"{self.url}{path}", json=body)
+        if not answer.is_success:
+            raise FtError(f"{self.url}{path} answers {answer.status_code}: {_words(answer)}")
+        return answer
+
+    @contextlib.contextmanager
+    def _reaching(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx2.HTTPError as error:
+            raise UnavailableError(f"{self.url} does not answer: {error}.") from error
+
+
+def _words(answer: httpx2.Response) -> str:
+    try:
+        said = answer.json()
+        said = said.get("error", said)
+        return str(said.get("message", said))[:300]
+    except (ValueError, AttributeError):
+        return answer.text[:300]

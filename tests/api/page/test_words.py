@@ -1,0 +1,112 @@
+"""What the page makes of numbers, forms and samples. Pure."""
+
+from __future__ import annotations
+
+import yaml
+from fastapi import Request
+
+from api.page import comparing, job_form, words
+from api.page.rendering import rendered
+
+BODY = {
+    "model": "tiny",
+    "training_file": "file-a",
+    "suffix": "v1",
+    "lora": {"r": 8, "target_modules": ["q_proj", "v_proj"], "rank_pattern": {"q": 4}},
+    "training": {"learning_rate": 2e-4, "packing": False, "max_steps": 10},
+    "seed": 7,
+    "metadata": {"name": "by hand", "team": "a=b"},
+}
+
+
+def test_a_body_goes_through_the_form_unchanged() -> None:
+    assert job_form.body_of(job_form.fields_of(BODY)) == BODY
+
+
+def test_openais_hyperparameters_become_the_forms_own_fields() -> None:
+    fields = job_form.fields_of({"method": {"supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": "auto"}}}})
+    assert fields["training.n_epochs"] == "2"
+    assert "training.batch_size" not in fields
+    assert job_form.fields_of({"hyperparameters": {"learning_rate_multiplier": 2}})["training.learning_rate"] == "0.0004"
+
+
+def test_what_is_written_in_a_field_is_read_as_in_yaml() -> None:
+    form = {"model": "tiny", "training.learning_rate": "3e-5", "lora.target_modules": "[q_proj]", "training.n_epochs": "two"}
+    body = job_form.body_of(form)
+    assert body["training"] == {"learning_rate": 3e-5, "n_epochs": "two"}, "what is wrong, the API says"
+    assert body["lora"] == {"target_modules": ["q_proj"]}
+
+
+def test_every_option_has_a_field_and_those_of_few_values_a_choice() -> None:
+    options = job_form.options()
+    assert set(job_form.FIRST) <= set(options)
+    assert options["training.lr_scheduler_type"].choices == ("linear", "cosine", "constant")
+    assert options["training.packing"].choices == ("true", "false")
+    assert options["training.tokens_per_micro_batch"].choices == ()
+    assert all(option.hint for name, option in options.items() if name != "training.optim")
+
+
+def test_the_same_job_in_three_languages() -> None:
+    files = {"file-a": "train.jsonl"}
+    assert yaml.safe_load(job_form.yaml_text(BODY, files)) == BODY | {"training_file": "train.jsonl"}
+    assert "ft submit --watch job.yaml" in job_form.command_text(BODY, files)
+    calls: list[dict[str, object]] = []
+    program = (
+        job_form.python_text(BODY, "http://here").partition("client.fine_tuning.jobs.create(")[2].rpartition(")\nprint")[0]
+    )
+    exec(f"took({program})", {"took": lambda **given: calls.append(given)})
+    assert calls[0].pop("extra_body") == {"lora": BODY["lora"], "training": BODY["training"]}
+    assert calls[0] == {name: BODY[name] for name in ("model", "training_file", "suffix", "seed", "metadata")}
+
+
+def test_numbers_and_times_in_few_characters() -> None:
+    assert [words.number(value) for value in (None, 3, 1234567, 0.30001, 2e-4, 0.0, 123456.7)] == [
+        *(words.NONE, "3", "1,234,567", "0.3", "2e-4", "0", "123,457")
+    ]
+    assert [words.duration(seconds) for seconds in (0, 59, 60, 3725, 90_000)] == [
+        "0 s",
+        "59 s",
+        "1 min",
+        "1 h 2 min",
+        "1 d 1 h",
+    ]
+    assert words.byte_text(3 * 1024**3) == "3.0 GiB"
+
+
+def test_jobs_are_compared_by_what_differs() -> None:
+    def job(**lora: object) -> dict[str, object]:
+        return {"model": "m", "training_file": "f", "validation_file": None, "seed": 1, "priority": 0, "lora": lora} | {
+            section: {} for section in job_form.SECTIONS if section != "lora"
+        }
+
+    assert comparing.differing([job(r=8, alpha=1), job(r=16, alpha=1)]) == [("lora.r", [8, 16])]
+    assert comparing.loss_of({"valid_loss": {"values": [2.0, 1.0, 1.5]}, "train_loss": {"values": [0.1]}}) == 1.0
+    assert comparing.loss_of({"train_loss": {"values": [0.5, 0.7]}}) == 0.7
+    assert comparing.loss_of({}) is None
+
+
+def test_lengths_as_bars() -> None:
+    bars = words.length_bars([{"total": total, "learned": 5} for total in (10, 10, 40)] + [{"total": 0, "learned": 0}], most=4)
+    assert bars is not None
+    assert [bar["count"] for bar in bars["bars"]] == [2, 0, 0, 1]
+    assert (bars["longest"], bars["median"], bars["learned"]) == (40, 10, 0.25)
+    assert words.length_bars([]) is None
+
+
+def test_samples_are_drawn_by_role_and_their_text_is_text() -> None:
+    tokens = [
+        {"id": 1, "text": "<b>", "role": "template"},
+        {"id": 2, "text": "Hi", "role": "words"},
+        {"id": 3, "text": "<script>", "role": "learned"},
+        {"id": 4, "text": "far", "role": "cut"},
+    ]
+    sample = {"line": 3, "tokens": tokens, "learned": 1, "total": 4, "cut_at": 3, "error": None, "answer": ""}
+    fault = {"line": 4, "tokens": [], "learned": 0, "total": 0, "cut_at": None, "error": "no <i>", "answer": ""}
+    found = {"data": [sample, fault], "has_more": True, "word": "line", "format": "chat lines"}
+    request = Request({"type": "http", "method": "GET", "path": "/", "query_string": b"", "headers": [], "server": ("h", 1)})
+    body = rendered(request, "samples.html", found=found, after=0, more="/more?after=", lengths=None).body
+    for role, text in (("template", "&lt;b&gt;"), ("words", "Hi"), ("learned", "&lt;script&gt;"), ("cut", "far")):
+        assert f'class="t-{role}"' in body
+        assert text in body
+    assert "no &lt;i&gt;" in body
+    assert 'hx-get="/more?after=4"' in body

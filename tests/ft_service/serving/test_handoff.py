@@ -1,0 +1,129 @@
+"""Tuned models come to every replica, are verified once, and go when they are deleted, whichever side was away."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from ft_service.jobs.states import Job, State
+from ft_service.rundir.probes import PROBES, Probe, Probes
+from ft_service.serving.handoff import Handoff
+from ft_service.settings import Settings
+from ft_service.storage.locations import Places
+from ft_service.store.sql import Store
+from tests.support.reconciling import PROJECT, add_job, new_store
+from tests.support.rest.fake_vllm import FakeVllm, fake_vllm
+
+TUNED, BASE = [-0.1, -0.2, -0.1], [-2.0, -3.0, -2.5]
+TOKENS = [1, 2, 3, 4]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = new_store(tmp_path)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def replicas() -> Iterator[list[FakeVllm]]:
+    with fake_vllm() as one, fake_vllm() as other:
+        for vllm in (one, other):
+            vllm.key, vllm.logprobs = "inside", lambda name, tokens: TUNED
+        yield [one, other]
+
+
+@pytest.fixture
+def settings(tmp_path: Path, replicas: list[FakeVllm]) -> Settings:
+    urls = ",".join(vllm.url for vllm in replicas)
+    return Settings.model_validate(
+        {"home": tmp_path, "inference_url": urls, "inference_api_key": "inside", "adapters": tmp_path / "served"}
+    )
+
+
+def succeeded(store: Store, home: Path, *, r: int = 8, probes: bool = True) -> Job:
+    job = add_job(store)
+    store_state(store, job)
+    run = Places(home).run(job.id)
+    run.put("adapter/adapter_config.json", json.dumps({"r": r}).encode())
+    run.put("adapter/adapter_model.safetensors", b"weights")
+    if probes:
+        document = Probes(step=1, probes=[Probe(tokens=TOKENS, tuned=TUNED, base=BASE)] * 4)
+        run.put(PROBES, document.model_dump_json().encode())
+    return store.get_job(PROJECT, job.id)
+
+
+def store_state(store: Store, job: Job) -> None:
+    with store.writing() as connection:
+        connection.execute(text("UPDATE jobs SET state = :s WHERE id = :j"), {"s": State.SUCCEEDED.value, "j": job.id})
+
+
+def told(store: Store, job: Job) -> list[str]:
+    events = store.list_events(PROJECT, job.id, limit=50).data
+    return [event.message for event in reversed(events) if "erved" in event.message or "server" in event.message]
+
+
+def test_a_tuned_model_is_published_loaded_by_all_and_verified_once(
+    tmp_path: Path, store: Store, settings: Settings, replicas: list[FakeVllm]
+) -> None:
+    handoff = Handoff(settings, store, tmp_path / "served")
+    handoff.look()
+    assert not any(vllm.loaded for vllm in replicas)
+    job = succeeded(store, tmp_path)
+    name = str(job.tuned_name)
+    handoff.look()
+    assert [vllm.loaded for vllm in replicas] == [{name: tmp_path / "served" / name}] * 2
+    assert (tmp_path / "served" / name / "adapter_model.safetensors").read_bytes() == b"weights"
+    [message] = told(store, job)
+    assert message.startswith("Served, verified: 4 prompts' log-probabilities lie 0.000 nats")
+
+    replicas[0].loaded.clear()  # it has restarted, and so has the service
+    Handoff(settings, store, tmp_path / "served").look()
+    assert name in replicas[0].loaded
+    assert len(told(store, job)) == 1
+
+    store.delete_model(PROJECT, name)
+    handoff.look()
+    assert not any(vllm.loaded for vllm in replicas)
+    assert not (tmp_path / "served" / name).exists()
+
+
+def test_an_adapter_that_is_loaded_and_ignored_is_found_out(
+    tmp_path: Path, store: Store, settings: Settings, replicas: list[FakeVllm]
+) -> None:
+    replicas[0].logprobs = lambda name, tokens: BASE
+    job = succeeded(store, tmp_path)
+    Handoff(settings, store, tmp_path / "served").look()
+    assert told(store, job)[0].startswith("The server answers with the base, not with the adapter")
+
+
+def test_a_refusal_is_told_in_the_servers_words_and_not_repeated(
+    tmp_path: Path, store: Store, settings: Settings, replicas: list[FakeVllm]
+) -> None:
+    job = succeeded(store, tmp_path, r=64)
+    handoff = Handoff(settings, store, tmp_path / "served")
+    for _ in range(3):
+        handoff.look()
+    assert replicas[0].asked.count("/v1/load_lora_adapter") == 1
+    [message] = told(store, job)
+    assert "LoRA rank 64 is greater than max_lora_rank 16" in message
+
+
+def test_a_replica_that_is_away_gets_it_later(
+    tmp_path: Path, store: Store, settings: Settings, replicas: list[FakeVllm]
+) -> None:
+    away = replicas[1].key
+    replicas[1].key = "another"
+    job = succeeded(store, tmp_path, probes=False)
+    handoff = Handoff(settings, store, tmp_path / "served")
+    handoff.look()
+    assert replicas[0].loaded
+    assert not replicas[1].loaded
+    assert told(store, job)[0].startswith("Served, not verified")
+    replicas[1].key = away
+    handoff.look()
+    assert replicas[1].loaded

@@ -1,0 +1,60 @@
+"""The learning rate that "auto" stands for: the published rule, the adapter's scaling, and that it is chosen once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_service.plan.machines import Machine, host_cpu
+from ft_service.plan.settle import keep_choices, settle
+from ft_service.spec import LoraOptions, parse_request
+from ft_service.spec.rates import rate_for
+from tests.support.training.models import save_tiny_llama, spec_for
+
+HOST = host_cpu()
+UNKNOWN = Machine(name="elsewhere", memory=None, shared_memory=False)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "hidden", "lora", "rate"),
+    [
+        ("llama", 4096, {}, 2.9e-4),
+        ("llama", 2048, {"r": 64}, 4.9e-4),
+        ("qwen3", 4096, {"r": 8}, 4.7e-4),
+        ("gemma3_text", 2560, {}, 4.1e-4),
+        ("llama", 4096, {"lora_alpha": 64}, 1.4e-4),
+        ("llama", 4096, {"use_rslora": True, "lora_alpha": 8}, 2.9e-4),
+        ("llama", 16, {}, 1e-2),
+    ],
+)
+def test_rates_follow_the_published_rule(model_type: str, hidden: int, lora: dict[str, Any], rate: float) -> None:
+    found, why = rate_for(model_type, hidden, LoraOptions(**lora))
+    assert found == pytest.approx(rate)
+    assert str(hidden) in why
+    assert ("none was measured for gemma3_text" in why) == (model_type == "gemma3_text")
+
+
+def test_a_rate_is_chosen_once_and_told(tmp_path: Path) -> None:
+    model = save_tiny_llama(tmp_path)
+    spec = spec_for(model, training={"learning_rate": "auto"})
+    settled = settle(spec, UNKNOWN).spec
+    assert settled.training.rate == pytest.approx(7.4e-3)
+    assert "LoRA Without Regret" in settled.chosen["training.learning_rate"]
+    assert settle(settled, HOST, world=2).spec.training.rate == settled.training.rate, "on other ranks too"
+    assert keep_choices(spec, settled).training.rate == settled.training.rate
+    assert "training.learning_rate" not in settle(spec_for(model), HOST).spec.chosen
+
+
+def test_a_multiplier_left_to_the_service_is_a_rate_left_to_it() -> None:
+    def rate(**more: Any) -> Any:
+        return parse_request({"model": "m", "training_file": "f", **more}).resolved_training().learning_rate
+
+    auto: dict[str, Any] = {"learning_rate_multiplier": "auto"}
+    assert rate() == 2e-4, "nothing is said"
+    assert rate(hyperparameters=auto) == "auto"
+    assert rate(method={"type": "supervised", "supervised": {"hyperparameters": auto}}) == "auto"
+    assert rate(hyperparameters=auto, training={"learning_rate": 1e-3}) == 1e-3
+    assert rate(method={"type": "dpo", "dpo": {"hyperparameters": auto}}) == 5e-6, "no rule is published for pairs"
+    assert rate(method={"type": "dpo"}, training={"learning_rate": "auto"}) == 5e-6

@@ -1,0 +1,52 @@
+"""NEFTune: noise on the embeddings while training, by counting instead of drawing, as dropout does it (dropout.py).
+
+The noise of a number follows from (seed, step, sample, position in the sample, channel): it is the same on any rank, beside any
+other samples, and behind a resume.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from workers.layers.dropout import even_numbers, key_of
+
+
+class Noise:
+    """The noise of one model. It is no `nn.Module`, so that nothing of it is sharded, converted or saved."""
+
+    def __init__(self, alpha: float) -> None:
+        self.alpha = alpha
+        self._tokens: Tensor | None = None
+        self._lengths: Tensor | None = None
+
+    def use(self, tokens: Tensor | None, lengths: Tensor | None) -> None:
+        """Set the keys of the tokens, int32 [rows, length], and their samples' lengths, fp32, for the coming forward. None: it
+        has no noise.
+        """
+        self._tokens, self._lengths = tokens, lengths
+
+    def __call__(self, module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
+        """As a forward hook of the embedding: [rows, length, width]."""
+        if not module.training or self._tokens is None or self._lengths is None:
+            return embedded
+        width = embedded.shape[-1]
+        spread = self.alpha / (self._lengths * width).sqrt()
+        numbers = even_numbers(self._tokens, key_of("noise on embeddings"), width).view(*self._tokens.shape, width)
+        return embedded + (numbers * spread.unsqueeze(-1)).to(embedded.dtype)
+
+
+def add_noise(model: Any, alpha: float) -> None:
+    """Give a model's embedding noise. `model`: of transformers."""
+    embedding = model.get_input_embeddings()
+    embedding.noise = Noise(alpha)
+    embedding.register_forward_hook(embedding.noise)
+
+
+def use_noise(model: nn.Module, tokens: Tensor | None, lengths: Tensor | None) -> None:
+    """Set what the noise follows from before a forward, if the model has any."""
+    for module in model.modules():
+        noise = getattr(module, "noise", None)
+        if isinstance(noise, Noise):
+            noise.use(tokens, lengths)

@@ -42,7 +42,7 @@ from workers.job.parent_adapter import adopt
 from workers.job.settled import settle_on_ranks
 from workers.job.training_state import JobState
 from workers.model.activation_checkpointing import checkpoint_activations
-from workers.model.build import BuiltModel, build, token_rows
+from workers.model.build import BuiltModel, balance_note, build, token_rows
 from workers.model.compiling import compile_layers
 from workers.output import checkpoint
 from workers.output.export import publish
@@ -91,6 +91,9 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
 
     cache = Cache.from_environment(os.environ)
     built = construct(spec, runtime.mesh, runtime.device, warn=lambda text: reporter.message(text, "warn"), cache=cache)
+    note = balance_note(spec.model.path)
+    if note is not None:
+        reporter.message(note)
     if built.products is not None:
         reporter.message(built.products)
     for level, text in built.loaded.messages() if built.loaded else ():
@@ -119,7 +122,8 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
     begun = _asked_before(runtime, built, asker) if asker else None
     _resume(runtime, reporter, job, schedule)
     config = built.peft_model.peft_config["default"] if os.environ.get(WITH_ADAPTERS) else None
-    saver, watch = Saver(runtime, reporter, config), AdapterWatch(job.parameters)
+    saver = Saver(runtime, reporter, config)
+    watch = AdapterWatch(job.parameters, warn=lambda text: reporter.message(text, "warn"))
     parts = (runtime, built.peft_model, job, train_data, valid_data, schedule, reporter, stop, saver, watch, limits)
     stopped_at = Trainer(*parts).fit()
     if stopped_at is not None:

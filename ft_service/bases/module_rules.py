@@ -138,9 +138,39 @@ def _choose_targets(linears: Sequence[str], experts: Sequence[str], wanted: str 
         return _matches(wanted, match_pattern(wanted, allowed), allowed)
     chosen: set[str] = set()
     for word in wanted:
-        _refuse_experts(word, [word] if experts and last_name(word) in EXPERT_WORDS else [])
-        chosen.update(_matches(word, [name for name in allowed if f".{name}".endswith(f".{word}")], allowed))
-    return [name for name in allowed if name in chosen]
+        apart = [name for name in barred if "." in word and f".{name}".endswith(f".{word}")]
+        _refuse_experts(word, [word] if experts and last_name(word) in EXPERT_WORDS and not apart else [])
+        chosen.update(apart or _matches(word, [name for name in allowed if f".{name}".endswith(f".{word}")], allowed))
+    return [name for name in linears if name in chosen]
+
+
+def named_apart(chosen: Sequence[str], experts: Sequence[str]) -> list[str]:
+    """The adapted linear layers that PEFT would take for experts by their last names, and finds by their parameters only."""
+    return [name for name in chosen if experts and last_name(name) in EXPERT_WORDS]
+
+
+def choose_parameters(experts: Sequence[str], wanted: Sequence[str], dropout: float, modules: Sequence[str]) -> list[str]:
+    """The stacks of experts that get an adapter, in the model's order.
+
+    `wanted`: lora.target_parameters; `dropout`: lora.lora_dropout; `modules`: the other modules that get one. Raises SpecError
+    for a name that matches none.
+    """
+    apart = named_apart(modules, experts)
+    if dropout and (wanted or apart):
+        what = "experts" if wanted else apart[0]
+        raise SpecError(
+            f"lora.lora_dropout = {dropout:g}: PEFT has no dropout for adapters on {what}, parameters to it: set it to 0.",
+            param="lora.lora_dropout",
+        )
+    for word in wanted:
+        if not any(f".{name}".endswith(f".{word}") for name in experts):
+            named = f"its stacks look like {experts[-1]!r}" if experts else "it has none"
+            raise SpecError(
+                f"lora.target_parameters: {word!r} matches no stack of experts of this model; {named}. Linear layers are named "
+                "in lora.target_modules.",
+                param="lora.target_parameters",
+            )
+    return [name for name in experts if any(f".{name}".endswith(f".{word}") for word in wanted)]
 
 
 def values_by_module(chosen: Sequence[str], patterns: Mapping[str, Value], field: str) -> dict[str, Value]:
@@ -193,8 +223,8 @@ def _refuse_experts(wanted: str, matched: list[str]) -> None:
     if not matched:
         return
     raise SpecError(
-        f"lora.target_modules: {wanted!r} names {matched[0]!r}. In a mixture of experts, adapters on experts, on routers and "
-        "on dense layers with an expert's name are not supported: name attention layers, or say all-linear, which leaves "
-        "these out.",
+        f"lora.target_modules: {wanted!r} names {matched[0]!r}. In a mixture of experts, shared experts and "
+        "dense layers are named with what they lie in (shared_expert.down_proj, mlp.down_proj), stacks of experts in "
+        "lora.target_parameters, and routers have no adapter; all-linear leaves all of these out.",
         param="lora.target_modules",
     )

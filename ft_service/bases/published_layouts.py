@@ -26,7 +26,8 @@ KINDS = ("nf4", "fp4")
 SCALES = ("weight_scale_inv", "weight_scale")
 NO_SCALE = "there is no weight_scale or weight_scale_inv beside the FP8 codes"
 FP8_DTYPE = "F8_E4M3"
-PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
+PLAIN_DTYPES = ("BF16", "F16", "F32", "F64", "I64", "BOOL")
+"""Integers are tables, such as those from a token to its experts, and stay as they are."""
 LARGEST_SIZE = 2**31
 """Above what any weight has."""
 _TORCHAO_FP8 = ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig")

@@ -45,6 +45,12 @@ def _target_modules(value: Any, source: Source) -> Verdict:
     return Taken({"lora.target_modules": names[0] if pattern else names})
 
 
+def _target_parameters(value: Any, source: Source) -> Verdict:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        return NotSupported("expected names of stacks of experts: set lora.target_parameters")
+    return Taken({"lora.target_parameters": value})
+
+
 def _per_epoch(what: str, option: str) -> Rule:
     return unless((1, "1"), f"{what} at the end of every epoch", f"set {option} to a number of steps")
 
@@ -92,6 +98,7 @@ TABLE: dict[str, Rule] = {
     "loftq_config": unless_off("adapters begin at zero: leave it out"),
     "use_gradient_checkpointing": switch(means(distributed__activation_checkpointing="full")),
     "random_state": takes("seed"),
+    "lora_target_parameters": _target_parameters,
     "lora_target_linear": switch(means(lora__target_modules="all-linear")),
     **_every(("use_rslora", "peft_use_rslora"), switch(means(lora__use_rslora=True))),
     **_every(("use_dora", "peft_use_dora"), unless_off("DoRA is not supported: leave it out")),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -30,15 +30,11 @@ Kind = Literal["linear", "embedding", "head", "experts", "router", "norm", "bias
 _NUMBERED = re.compile(r"^(?P<stack>[^0-9]*?)\.?(?P<layer>\d+)\.(?P<inside>.+)$")
 _EXPERT = re.compile(r"^(?P<before>.*\bexperts)\.(?P<expert>\d+)\.(?P<matrix>[^.]+)(\.weight)?$")
 _BUFFERS = re.compile(
-    r"\.(inv_freq|masked_bias|(?<!moe_statics\.)e_score_correction_bias|layer_scalar|attention\.bias|attn\.bias)$"
+    r"\.(inv_freq|masked_bias|(?<!moe_statics\.)e_score_correction_bias|layer_scalar|feed_forward\.expert_bias|slope_rate|query_decay|key_decay|diagonal_decay|tid2eid|attention\.bias|attn\.bias)$"
 )
 _HEADS = ("lm_head", "embed_out", "output")
 _STEMS = {"gpt_neox": "gpt_neox.", "gpt2": "transformer.", "falcon": "transformer.", "bloom": "transformer."}
 """What a causal model calls its trunk, where that is not `model.`."""
-
-
-_RENAMED = {".block_sparse_moe.": ".mlp.", "backbone.": "model.", "mlp.moe_statics.": "mlp.gate.moe_statics."}
-"""What families' files call parts of the model, and what the model does."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +142,7 @@ def base_shape(contents: BaseContents) -> BaseShape:
     logical = logical_tensors(contents)
     tensors = [t for t in logical if parts.is_text(t.name) and not _BUFFERS.search(t.name)]
     stack = _decoder_stack(tensors, _layers(config))
-    weights = [_weight(tensor, stack, config, parts) for tensor in tensors if _belongs(tensor, stack, config)]
+    weights = _joined(_weight(tensor, stack, config, parts) for tensor in tensors if _belongs(tensor, stack, config))
     weights = _stack_experts(weights, _number(config, "hidden_size"))
     weights = _tie(weights, config)
     in_chunks = str(config.get("model_type")) in IN_CHUNKS
@@ -177,7 +173,9 @@ def _belongs(tensor: LogicalTensor, stack: str, config: Mapping[str, Any]) -> bo
 def _weight(tensor: LogicalTensor, stack: str, config: Mapping[str, Any], parts: Parts) -> Weight:
     match = _NUMBERED.match(tensor.name)
     layer = int(match["layer"]) if match else None
-    name = _renamed(parts.published(tensor.name))
+    name = parts.published(tensor.name)
+    for theirs, ours in family_of(config).renamed.items():
+        name = re.sub(theirs, ours, name)
     bare = "." not in stack and not parts.several
     if bare and not name.startswith(_HEADS):
         name = _STEMS.get(str(config.get("model_type")), "model.") + name
@@ -188,13 +186,6 @@ def _weight(tensor: LogicalTensor, stack: str, config: Mapping[str, Any], parts:
     if kind == "experts" and len(shape) == 3 and not tensor.by_outputs and family_of(config).experts_transposed:
         shape = (shape[0], shape[2], shape[1])
     return Weight(module, parameter, shape, kind, layer, tensor.held)
-
-
-def _renamed(name: str) -> str:
-    """The model's name of a tensor that families' files give other names."""
-    for theirs, ours in _RENAMED.items():
-        name = name.replace(theirs, ours)
-    return name
 
 
 def _kind(module: str, parameter: str, shape: tuple[int, ...], layer: int | None, config: Mapping[str, Any]) -> Kind:
@@ -212,6 +203,16 @@ def _kind(module: str, parameter: str, shape: tuple[int, ...], layer: int | None
     if last in ("gate", "router") and shape[0] == _experts(config):
         return "router"
     return "linear"
+
+
+def _joined(weights: Iterable[Weight]) -> list[Weight]:
+    """The weights, those of one name above each other."""
+    by_name: dict[str, Weight] = {}
+    for weight in weights:
+        other = by_name.get(weight.name)
+        rows = weight.rows + other.rows if other and weight.shape else 0
+        by_name[weight.name] = replace(weight, shape=(rows, *weight.shape[1:])) if rows else weight
+    return list(by_name.values())
 
 
 def _stack_experts(weights: list[Weight], hidden: int | None) -> list[Weight]:

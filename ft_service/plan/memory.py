@@ -280,7 +280,10 @@ def _inner_width(shape: Shape) -> int:
 
 def _ranks(shape: Shape, adapters: Sequence[AdapterShape]) -> float:
     """Sum of r over the adapters of one layer."""
-    return sum(a.r for a in adapters if a.layer is not None) / max(1, shape.layers)
+    chosen = shape.experts_per_token
+    return sum(a.r / a.experts * (chosen if a.experts > 1 else 1) for a in adapters if a.layer is not None) / max(
+        1, shape.layers
+    )
 
 
 def layer_activation_bytes(shape: Shape, spec: JobSpec, adapters: Sequence[AdapterShape]) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ft_service.bases.module_rules import (
     assign_formats,
     choose_ignored,
+    choose_parameters,
     choose_targets,
     refuse_resharding_of_held,
     values_by_module,
@@ -72,6 +73,9 @@ class AdapterShape:
     rows: int
     cols: int
     r: int
+    """Rows of A; of a stack of experts, those of all."""
+    experts: int = 1
+    """Matrices of the stack that it is on."""
 
     @property
     def numel(self) -> int:
@@ -150,10 +154,16 @@ def adapters_of(base: BaseShape, spec: JobSpec) -> list[AdapterShape]:
     adaptable = {weight.module: weight for weight in base.adaptable()}
     experts = [weight.module for weight in base.experts()]
     chosen = choose_targets(list(adaptable), experts, spec.lora.target_modules, base.family)
-    ranks = values_by_module(chosen, spec.lora.rank_pattern, "lora.rank_pattern")
-    values_by_module(chosen, spec.lora.alpha_pattern, "lora.alpha_pattern")
+    stacks = choose_parameters(experts, spec.lora.target_parameters, spec.lora.lora_dropout, chosen)
+    ranks = values_by_module([*chosen, *stacks], spec.lora.rank_pattern, "lora.rank_pattern")
+    values_by_module([*chosen, *stacks], spec.lora.alpha_pattern, "lora.alpha_pattern")
     weights = [adaptable[name] for name in chosen]
-    return [AdapterShape(w.module, w.layer, w.rows, w.numel_of_row, ranks.get(w.module, spec.lora.r)) for w in weights]
+    shapes = [AdapterShape(w.module, w.layer, w.rows, w.numel_of_row, ranks.get(w.module, spec.lora.r)) for w in weights]
+    count = base.shape.experts
+    for weight in (weight for weight in base.experts() if weight.module in stacks):
+        r = ranks.get(weight.module, spec.lora.r)
+        shapes.append(AdapterShape(weight.module, weight.layer, weight.rows // count, weight.numel_of_row, r * count, count))
+    return shapes
 
 
 def groups_of(stored: Sequence[Stored], adapters: Sequence[AdapterShape], spec: JobSpec) -> list[GatherGroup]:

@@ -151,7 +151,11 @@ def shape_faults(folder: Path, manifest: Manifest | None) -> list[str]:
             pairs.setdefault(match["module"], {})[match["which"]] = shape
     layers = {layer.module: layer.shape for layer in manifest.frozen_modules} if manifest else {}
     faults = [
-        fault for module, pair in pairs.items() for fault in _pair_faults(module, pair, ranks[module], layers.get(module))
+        fault
+        for module, pair in pairs.items()
+        for fault in (_stack_faults if _is_stack(module, config) else _pair_faults)(
+            module, pair, ranks[module], layers.get(module)
+        )
     ]
     faults += [f"{name} is no tensor that {CONFIG} calls for" for name in others if not _is_called_for(name, config)]
     return faults if pairs else [*faults, f"{WEIGHTS} holds no LoRA matrices"]
@@ -168,6 +172,21 @@ def _pair_faults(module: str, pair: Mapping[str, tuple[int, ...]], rank: int, la
     if layer is not None and [b[0], a[1]] != layer:
         return [f"{module}: lora_A {list(a)} and lora_B {list(b)} do not fit its layer {layer}"]
     return []
+
+
+def _is_stack(module: str, config: Mapping[str, Any]) -> bool:
+    """Whether PEFT has the adapter of a stack of experts there: in the module that holds the stack."""
+    return bool(config.get("target_parameters")) and module.removesuffix(".base_layer").endswith(".experts")
+
+
+def _stack_faults(module: str, pair: Mapping[str, tuple[int, ...]], _: int, __: list[int] | None) -> list[str]:
+    """The adapters of a stack: A [experts · r, in] and B [out, r · experts]."""
+    missing = [f"{module} has no lora_{which}" for which in "AB" if which not in pair]
+    if missing:
+        return missing
+    a, b = pair["A"], pair["B"]
+    fits = len(a) == len(b) == 2 and a[0] == b[1]
+    return [] if fits else [f"{module}: lora_A {list(a)} and lora_B {list(b)} do not fit each other"]
 
 
 def rank_of(module: str, config: Mapping[str, Any]) -> int:

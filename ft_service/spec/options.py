@@ -35,8 +35,13 @@ class LoraOptions(Strict):
     target_modules: Literal["all-linear"] | Pattern | list[str] = "all-linear"
     """Modules that get an adapter: every linear layer but the output head, or names (suffixes), or one RE2 pattern.
 
-    In a mixture of experts neither experts, nor routers, nor dense layers with an expert's name (gate_proj, down_proj, ..) can
-    have one: "all-linear" leaves them out, naming them is an error."""
+    In a mixture of experts "all-linear" leaves out routers, shared experts and dense feed-forwards: the latter two are named
+    with what they lie in (shared_expert.down_proj, mlp.down_proj), stacks of experts in target_parameters."""
+    target_parameters: list[str] = []
+    """Stacks of experts that get an adapter beside target_modules, by their names or the ends of these, as in PEFT:
+    `mlp.experts.gate_up_proj`, `mlp.experts.down_proj`. Each expert has its own two matrices of rank r. Not together with
+    lora_dropout. Routers stay as they are, and their balance loss (router_aux_loss_coef) is no part of the loss. For servers
+    that know no adapters on experts, merge."""
     rank_pattern: dict[Pattern, Annotated[int, Field(ge=1, le=512)]] = {}
     """RE2 pattern on the end of the module's full name, from a dot on → rank in place of r. The first one that matches wins.
     vLLM reads no patterns: such an adapter is served by PEFT, or merged."""

@@ -43,6 +43,15 @@ SHORT = [
     ("llama4_text", 3, "mixed"),
     ("ernie4_5_moe", 2, "fp8"),
     ("nemotron_h", 3, "nf4"),
+    ("qwen3_next", 2, "nf4"),
+    ("qwen3_5_text", 2, "mixed"),
+    ("olmo_hybrid", 3, "fp8"),
+    ("kimi_linear", 2, "mixed"),
+    ("granitemoehybrid", 2, "nf4"),
+    ("falcon_h1", 2, "mixed"),
+    ("bamba", 3, "nf4"),
+    ("lfm2", 2, "nf4"),
+    ("jamba", 3, "mixed"),
     ("gemma4_text", 2, "mixed"),
 ]
 PRODUCT = [(family, world, form) for family in FAMILIES for world in (1, 2, 3) for form in FORMATS]

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Transpose, WeightConverter
 
 from ft_service.errors import SpecError
-from tests.support.training.models import FAMILIES, MIXED_IN_FAMILIES, OF_EXPERTS, reference, save_tiny, spec_for
+from tests.support.training.models import MIXED_IN_FAMILIES, OF_EXPERTS, family_params, reference, save_tiny, spec_for
 from tests.support.training.parity import samples, set_adapters
 from workers.base import names
 from workers.base.load import adapters, base_tensor_name, load, own_rows
@@ -174,7 +174,7 @@ def test_experts_compile_into_one_graph_that_keeps_no_dequantised_weight_either(
 # What the model computes --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", family_params())
 def test_padding_at_the_end_changes_nothing(family: str, tmp_path: Path) -> None:
     """Without a mask: attention is causal, with and without a sliding window, and experts see one token at a time."""
     model = loaded(save_tiny(family, tmp_path / "base"), lora={"r": 2, "target_modules": OF_EXPERTS.get(family, "all-linear")})

@@ -174,11 +174,11 @@ def _in_row_order(target: str, sources: list[tuple[WeightConverter | None, str |
 
 
 def _stacks_rows(converter: WeightConverter) -> bool:
-    """Whether a conversion does no more than put 2-D tensors of experts above each other."""
+    """Whether a conversion does no more than put 2-D tensors of experts, or any tensors of one layer, above each other."""
     described = [(type(operation), getattr(operation, "dim", None)) for operation in converter.operations]
     merge, concatenate = (MergeModulelist, 0), (Concatenate, 1)
     expected = [merge] if len(converter.source_patterns) == 1 else [merge, concatenate]
-    return described == expected and len(converter.target_patterns) == 1
+    return described in (expected, [(Concatenate, 0)]) and len(converter.target_patterns) == 1
 
 
 def _stock_names(model: nn.Module, plain: Callable[[str], str]) -> tuple[dict[str, str], dict[str, ExpertsLinear]]:

@@ -74,6 +74,10 @@ class FrozenExperts(nn.Module):
         self._activate: Callable[[Tensor], Tensor] = gate if self.projections == GATED else said.act_fn.forward
         self.post_expert_norm = said.post_expert_norm if getattr(said, "has_post_expert_norm", False) else None
         self._scales_input = type(stock).__name__ == _INPUT_SCALED
+        self.adapters: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
+        """Stack → what is added to its product."""
+        self.seen_turned = _is_transposed(stock) and not hasattr(stock, "is_transposed")
+        """Whether PEFT, which asks the module, takes the stacks' inputs for their outputs."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden [tokens, hidden], chosen experts and their shares [tokens, k] → [tokens, hidden]."""
@@ -95,6 +99,8 @@ class FrozenExperts(nn.Module):
     def _project(self, projection: str, x: Tensor, counts: Tensor, experts: Tensor) -> Tensor:
         """x [n, in], sorted by expert → [n, out]. `experts`: the expert of each row."""
         y = getattr(self, projection)(x, counts)
+        adapter = self.adapters.get(projection)
+        y = y if adapter is None else y + adapter(x, counts)
         bias: Tensor | None = getattr(self, projection + _BIAS, None)
         return y if bias is None else y + bias[experts].to(y.dtype)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -16,6 +16,7 @@ from ft_service.bases.wrapped import refuse_not_causal
 from ft_service.errors import SpecError
 from ft_service.spec import JobSpec, WeightFormat
 from workers.base.frozen import Loaded
+from workers.layers import segment_mixers
 from workers.layers.noise import add_noise
 from workers.layers.segment_attention import NAME as SEGMENTS
 from workers.model.attention import stock_attention, takes_segments
@@ -51,6 +52,7 @@ def build(spec: JobSpec, device: torch.device) -> BuiltModel:
     """Config → modules → storage formats → adapters. Raises SpecError naming the option that does not fit the model."""
     base = base_on_meta(spec.model.path)
     restore_buffers(base, device, COMPUTE_DTYPE[spec.precision.compute])
+    segment_mixers.use_segments(base)
     layers = decoder_layers(base)
     held = formats_of_base(base, layers, spec.model.path)
     refuse_resharding_of_held(spec.distributed.reshard_size, held)
@@ -127,6 +129,17 @@ def _require_text_decoder(config: PreTrainedConfig, text: PreTrainedConfig) -> N
         )
 
 
+def balance_note(path: str) -> str | None:
+    """What is to be said of the balance loss of a base's routers. None: its config.json asks for none."""
+    text = _config(path).get_text_config(decoder=True)
+    if not getattr(text, "output_router_logits", False):
+        return None
+    return (
+        "The base's config.json asks for the routers' balance loss (output_router_logits, router_aux_loss_coef). It is no part "
+        "of the loss here: routers are frozen, and the loss is that of the target tokens alone."
+    )
+
+
 def _without_noise(config: PreTrainedConfig) -> None:
     """A config without dropout and router noise in the frozen base: they draw from a rank's own generator, and a resume on
     another number of ranks would train another model.
@@ -141,16 +154,42 @@ def restore_buffers(model: PreTrainedModel, device: torch.device, compute_dtype:
     rules.
 
     Parameters are still on meta, where initialising is free, so each module's initialiser can be called as it is. A buffer in
-    the storage dtype gets the dtype that it would have in a model loaded for `compute_dtype`.
+    the storage dtype gets the dtype that it would have in a model loaded for `compute_dtype`. Raises SpecError for one that no
+    rule computes.
     """
-    for module, owner in _with_owners(model, model):
-        computed = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
-        for name, buffer in computed.items():
+    computed: dict[str, Tensor] = {}
+    owners = list(_with_owners(model, model))
+    names = {id(module): name for name, module in model.named_modules()}
+    for module, _ in owners:
+        for name in module._non_persistent_buffers_set:
+            buffer = module._buffers[name]
             if buffer is not None:
                 dtype = compute_dtype if buffer.dtype == STORAGE_DTYPE else buffer.dtype
-                module._buffers[name] = torch.empty_like(buffer, dtype=dtype, device=device)
-        if computed:
+                poisoned = _poisoned(torch.empty_like(buffer, dtype=dtype, device=device))
+                module._buffers[name] = computed[f"{names[id(module)]}.{name}"] = poisoned
+    for module, owner in owners:
+        if module._non_persistent_buffers_set or isinstance(module, PreTrainedModel):  # some models fill those of their layers
             owner._init_weights(module)
+    left = [name for name, buffer in computed.items() if _is_poisoned(buffer)]
+    if left:
+        raise SpecError(
+            f"The base is a {model.config.model_type} model, of which nothing says how {left[0]} is computed, a buffer that no "
+            "file holds: not supported.",
+            param="model",
+        )
+
+
+def _poisoned(buffer: Tensor) -> Tensor:
+    """A buffer filled with what no rule computes."""
+    if buffer.is_floating_point() or buffer.is_complex():
+        return buffer.fill_(float("nan"))
+    return buffer if buffer.dtype == torch.bool else buffer.fill_(torch.iinfo(buffer.dtype).min)
+
+
+def _is_poisoned(buffer: Tensor) -> bool:
+    if buffer.is_floating_point() or buffer.is_complex():
+        return bool(buffer.isnan().any())
+    return buffer.dtype != torch.bool and bool((buffer == torch.iinfo(buffer.dtype).min).any())
 
 
 def _with_owners(module: nn.Module, owner: PreTrainedModel) -> Iterator[tuple[nn.Module, PreTrainedModel]]:

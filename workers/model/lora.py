@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import nn
 from transformers import PreTrainedModel
 
 from ft_service.bases.families.known import family_of
-from ft_service.bases.module_rules import choose_targets, last_name, values_by_module
+from ft_service.bases.module_rules import choose_parameters, choose_targets, last_name, named_apart, values_by_module
 from ft_service.errors import SpecError
 from ft_service.spec import LoraOptions
 from workers.layers.dropout import Dropping
-from workers.layers.experts import ExpertsLinear
+from workers.layers.experts import ExpertsLinear, FrozenExperts
+from workers.layers.experts_adapter import adapt_experts
 from workers.layers.linear import FrozenLinear, LoraLinear
 from workers.model.wrapped import names_of_towers
 
@@ -26,12 +29,17 @@ T = TypeVar("T", int, float)
 def add_adapters(model: PreTrainedModel, lora: LoraOptions) -> PeftModel:
     """Wrap a model on meta by PEFT, with fp32 adapters. Raises SpecError for names and patterns that match nothing."""
     chosen = adapted_modules(model, lora)
+    stacks = adapted_stacks(model, lora, chosen)
+    apart = named_apart(chosen, [name for name, module in model.named_modules() if isinstance(module, ExpertsLinear)])
+    by_peft = [name for name in chosen if name not in apart]
+    ranks = values_by_module([*chosen, *stacks], lora.rank_pattern, "lora.rank_pattern")
+    alphas = values_by_module([*chosen, *stacks], lora.alpha_pattern, "lora.alpha_pattern")
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.lora_alpha,  # pyright: ignore[reportArgumentType]  a float is fine: it is only divided by r
-        target_modules=shortest_names(model, chosen),
-        rank_pattern=_by_module(model, chosen, lora.rank_pattern, lora.r, "lora.rank_pattern"),
-        alpha_pattern=_by_module(model, chosen, lora.alpha_pattern, lora.lora_alpha, "lora.alpha_pattern"),
+        target_modules=shortest_names(model, by_peft) if by_peft else DUMMY_TARGET_MODULES,
+        rank_pattern=_by_module(model, by_peft, ranks, lora.r),
+        alpha_pattern=_by_module(model, by_peft, alphas, lora.lora_alpha),
         lora_dropout=lora.lora_dropout,
         use_rslora=lora.use_rslora,
         init_lora_weights=True,
@@ -44,6 +52,13 @@ def add_adapters(model: PreTrainedModel, lora: LoraOptions) -> PeftModel:
     except ValueError as error:  # PEFT knows modules that only look as if they could be adapted
         raise SpecError(f"lora.target_modules: {error}", param="lora.target_modules") from None
     assert isinstance(peft_model, PeftModel)
+    if stacks or apart:  # only now: PEFT would wrap other modules, and freeze what it does not know
+        config.rank_pattern = _by_module(model, [*chosen, *stacks], ranks, lora.r)
+        config.alpha_pattern = _by_module(model, [*chosen, *stacks], alphas, lora.lora_alpha)
+        _adapt_apart(peft_model, config, apart)
+        _adapt_stacks(model, stacks, lora, ranks, alphas)
+        config.target_parameters = [*shortest_parameters(model, stacks), *(f"{name}.weight" for name in apart)]
+        config.target_modules = shortest_names(model, by_peft)
     if lora.lora_dropout:
         for name, module in model.named_modules():
             if isinstance(module, LoraLinear):
@@ -65,6 +80,46 @@ def adapted_modules(model: PreTrainedModel, lora: LoraOptions) -> list[str]:
     return choose_targets(names, experts, lora.target_modules, family_of(model.config.to_dict()))
 
 
+def adapted_stacks(model: PreTrainedModel, lora: LoraOptions, modules: list[str]) -> list[str]:
+    """Full names of the stacks of experts that get an adapter beside `modules`. Raises SpecError for one that cannot."""
+    experts = [name for name, module in model.named_modules() if isinstance(module, ExpertsLinear)]
+    return choose_parameters(experts, lora.target_parameters, lora.lora_dropout, modules)
+
+
+def _adapt_apart(peft_model: PeftModel, config: LoraConfig, names: list[str]) -> None:
+    """Put adapters on linear layers that PEFT would take for experts if they were named to it."""
+    model = peft_model.get_base_model()
+    for name in names:
+        block, _, last = name.rpartition(".")
+        parent, target = model.get_submodule(block), model.get_submodule(name)
+        with torch.device("meta"):
+            peft_model.base_model._create_and_replace(config, "default", target, last, parent, current_key=name)  # pyright: ignore
+
+
+def _adapt_stacks(
+    model: PreTrainedModel, stacks: list[str], lora: LoraOptions, ranks: Mapping[str, int], alphas: Mapping[str, float]
+) -> None:
+    for name in dict.fromkeys(stack.rpartition(".")[0] for stack in stacks):
+        experts = model.get_submodule(name)
+        assert isinstance(experts, FrozenExperts)
+        own = [projection for projection in experts.projections if f"{name}.{projection}" in stacks]
+        r = {projection: ranks.get(f"{name}.{projection}", lora.r) for projection in own}
+        alpha = {projection: alphas.get(f"{name}.{projection}", lora.lora_alpha) for projection in own}
+        scales = {
+            projection: alpha[projection] / (math.sqrt(r[projection]) if lora.use_rslora else r[projection])
+            for projection in own
+        }
+        adapt_experts(experts, r, scales)
+
+
+def shortest_parameters(model: nn.Module, stacks: list[str]) -> list[str]:
+    """Names of parameters by which PEFT finds these stacks and no others: without the layer's number if that says the same."""
+    ends = {stack: re.sub(r"^.*?\.\d+\.", "", stack) for stack in stacks}
+    others = [name for name, module in model.named_modules() if isinstance(module, ExpertsLinear) and name not in stacks]
+    same = not any(f".{other}".endswith(f".{end}") for other in others for end in ends.values())
+    return sorted(set(ends.values())) if same else stacks
+
+
 def shortest_names(model: nn.Module, chosen: list[str]) -> list[str]:
     """Last parts of module names if they say the same as full names (tools that load adapters expect them), else full names."""
     lasts = {last_name(name) for name in chosen}
@@ -73,9 +128,8 @@ def shortest_names(model: nn.Module, chosen: list[str]) -> list[str]:
     return sorted(lasts) if by_lasts == chosen else chosen
 
 
-def _by_module(model: nn.Module, chosen: list[str], patterns: Mapping[str, T], default: T, field: str) -> dict[str, T]:
-    """Patterns → values by module names that no tool can misread. As in PEFT the first pattern that matches wins."""
-    values = values_by_module(chosen, patterns, field)
+def _by_module(model: nn.Module, chosen: list[str], values: Mapping[str, T], default: T) -> dict[str, T]:
+    """Values by names of modules and stacks that no tool can misread."""
     by_name: dict[str, T] = {}
     for value in sorted({value for value in values.values() if value != default}):
         names = [name for name in chosen if values.get(name) == value]

@@ -11,9 +11,11 @@ from peft import LoraConfig, PeftConfig
 from peft.utils.other import get_pattern_key
 from safetensors import safe_open
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ft_service.bases.safetensors_header import HeaderError, read_header
 from ft_service.errors import SpecError
+from workers.model.adapted_experts import ExpertsUpdate, stack_of
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,22 @@ class PeftAdapter:
             magnitude=self.read(magnitude) if magnitude in self._shapes else None,
         )
 
+    def stacks(self, model: PreTrainedModel) -> dict[str, str]:
+        """Module of the adapter → the stack of experts that it changes."""
+        parameters = sorted(self.config.target_parameters or ())
+        named = {module: module.removeprefix("base_model.model.") for module in self.modules}
+        found = {module: stack_of(name, f"{module}.base_layer" in named, model, parameters) for module, name in named.items()}
+        return {module: stack for module, stack in found.items() if stack is not None}
+
+    def experts_update(self, module: str, stack: str, experts: int, transposed: bool) -> ExpertsUpdate:
+        a, b = self.read(f"{module}.lora_A.weight"), self.read(f"{module}.lora_B.weight")
+        return ExpertsUpdate.of(a, b, experts, self.scaling(stack), transposed)
+
+    def rank(self, module: str) -> int:
+        return _by_pattern(self.config.rank_pattern, module, self.config.r)
+
     def scaling(self, module: str) -> float:
-        rank = _by_pattern(self.config.rank_pattern, module, self.config.r)
+        rank = self.rank(module)
         alpha = _by_pattern(self.config.alpha_pattern, module, self.config.lora_alpha)
         return alpha / (math.sqrt(rank) if self.config.use_rslora else rank)
 

@@ -34,7 +34,7 @@ MULTIPLE = 8
 @torch.library.custom_op("ft_service::grouped_linear", mutates_args=())
 def grouped_linear(x: Tensor, counts: Tensor, parts: list[Tensor], name: str, rows: int, cols: int) -> Tensor:
     """x [n, cols], sorted by group → [n, rows], in x's dtype. `counts` int64 [groups]: how many rows of x each group has."""
-    if _is_grouped(x, rows, cols):
+    if is_grouped(x, rows, cols):
         return grouped_product(x, counts, parts, name, rows, cols, transposed=True)
     y = x.new_empty(x.shape[0], rows)
     for own, weight in _groups(counts, parts, name, rows, cols, x.dtype):
@@ -44,7 +44,7 @@ def grouped_linear(x: Tensor, counts: Tensor, parts: list[Tensor], name: str, ro
 
 @torch.library.custom_op("ft_service::grouped_linear_grad", mutates_args=())
 def _grouped_linear_grad(grad: Tensor, counts: Tensor, parts: list[Tensor], name: str, rows: int, cols: int) -> Tensor:
-    if _is_grouped(grad, rows, cols):
+    if is_grouped(grad, rows, cols):
         return grouped_product(grad, counts, parts, name, rows, cols, transposed=False)
     x_grad = grad.new_empty(grad.shape[0], cols)
     for own, weight in _groups(counts, parts, name, rows, cols, grad.dtype):
@@ -52,7 +52,8 @@ def _grouped_linear_grad(grad: Tensor, counts: Tensor, parts: list[Tensor], name
     return x_grad
 
 
-def _is_grouped(x: Tensor, rows: int, cols: int) -> bool:
+def is_grouped(x: Tensor, rows: int, cols: int) -> bool:
+    """Whether torch has a kernel for x's rows times matrices [rows, cols] of their groups."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or x.shape[0] == 0 or rows % MULTIPLE or cols % MULTIPLE:
         return False
     return torch.cuda.get_device_capability(x.device)[0] in GROUPED_CAPABILITIES

@@ -13,8 +13,9 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from workers.base.load import Safetensors
 from workers.base.names import find_pieces
 from workers.base.stored import StoredBase as StoredBase
 from workers.layers.experts import experts_of
+from workers.model.adapted_experts import ExpertsUpdate, expected_shapes, updates_by_tensor
 from workers.model.build import base_on_meta, decoder_layers
 from workers.model.peft_adapter import PeftAdapter, Update
 from workers.model.precision import precision_map
@@ -105,7 +107,9 @@ class Targets:
 
     def __init__(self, base: Path, model: PreTrainedModel, tensors: Safetensors, adapter: PeftAdapter) -> None:
         """Raises SpecError naming the first weight that the base does not hold, or holds in another shape."""
-        wanted = [*adapter.weights(), *adapter.replaced]
+        self._stack_of = adapter.stacks(model)
+        weights = {name: module for name, module in adapter.weights().items() if module not in self._stack_of}
+        wanted = [*weights, *adapter.replaced]
         pieces = find_pieces(model, wanted, tensors.names())
         missing = [name for name in wanted if len(pieces.get(name, [])) != 1]
         if missing:
@@ -115,14 +119,32 @@ class Targets:
                 param="base",
             )
         self.adapter = adapter
-        self.modules = {pieces[name][0].tensor: module for name, module in adapter.weights().items()}
+        self.stacks = self._of_stacks(model, tensors)
+        self.modules = {pieces[name][0].tensor: module for name, module in weights.items()}
         self.replaced = {pieces[name][0].tensor: theirs for name, theirs in adapter.replaced.items()}
         for name, module in self.modules.items():
             shape = (adapter.shape(f"{module}.lora_B.weight")[0], adapter.shape(f"{module}.lora_A.weight")[1])
             if tensors.shape(name) != shape:
                 raise SpecError(f"The adapter changes {name} of shape {shape}; {base} has {tensors.shape(name)}.", param="base")
 
-    def update(self, name: str) -> Update | None:
+    def _of_stacks(self, model: PreTrainedModel, tensors: Safetensors) -> dict[str, Callable[[], ExpertsUpdate]]:
+        """Tensor → what the adapters on experts change in it."""
+        pieces = find_pieces(model, self._stack_of.values(), tensors.names())
+        updates: dict[str, Callable[[], ExpertsUpdate]] = {}
+        for module, stack in self._stack_of.items():
+            parameter = model.get_parameter(stack)
+            transposed = bool(getattr(model.get_submodule(stack.rpartition(".")[0]), "is_transposed", False))
+            r = self.adapter.rank(stack)
+            found = self.adapter.shape(f"{module}.lora_A.weight"), self.adapter.shape(f"{module}.lora_B.weight")
+            if stack not in pieces or found != expected_shapes(parameter.shape, parameter.shape[0], r, transposed):
+                raise SpecError(f"The adapter changes {stack}, which the base does not hold in this shape.", param="base")
+            whole = partial(self.adapter.experts_update, module, stack, parameter.shape[0], transposed)
+            updates |= updates_by_tensor(pieces[stack], lambda name: tensors.shape(name)[0], whole)
+        return updates
+
+    def update(self, name: str) -> Update | ExpertsUpdate | None:
+        if name in self.stacks:
+            return self.stacks[name]()
         return self.adapter.update(self.modules[name]) if name in self.modules else None
 
 

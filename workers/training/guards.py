@@ -7,7 +7,7 @@ what a gather delivers is what the ranks read, and while it trains each step's n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -120,10 +120,13 @@ def _checksums_by_rows(weight: Tensor, ranks: int) -> list[list[int]]:
 
 
 class AdapterWatch:
-    """Whether training changes the adapter at all."""
+    """Whether training changes the adapter at all, and every part of it."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], warn: Callable[[str], None]) -> None:
+        """`warn`: called with a sentence on the modules whose adapters do not change."""
+        self._names = [name.partition(".lora_B.")[0] for name in parameters if ".lora_B." in name]
         self._parameters = [p for name, p in parameters.items() if ".lora_B." in name]
+        self._warn = warn
         self._before = self._checksums()
         self._steps = 0
 
@@ -132,17 +135,29 @@ class AdapterWatch:
         if learning_rate <= 0 or self._steps >= STEPS_UNTIL_CHANGE:
             return
         self._steps += 1
-        if self._steps == STEPS_UNTIL_CHANGE and not self._changed_anywhere():
+        if self._steps < STEPS_UNTIL_CHANGE:
+            return
+        changed = self._changed_anywhere()
+        unchanged = [name.removeprefix("base_model.model.") for name, it in zip(self._names, changed, strict=True) if not it]
+        if any(changed) and unchanged:
+            more = f" and {len(unchanged) - 3} more" if len(unchanged) > 3 else ""
+            self._warn(
+                f"The adapters of {len(unchanged)} modules get no gradient and stay as they were: {', '.join(unchanged[:3])}"
+                f"{more}. Leave them out of lora.target_modules."
+            )
+        if not any(changed):
             raise TrainingError(
                 f"No lora_B has changed in {STEPS_UNTIL_CHANGE} optimizer steps with a learning rate above 0: "
                 "nothing reaches the adapter.",
                 code="adapter_unchanged",
             )
 
-    def _changed_anywhere(self) -> bool:
-        changed = torch.tensor([self._checksums() != self._before], dtype=torch.uint8, device=_device(self._parameters))
+    def _changed_anywhere(self) -> list[bool]:
+        """Of each adapter."""
+        here = [now != before for now, before in zip(self._checksums(), self._before, strict=True)]
+        changed = torch.tensor(here, dtype=torch.uint8, device=_device(self._parameters))
         dist.all_reduce(changed, op=dist.ReduceOp.MAX)
-        return bool(changed.item())
+        return changed.bool().tolist()
 
     def _checksums(self) -> list[int]:
         return [checksum(p.to_local() if isinstance(p, DTensor) else p) for p in self._parameters]

@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ft_service.bases.families import aria, gpt_oss, llama4, mamba
+from ft_service.bases.families import aria, delta_nets, ernie, gpt_oss, granite, llama4, mamba
 from ft_service.bases.families.family import DEFAULT, Family
 
-_FAMILIES = (aria.FAMILY, gpt_oss.FAMILY, llama4.FAMILY, mamba.FAMILY)
+_FAMILIES = (
+    aria.FAMILY,
+    delta_nets.KIMI,
+    delta_nets.OLMO,
+    ernie.FAMILY,
+    gpt_oss.FAMILY,
+    granite.FAMILY,
+    llama4.FAMILY,
+    mamba.FAMILY,
+)
 _BY_TYPE = {name: family for family in _FAMILIES for name in family.types}
 
 

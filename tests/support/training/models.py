@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -18,6 +19,7 @@ from ft_service.spec import BaseModelRef, DataFileRef, JobSpec, parse_request, r
 from tests.support.bases import AS_IT_IS
 from workers.base.load import initial_adapter, plain_name
 from workers.model.build import base_on_meta, decoder_layers, precision_map
+from workers.model.lora import adapted_modules
 from workers.quant import fp8, nf4, nf4_fp32
 
 VOCABULARY = 256
@@ -40,6 +42,14 @@ COMMON: dict[str, Any] = {
 GROUPED = {"num_key_value_heads": 2}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True}
 """Five experts of 80 rows: neither two nor three ranks' shares end where an expert does."""
+
+DELTA_NET = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+MAMBA2 = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**GROUPED},
@@ -113,6 +123,51 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_groups": 2,
         "chunk_size": 8,
     },
+    "qwen3_next": {
+        **GROUPED,
+        **EXPERTS,
+        **DELTA_NET,
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        "shared_expert_intermediate_size": 40,
+    },
+    "qwen3_5_text": {**GROUPED, **DELTA_NET, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]},
+    "olmo_hybrid": {**GROUPED, **DELTA_NET, "layer_types": ["linear_attention", "full_attention"]},
+    "kimi_linear": {
+        **EXPERTS,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "granitemoehybrid": {
+        **GROUPED,
+        **MAMBA2,
+        "layer_types": ["mamba", "attention"],
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 40,
+    },
+    "falcon_h1": {**GROUPED, **MAMBA2, "mamba_d_ssm": 96, "ssm_multipliers": [0.5, 1.5, 0.7, 0.9, 1.1]},
+    "bamba": {**GROUPED, **MAMBA2, "attn_layer_indices": [1]},
+    "lfm2": {**GROUPED, "layer_types": ["conv", "full_attention"]},
+    "jamba": {
+        **GROUPED,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "mamba_d_state": 16,
+        "mamba_dt_rank": 8,
+    },
     "gemma4_text": {
         **GROUPED,
         "head_dim": 16,
@@ -141,10 +196,17 @@ OF_EXPERTS: dict[str, list[str]] = {
     "ernie4_5_moe": ATTENTION,
     "nemotron_h": [*ATTENTION, "in_proj"],
     "gemma4_text": ATTENTION,
+    "qwen3_next": [*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"],
+    "kimi_linear": [*ATTENTION, "f_b_proj", "g_b_proj", "kv_b_proj"],
+    "granitemoehybrid": [*ATTENTION, "in_proj", "out_proj"],
+    "falcon_h1": [*ATTENTION, "in_proj", "gate_proj", "up_proj", "down_proj"],
+    "jamba": [*ATTENTION, "in_proj", "x_proj", "out_proj"],
 }
-"""Mixtures of experts → what to adapt there: PEFT's own "all-linear" would put adapters on experts too."""
+"""Family → what to adapt there, where PEFT's own "all-linear" would put adapters on experts too, or on what it refuses."""
 
-PADDED = ("llama4_text", "nemotron_h", "gemma4_text")
+RARE = ("ernie4_5_moe", "olmo_hybrid", "kimi_linear", "granitemoehybrid", "bamba", "jamba", "falcon_h1", "qwen3_next")
+"""Families whose tests of loading and packing are slow ones; the short list of parity has them all."""
+PADDED = ("llama4_text",)
 """Families whose samples are not packed."""
 
 MIXED_IN_FAMILIES = {
@@ -168,6 +230,12 @@ def save_tiny(family: str, folder: Path, *, original_format: bool = True, **chan
                 tensor += 0.2 * torch.randn_like(tensor)
     model.save_pretrained(folder, save_original_format=original_format)
     return folder
+
+
+def family_params(*left_out: str) -> list[Any]:
+    """The families as parameters of a test, the rare ones marked slow."""
+    families = [family for family in FAMILIES if family not in left_out]
+    return [pytest.param(family, marks=pytest.mark.slow if family in RARE else ()) for family in families]
 
 
 LARGER = {"hidden_size": 64, "intermediate_size": 192, "pad_token_id": None, "initializer_range": 0.02}
@@ -211,10 +279,9 @@ def reference(model: Path, spec: JobSpec, dtype: torch.dtype = torch.float32) ->
     stock = AutoModelForImageTextToText if of_several else AutoModelForCausalLM
     base = stock.from_pretrained(model, dtype=dtype, attn_implementation="eager" if capped else None)
     targets = spec.lora.target_modules
-    if of_several and targets == "all-linear":  # PEFT's own would adapt the towers too
-        inside = {id(module) for module in base.get_decoder().modules()} - {id(base.get_output_embeddings())}
-        targets = [name for name, m in base.named_modules() if isinstance(m, nn.Linear) and id(m) in inside]
     named = base_on_meta(str(model)) if of_several else base  # without towers, whose layers overrides must not match
+    if of_several and targets == "all-linear":  # PEFT's own would adapt the towers too
+        targets = adapted_modules(named, spec.lora)
     for name, weight_format in precision_map(named, decoder_layers(named), spec.precision).items():
         weight = _weight(base, name)
         by_outputs = weight.data.mT if _is_transposed(base, name) else weight.data
@@ -227,6 +294,7 @@ def reference(model: Path, spec: JobSpec, dtype: torch.dtype = torch.float32) ->
         r=spec.lora.r,
         lora_alpha=spec.lora.lora_alpha,  # pyright: ignore[reportArgumentType]
         target_modules=targets,
+        target_parameters=list(spec.lora.target_parameters) or None,
         rank_pattern=dict(spec.lora.rank_pattern),
         alpha_pattern=dict(spec.lora.alpha_pattern),
         task_type="CAUSAL_LM",

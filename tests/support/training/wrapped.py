@@ -103,9 +103,9 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "text_config": {
             **_TEXT,
             "intermediate_size_mlp": 56,
-            "num_local_experts": 2,
-            "moe_layers": [],
-            "interleave_moe_layer_step": 3,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 2,
+            "moe_layers": [1],
             "use_qk_norm": False,
         },
         "vision_config": {**VISION, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},

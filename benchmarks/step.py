@@ -117,7 +117,7 @@ def step_of_ours(base: Path, ids: Tensor, precision: dict[str, Any]) -> Step:
 
     def step() -> float:
         sums = forward_backward(model, [batch], ids.numel() - 1, 1)
-        job.update(spec.training.learning_rate, spec.training.max_grad_norm)
+        job.update(spec.training.rate, spec.training.max_grad_norm)
         return float(sums[0]) / (ids.numel() - 1)
 
     return step

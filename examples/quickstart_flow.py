@@ -145,7 +145,7 @@ def create_arguments(body: dict[str, Any], training_file: str, validation_file: 
 
 def _begin(client: OpenAI, spec: SpecFile, memory: Path) -> FineTuningJob:
     assert spec.validation_file is not None
-    files = [spec.training_file, spec.validation_file]
+    files = [spec.training_file.path, spec.validation_file.path]
     inputs = _digest([spec.path, *files])
     remembered = _recall(memory)
     last = _find_job(client, remembered.job_id) if remembered else None

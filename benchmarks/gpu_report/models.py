@@ -111,7 +111,7 @@ def reference_losses(spec: JobSpec) -> list[float]:
     assert spec.training_data is not None
     samples = list(load_dataset(load_tokenizer(spec.model.path), spec.training_data, spec.training.max_length))
     options = spec.training
-    optimizer = torch.optim.AdamW([p for _, p in trained], lr=options.learning_rate, weight_decay=options.weight_decay)
+    optimizer = torch.optim.AdamW([p for _, p in trained], lr=options.rate, weight_decay=options.weight_decay)
     losses = []
     for step in range(options.max_steps or 0):
         total, targets = torch.zeros(()), 0

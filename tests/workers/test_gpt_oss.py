@@ -11,8 +11,9 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Mxfp4Config
+from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.utils.quantization_config import Mxfp4Config
 
 from ft_service.bases.contents import read_contents
 from ft_service.errors import SpecError

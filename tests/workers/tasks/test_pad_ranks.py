@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -15,7 +16,7 @@ from workers.tasks.pad_ranks import pad_ranks
 
 def test_a_padded_adapter_computes_the_same(tmp_path: Path) -> None:
     base = save_tiny("llama", tmp_path / "base")
-    patterns = {"rank_pattern": {"q_proj": 2, "down_proj": 7}, "alpha_pattern": {"v_proj": 3}}
+    patterns: dict[str, Any] = {"rank_pattern": {"q_proj": 2, "down_proj": 7}, "alpha_pattern": {"v_proj": 3}}
     config = LoraConfig(r=4, lora_alpha=12, target_modules="all-linear", use_rslora=True, task_type="CAUSAL_LM", **patterns)
     tuned = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config)
     with torch.no_grad():

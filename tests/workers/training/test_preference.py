@@ -160,10 +160,10 @@ def test_losses_rewards_and_gradients_are_those_of_trl(loss: str, tmp_path: Path
 
 
 def trl_trainer(peft_model: Any, model: Path, loss: str, folder: Path) -> Any:
-    from datasets import Dataset
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from transformers import AutoTokenizer
-    from trl.trainer.dpo_config import DPOConfig
-    from trl.trainer.dpo_trainer import DPOTrainer
+    from trl.trainer.dpo_config import DPOConfig  # pyright: ignore[reportMissingImports]
+    from trl.trainer.dpo_trainer import DPOTrainer  # pyright: ignore[reportMissingImports]
 
     types, weights = IN_TRL[loss]
     config = DPOConfig(

@@ -19,8 +19,8 @@ from api.transfer.multipart import ReceivedFile, keep, received
 from api.wire import expiry
 from api.wire.sample_views import SamplesView, samples_view
 from api.wire.views import DeletedView, FileView, ListView, file_view, list_view
+from ft_service.control.checks.samples import file_samples
 from ft_service.control.housekeeping import free
-from ft_service.control.samples import file_samples
 from ft_service.data.formats.recognise import DATA_ENDINGS, may_hold_data
 from ft_service.data.samples import Page
 from ft_service.data.token_options import TokenOptions

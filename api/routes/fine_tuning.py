@@ -29,7 +29,7 @@ from api.wire.views import (
 )
 from ft_service.control import tuned_models
 from ft_service.control.admission import names_tuned, read, slots_to_resume_with
-from ft_service.control.samples import job_samples
+from ft_service.control.checks.samples import job_samples
 from ft_service.data.samples import Page
 from ft_service.errors import ConflictError, NotFoundError, SpecError
 from ft_service.jobs.states import Job, State

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol, assert_never
 
-from ft_service.control.data_checks import Check, Checks, check_data
+from ft_service.control.checks.data_checks import Check, Checks, check_data
 from ft_service.control.intake import Intake, collect_result, note_event, read_report
 from ft_service.errors import NotFoundError
 from ft_service.jobs import decisions, reasons

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from ft_service.control.data_checks import check_data
+from ft_service.control.checks.data_checks import check_data
 from ft_service.data.examiner import Examiner, ExaminerLost
 from ft_service.errors import NotFoundError
 from ft_service.jobs.reasons import Reason

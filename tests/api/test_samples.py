@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import httpx2
-import pytest
 
 from tests.support.rest.service import Service
-from tests.support.training.models import save_tokenizer
 
 LINES = b"".join(b'{"text": "%d"}\n' % number for number in range(3))
-
-
-@pytest.fixture
-def service_with_tokenizer(service: Service) -> Service:
-    save_tokenizer(service.settings.home / "models/tiny")
-    return service
 
 
 def get(service: Service, path: str, **query: object) -> httpx2.Response:
     return service.http("GET", path, params=query)
 
 
-def test_samples_of_a_file_and_of_a_job(service_with_tokenizer: Service) -> None:
-    service = service_with_tokenizer
+def test_samples_of_a_file_and_of_a_job(service: Service) -> None:
     file = service.client().files.create(file=("a.jsonl", LINES), purpose="fine-tune")
     answer = get(service, f"/v1/files/{file.id}/samples", model="tiny", limit=2).json()
     assert (answer["has_more"], answer["format"], answer["word"]) == (True, "plain text (text) in JSON lines", "line")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ft_service.control.data_checks import Checked
+from ft_service.control.checks.data_checks import Checked
 from ft_service.control.reconciler import Reconciler
 from ft_service.jobs.states import TERMINAL, Job, State
 from ft_service.launcher.base import Launcher

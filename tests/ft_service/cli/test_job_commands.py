@@ -148,5 +148,5 @@ def test_chat_takes_the_words_for_jobs_that_other_commands_take() -> None:
     for word in ("last", "mine", "ftjob-1"):
         tuned, base = find_partners(server.client(), word)
         assert (tuned.model, base.model) == (TUNED, "tiny")
-    with pytest.raises(NotFoundError, match="there is no such tuned model"):
+    with pytest.raises(NotFoundError, match="There is no job 'ftjob-gone'"):
         find_partners(server.client(), "ft:tiny:local::gone")

@@ -85,7 +85,7 @@ def test_pairs_are_checked_as_pairs_where_the_method_says_so(ft: Ft, server: Stu
     pair = '{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
     for name in ("train", "valid"):
         (spec.parent / f"data/{name}.jsonl").write_text(pair)
-    assert "need method: {type: dpo}" in ft("submit", spec).err
+    assert "which needs method: {type: dpo}" in ft("submit", spec).err
     spec.write_text(SPEC + "method: {type: dpo}\n")
     assert ft("submit", spec).code == 0
 

@@ -39,7 +39,7 @@ def test_a_plan_lists_modules_bytes_and_whether_it_fits(ft: Ft, spec: Path) -> N
     assert ["model.layers.*.mlp.down_proj", "32", "4096", "x", "14336", "bf16", "3.50", "GiB", "3.50", "GiB"] in lines
     assert ["model.layers.*.self_attn.q_proj", "32", "4096", "x", "4096", "nf4", "264.50", "MiB", "264.50", "MiB"] in lines
     assert "GiB per rank: fits H100 (74.82 GiB usable per rank)." in ended.out
-    assert re.search(r"^Likely \S+ GiB, at most 56\.\d+ GiB per rank: fits H100 ", ended.out, re.MULTILINE)
+    assert re.search(r"^Likely \S+ GiB, at most 5\d\.\d+ GiB per rank: fits H100 ", ended.out, re.MULTILINE)
     assert "distributed.replicate: -1 (the base fits whole on every rank, " in ended.out
     assert "6 steps over 20 examples: likely about " in ended.out
     assert ended.out.splitlines()[-1].startswith("train.jsonl: 20 samples of 7 tokens, ")
@@ -77,8 +77,10 @@ def test_as_json_every_module_is_listed(ft: Ft, spec: Path) -> None:
     formats = {module["name"]: module["format"] for module in plan["modules"]}
     assert len(formats) == 32 * 9 + 3
     assert (formats["model.layers.31.mlp.down_proj"], formats["model.layers.0.mlp.up_proj"]) == ("bf16", "nf4")
-    terms = ["adapters", "gradients", "optimizer", "gather", "accumulation", "workspace", "activations", "rows", "logits"]
-    assert plan["rank"]["total"] == sum(plan["rank"]["base"].values()) + sum(plan["rank"][name] for name in terms)
+    rank = plan["rank"]
+    terms = ["adapters", "gradients", "optimizer", "gather", "accumulation", "activations", "rows"]
+    at_peak = max(rank["logits"], rank["workspace"])
+    assert rank["total"] == sum(rank["base"].values()) + sum(rank[name] for name in terms) + at_peak
     assert 0 < plan["likely"]["rank"]["total"] <= plan["rank"]["total"]
     assert (plan["fits"], plan["time"]["steps"]) == (True, 6)
     assert (plan["data"].keys(), plan["data"]["training_file"]["samples"]) == ({"training_file"}, 20)

@@ -137,9 +137,9 @@ def test_a_job_that_cannot_fit_is_refused_with_what_would(store: Store, models: 
     assert "with precision.default: nf4" in str(caught.value)
     assert caught.value.code == "does_not_fit"
     fitting = admit(store, models, model="large", precision={"default": "nf4"}).spec
-    assert (fitting.distributed.activation_checkpointing, fitting.training.tokens_per_micro_batch) == ("full", 3072)
+    assert (fitting.distributed.activation_checkpointing, fitting.training.tokens_per_micro_batch) == ("full", 8192)
     chosen = admit(store, models, model="large", precision={"default": "auto"}).spec
-    assert (chosen.precision.default, "precision.default" in chosen.chosen) == ("nf4", True)
+    assert (chosen.precision.default, "precision.default" in chosen.chosen) == ("fp8", True)
     long = admit(store, models, model="large", precision={"default": "nf4"}, training={"max_length": 100_000})
     assert store.list_events("p", long.id).data[0].level == "warn"
 

@@ -13,8 +13,8 @@ import pytest
 from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
-from ft_service.control import check_lanes
-from ft_service.control.data_checks import Checked, Checks, check_data
+from ft_service.control.checks import check_lanes
+from ft_service.control.checks.data_checks import Checked, Checks, check_data
 from ft_service.data import examiner
 from ft_service.data.data_file import DataReport, ExamineRequest
 from ft_service.data.examiner import Examiner, Tell

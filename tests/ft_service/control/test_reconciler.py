@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from ft_service.control.data_checks import Checked
+from ft_service.control.checks.data_checks import Checked
 from ft_service.control.intake import SEGMENTS_PER_PASS
 from ft_service.control.reconciler import POLL_SECONDS, Reconciler
 from ft_service.data.examiner import Examiner, Tell

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_service.control.data_checks import LARGE_BYTES, Checked, Checks, check_data
+from ft_service.control.checks.data_checks import LARGE_BYTES, Checked, Checks, check_data
 from ft_service.data.data_file import Counts, DataReport, ExamineRequest, ReadProgress
 from ft_service.data.examiner import Examiner, ExaminerLost, Known, Tell
 from ft_service.data.tokenizer_files import tokenizer_state
@@ -25,6 +25,8 @@ from ft_service.store.records import NewEvent
 from ft_service.store.sql import Store
 from tests.support.attempts import wait_for
 from tests.support.reconciling import PROJECT, add_job, get, messages, new_reconciler, new_store, step_until
+
+LANES = "ft_service.control.checks.check_lanes.Examiner"
 
 ANSWERING = """
 import os, sys
@@ -189,7 +191,7 @@ def ask(job: Job, examiner: Examiner, tell: Tell) -> Checked:
 
 
 def checks_with(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> Checks:
-    monkeypatch.setattr("ft_service.control.check_lanes.Examiner", lambda known, tokens: Examiner(known, command=command))
+    monkeypatch.setattr(LANES, lambda known, tokens: Examiner(known, command=command))
     return Checks(ask, lambda: None)
 
 
@@ -239,7 +241,8 @@ def test_a_cancelled_job_ends_its_check(
     monkeypatch: pytest.MonkeyPatch, scripted: Scripted, store: Store, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(
-        "ft_service.control.check_lanes.Examiner", lambda known, tokens: Examiner(known, command=scripted.command(SILENT))
+        LANES,
+        lambda known, tokens: Examiner(known, command=scripted.command(SILENT)),
     )
     reconciler = new_reconciler(tmp_path, store, FakeLauncher(2), check=ask)
     job = add_job(store)
@@ -257,7 +260,8 @@ def test_a_check_that_a_service_did_not_finish_is_made_by_the_next(
     monkeypatch: pytest.MonkeyPatch, scripted: Scripted, store: Store, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(
-        "ft_service.control.check_lanes.Examiner", lambda known, tokens: Examiner(known, command=scripted.command(SILENT))
+        LANES,
+        lambda known, tokens: Examiner(known, command=scripted.command(SILENT)),
     )
     first = new_reconciler(tmp_path, store, FakeLauncher(2), check=ask)
     add_job(store)
@@ -266,7 +270,8 @@ def test_a_check_that_a_service_did_not_finish_is_made_by_the_next(
     first.close()
     assert is_gone(pid)
     monkeypatch.setattr(
-        "ft_service.control.check_lanes.Examiner", lambda known, tokens: Examiner(known, command=scripted.command(ANSWERING))
+        LANES,
+        lambda known, tokens: Examiner(known, command=scripted.command(ANSWERING)),
     )
     second = new_reconciler(tmp_path, store, FakeLauncher(2), check=ask)
     assert get(store).state is State.VALIDATING
@@ -298,7 +303,8 @@ def test_of_a_check_that_takes_long_it_is_told_how_far_it_is(
     path, go_on = tmp_path / "a.jsonl", tmp_path / "calls.go"
     path.touch()
     monkeypatch.setattr(
-        "ft_service.control.check_lanes.Examiner", lambda known, tokens: Examiner(known, command=scripted.command(READING))
+        LANES,
+        lambda known, tokens: Examiner(known, command=scripted.command(READING)),
     )
     reconciler = new_reconciler(tmp_path, store, FakeLauncher(2), check=partial(check_data, places=Places(tmp_path)))
     add_job(store, training_data=DataFileRef(name="a.jsonl", path=str(path), sha256="a"))

@@ -11,7 +11,7 @@ from pathlib import Path
 import uvicorn
 
 from api.app import create_app
-from ft_service.control.data_checks import Checked
+from ft_service.control.checks.data_checks import Checked
 from ft_service.control.reconciler import Reconciler
 from ft_service.jobs.states import Job, Running
 from ft_service.launcher.fake import FakeLauncher

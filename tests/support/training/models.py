@@ -382,13 +382,10 @@ def save_chats(path: Path, count: int) -> DataFileRef:
 
 
 def save_pairs(path: Path, count: int) -> DataFileRef:
-    """Preference pairs, by turns as OpenAI and as TRL write them. The preferred answer is the shorter one by turns."""
+    """Preference pairs as OpenAI writes them. The preferred answer is the shorter one by turns."""
     lines: list[dict[str, Any]] = []
     for i in range(count):
         ask, good, bad = f"say {i}", f"it is {i * 7}" + "!" * (i % 5), f"no {i}" + "?" * (3 * i % 7)
-        if i % 2:
-            lines.append({"prompt": ask, "chosen": good, "rejected": bad})
-            continue
         outputs = {"preferred_output": good, "non_preferred_output": bad}
         answers = {name: [{"role": "assistant", "content": words}] for name, words in outputs.items()}
         lines.append({"input": {"messages": [{"role": "user", "content": ask}]}, **answers})

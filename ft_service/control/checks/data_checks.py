@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-from ft_service.control.check_lanes import Lanes
+from ft_service.control.checks.check_lanes import Lanes
 from ft_service.data.examiner import Examiner, ExaminerLost, Tell, data_files, unreadable
 from ft_service.errors import FtError, UnavailableError
 from ft_service.jobs.states import Job

@@ -26,8 +26,8 @@ READY := $(VENV)/.ready
 LOG := $(VENV)/install.log
 CLIENTS := $(VENV)/clients/1 $(VENV)/clients/2
 GPU := $(wildcard /dev/nvidia0)
-# Two test processes, each with whole modules, in the order in which tests/conftest.py puts them.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Three test processes, since a test often waits for its own, each with whole modules, in the order in which tests/conftest.py puts them.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help quickstart serve test test-all bench gpu-report check
 

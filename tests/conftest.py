@@ -1,6 +1,6 @@
 """A run that leaves a process, a port, or a file in the working tree behind has failed.
 
-`make test` has two test processes side by side (pytest-xdist). Each looks for the processes and ports that its own tests left;
+`make test` has three test processes side by side (pytest-xdist). Each looks for the processes and ports that its own tests left;
 the one that started them looks at the working tree, once they are done.
 """
 
@@ -23,7 +23,7 @@ OWN_HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 """They end with this process: the forkserver that ranks are forked from, and its bookkeeper."""
 ROOT = Path(__file__).parents[1]
 LONG = ("tests/e2e/", "tests/workers/")
-"""Begun first, the longest folder before: side by side, two test processes then end at about the same time."""
+"""Begun first, the longest folder before: side by side, test processes then end at about the same time."""
 TOGETHER = ("tests/gpu/", "tests/ft_service/store/")
 """Never side by side: tests that share one GPU; tests that share one PostgreSQL, whose start takes longer than most of them."""
 LEFT = "left_behind"

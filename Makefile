@@ -26,7 +26,7 @@ READY := $(VENV)/.ready
 LOG := $(VENV)/install.log
 CLIENTS := $(VENV)/clients/1 $(VENV)/clients/2
 GPU := $(wildcard /dev/nvidia0)
-# Three test processes, since a test often waits for its own, each with whole modules, in the order in which tests/conftest.py puts them.
+# Three test processes, since a test often waits for its own; each has whole modules, in the order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help quickstart serve test test-all bench gpu-report check

@@ -1,7 +1,7 @@
 """A run that leaves a process, a port, or a file in the working tree behind has failed.
 
-`make test` has three test processes side by side (pytest-xdist). Each looks for the processes and ports that its own tests left;
-the one that started them looks at the working tree, once they are done.
+`make test` has three test processes side by side (pytest-xdist). Each looks for the processes and ports that its own tests
+left; the one that started them looks at the working tree, once they are done.
 """
 
 from __future__ import annotations

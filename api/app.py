@@ -22,13 +22,13 @@ from api.routes import (
     models,
     organization,
     permissions,
-    planning,
     uploads,
     webhooks,
 )
 from api.routes.page import compare, data, entry, jobs, new_job
 from api.routes.page import keys as page_keys
 from api.routes.page import models as page_models
+from api.routes.tuning import plans, sweeps
 from api.wire import errors
 from ft_service import __version__
 from ft_service.bases.catalogue import Catalogue
@@ -47,7 +47,8 @@ What OpenAI's API does not have says so, and carries the mark `x-beyond-openai`.
 _REST = (
     fine_tuning,
     metrics,
-    planning,
+    plans,
+    sweeps,
     files,
     uploads,
     permissions,

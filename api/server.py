@@ -29,6 +29,7 @@ from ft_service import logs
 from ft_service.control import housekeeping, webhook_delivery
 from ft_service.control.launcher_choice import new_launcher
 from ft_service.control.reconciler import Reconciler
+from ft_service.control.sweeps import keeper as sweep_keeper
 from ft_service.control.tracking import keeper
 from ft_service.errors import SpecError, UnavailableError
 from ft_service.host.servers import announced, living_servers
@@ -146,6 +147,7 @@ def _work_beside(
         "housekeeping": housekeeping.run,
         "webhooks": webhook_delivery.run,
         "tracking": keeper.run,
+        "sweeps": sweep_keeper.run,
         "handoff": handoff.run,
         "reconciler": reconcile,
     }

@@ -28,7 +28,7 @@ from api.wire.views import (
     list_view,
 )
 from ft_service.control import tuned_models
-from ft_service.control.admission import names_tuned, read, slots_to_resume_with
+from ft_service.control.admission import read, slots_to_resume_with, takes_time
 from ft_service.control.checks.samples import job_samples
 from ft_service.data.samples import Page
 from ft_service.errors import ConflictError, NotFoundError, SpecError
@@ -222,7 +222,7 @@ def _earlier(job_id: str | None, request: Request, body: Any, caller: Principal,
 
 async def _create(body: Any, caller: Principal, services: Services, job_id: str | None) -> Job:
     reading = partial(read, body, principal=caller, store=services.store, settings=services.settings, job_id=job_id)
-    return await services.create_job(await run_in_threadpool(reading) if names_tuned(body) else reading())
+    return await services.create_job(await run_in_threadpool(reading) if takes_time(body) else reading())
 
 
 def _view(job: Job, caller: Principal, services: Services) -> JobView:

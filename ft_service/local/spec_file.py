@@ -16,7 +16,7 @@ import yaml
 
 from ft_service.bases.catalogue import Catalogue
 from ft_service.data.formats.folders import dataset_files
-from ft_service.data.formats.reading import open_data
+from ft_service.data.formats.reading import count_samples, open_data
 from ft_service.errors import SpecError
 from ft_service.host.hardware import gpu_count
 from ft_service.local.parent import find_local
@@ -32,6 +32,7 @@ from ft_service.spec import (
     parse_request,
     resolve,
 )
+from ft_service.spec.rates import COUNTED
 
 
 @dataclass(frozen=True)
@@ -121,17 +122,19 @@ def resolve_spec_file(spec: SpecFile, settings: Settings, *, job_id: str, seed: 
     """
     request, model, parent = _model(spec, settings, to_train)
     validation = spec.validation_file
+    training = spec.training_file
     return resolve(
         request,
         job_id=job_id,
         organization=settings.organization,
         model=model,
-        training_data=spec.training_file.ref(),
+        training_data=training.ref(),
         validation_data=validation.ref() if validation else None,
         seed=seed,
         gpus=gpu_count(),
         parent=parent,
         date=datetime.now(UTC).date().isoformat(),
+        samples=count_samples(training.path, training.files, most=COUNTED) if request.counts_samples else None,
     )
 
 

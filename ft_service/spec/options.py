@@ -89,12 +89,14 @@ class PrecisionOptions(Strict):
 class TrainingOptions(Strict):
     """The optimisation, in the names of Transformers' TrainingArguments."""
 
-    n_epochs: Annotated[int, Field(ge=1, le=50)] = 3
-    """Passes over the training file; ignored when max_steps is given."""
+    n_epochs: Annotated[int, Field(ge=1, le=50)] | Literal["auto"] = 3
+    """Passes over the training file; ignored when max_steps is given. "auto": by the number of samples
+    (ft_service/spec/rates.py), chosen once, when the job is created; OpenAI's n_epochs "auto" is the same."""
     max_steps: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
     """Optimizer steps; None: as many as n_epochs take."""
-    batch_size: Annotated[int, Field(ge=1, le=8192)] = 8
-    """Samples per optimizer step over all ranks, whatever their number; the last batch of an epoch may be smaller."""
+    batch_size: Annotated[int, Field(ge=1, le=8192)] | Literal["auto"] = 8
+    """Samples per optimizer step over all ranks, whatever their number; the last batch of an epoch may be smaller. "auto": by
+    the number of samples, as n_epochs."""
     per_device_train_batch_size: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Samples per forward on one rank, at most; None: as many as tokens_per_micro_batch takes. Memory, not mathematics: a step
     runs as many micro-batches as batch_size needs."""
@@ -151,6 +153,18 @@ class TrainingOptions(Strict):
         """`learning_rate` where it was chosen."""
         assert self.learning_rate != "auto", "a learning rate is chosen before a job is stored"
         return self.learning_rate
+
+    @property
+    def batch(self) -> int:
+        """`batch_size` where it was chosen."""
+        assert self.batch_size != "auto", "a batch size is chosen before a job is planned"
+        return self.batch_size
+
+    @property
+    def epochs(self) -> int:
+        """`n_epochs` where it was chosen."""
+        assert self.n_epochs != "auto", "a number of epochs is chosen before a job is planned"
+        return self.n_epochs
 
 
 class Prefetch(Strict):

@@ -28,6 +28,7 @@ from api.routes import (
 from api.routes.page import compare, data, entry, jobs, new_job
 from api.routes.page import keys as page_keys
 from api.routes.page import models as page_models
+from api.routes.page import sweeps as page_sweeps
 from api.routes.tuning import plans, sweeps
 from api.wire import errors
 from ft_service import __version__
@@ -61,7 +62,7 @@ _REST = (
     keys,
     health,
 )
-_PAGE = (entry, new_job, compare, data, page_models, page_keys, jobs)
+_PAGE = (entry, new_job, compare, data, page_models, page_keys, page_sweeps, jobs)
 
 
 def create_app(settings: Settings, store: Store, meters: Meters | None = None, preview: Preview | None = None) -> FastAPI:

@@ -26,7 +26,7 @@ from ft_service.cli import (
     verify_command,
 )
 from ft_service.cli.data_files import commands
-from ft_service.cli.jobs import comparing, fetching, following, listing, submit, verbs
+from ft_service.cli.jobs import comparing, fetching, following, listing, submit, sweeps, verbs
 from ft_service.cli.local import plan_command, run_command
 from ft_service.cli.output import Json, complain, print_json
 from ft_service.errors import DataError, FtError, SpecError
@@ -81,6 +81,7 @@ for panel, parts in PANELS.items():
     for part in parts:
         _register(panel, part.register)
 _register("The service", lambda typer_app: typer_app.command()(version))
+app.add_typer(sweeps.app, name="sweep", rich_help_panel="Jobs")
 app.add_typer(tenants.keys, name="keys", rich_help_panel="The service")
 app.add_typer(tenants.projects, name="projects", rich_help_panel="The service")
 app.add_typer(commands.app, name="data", rich_help_panel="Before and without a server")

@@ -33,6 +33,7 @@ from ft_service.spec import (
     resolve,
 )
 from ft_service.spec.rates import COUNTED
+from ft_service.sweeps.asked import parse_sweep
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,11 @@ class SpecFile:
         return (self.path.parent / Path(name).expanduser()).resolve()
 
 
-def load_spec_file(path: Path) -> SpecFile:
-    """Read and validate. Raises SpecError naming file and line, or field, value and limit."""
+def load_spec_file(path: Path, *, sweep: bool = False) -> SpecFile:
+    """Read and validate. `sweep`: it is one of a sweep, and `request` that of its first job.
+
+    Raises SpecError naming file and line, or field, value and limit.
+    """
     if path.suffix == ".jsonl":
         raise SpecError(f"{path} holds data, by its name: write a SPEC (YAML) that names it as training_file.")
     try:
@@ -100,7 +104,8 @@ def load_spec_file(path: Path) -> SpecFile:
     except UnicodeDecodeError:
         raise SpecError(f"{path} is not a text file in UTF-8.") from None
     body = _with_template(parse_yaml(text, str(path)), path.parent)
-    return SpecFile(path=path.absolute(), body=body, request=parse_request(body))
+    request = parse_sweep(body).jobs[0].request if sweep else parse_request(body)
+    return SpecFile(path=path.absolute(), body=body, request=request)
 
 
 def _with_template(body: dict[str, Any], folder: Path) -> dict[str, Any]:

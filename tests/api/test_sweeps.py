@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import html
+import json
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 
+from ft_service.cli.app import run
 from ft_service.control.sweeps.keeper import tend
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import State
-from ft_service.store.records import JobChange, Limits
+from ft_service.store.records import JobChange
 from tests.support.rest.service import LINE, Service
 
 SWEEPS = "/v1/fine_tuning/sweeps"
@@ -62,16 +68,19 @@ def test_a_sweep_is_created_with_all_its_jobs(service: Service, client: openai.O
 def test_nothing_is_created_where_anything_is_wrong(service: Service, client: openai.OpenAI, body: dict[str, Any]) -> None:
     def refusal(**changes: Any) -> dict[str, Any]:
         answer = service.http("POST", SWEEPS, json={**body, **changes})
-        assert answer.status_code in (400, 429), answer.text
+        assert answer.status_code == 400, answer.text
         return answer.json()["error"]
 
     many = refusal(sweep={"lora.r": [4, 0], "lora.rank": [1]}, training={"n_epochs": 0})
     assert many["param"] == "sweep.lora.rank"
     assert all(words in many["message"] for words in ("did you mean lora.r?", "training.n_epochs = 0"))
-    assert "no module" in refusal(sweep={"lora.target_modules": [["q_proj"], ["nothing"], ["nowhere"]]})["message"]
+    unmatched = refusal(sweep={"lora.target_modules": [["q_proj"], ["nothing"], ["nowhere"]]})["message"]
+    assert all(f"'{name}' matches no linear layer" in unmatched for name in ("nothing", "nowhere"))
     assert refusal(validation_file=None)["param"] == "validation_file"
-    service.store.set_limits("default", Limits(max_queued=3))
-    assert refusal()["code"] == "queue_limit"
+    service.store.update_project("default", limits={"max_queued": 3})
+    _, key = service.store.create_key(project_id="default", name="limited", scope="submit")
+    beyond = service.http("POST", SWEEPS, json=body, key=key)
+    assert (beyond.status_code, beyond.json()["error"]["code"]) == (429, "queue_limit")
     assert client.fine_tuning.jobs.list().data == []
     assert service.http("GET", SWEEPS).json()["data"] == []
 
@@ -130,3 +139,66 @@ def test_auto_is_resolved_to_numbers_by_the_samples(service: Service, client: op
     assert (small.hyperparameters.n_epochs, small.hyperparameters.batch_size) == (8, 4)
     said: Any = client.fine_tuning.jobs.create(model="tiny", training_file=few)
     assert (said.hyperparameters.n_epochs, said.hyperparameters.batch_size) == (3, 8), "what is not asked for stays the usual"
+
+
+def test_the_page_shows_a_sweep_best_first_and_leads_to_its_comparison(service: Service, body: dict[str, Any]) -> None:
+    sweep = service.http("POST", SWEEPS, json={**body, "suffix": "rates"}).json()
+    ids = [job["id"] for job in sweep["jobs"]]
+    come_to(service, {ids[1]: 2.0, ids[2]: 1.0}, State.SUCCEEDED, Reason.SUCCEEDED)
+    with httpx2.Client(base_url=service.url, trust_env=False) as browser:
+        browser.post("/sign-in", data={"key": service.key})
+        listed = browser.get("/sweeps").text
+        shown = browser.get(f"/sweeps/{sweep['id']}").text
+        part = browser.get(f"/page/live/sweeps/{sweep['id']}?seen=")
+        empty = browser.get("/sweeps/ftsweep-none")
+    assert f'href="/sweeps/{sweep["id"]}">rates</a>' in listed
+    places = [shown.index(f'<a href="/jobs/{job_id}" class="mono">{job_id}</a></td>') for job_id in (ids[2], ids[1], ids[0])]
+    assert places == sorted(places)
+    assert html.escape(f"/compare?job={ids[2]}&job={ids[1]}") in shown, "only those that have numbers"
+    assert "Best so far" in shown
+    assert part.status_code == 200
+    assert "<html" not in part.text
+    assert empty.status_code == 404
+
+
+@pytest.fixture
+def ft(service: Service, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The command line against the server: what it printed."""
+    monkeypatch.setenv("FT_BASE_URL", f"{service.url}/v1")
+    monkeypatch.setenv("FT_API_KEY", service.key)
+
+    def call(*words: str, code: int = 0) -> str:
+        capsys.readouterr()
+        ended = run(list(words))
+        printed = capsys.readouterr()
+        assert ended == code, printed
+        return printed.out + printed.err
+
+    return call
+
+
+def test_the_command_line_submits_shows_and_removes_a_sweep(service: Service, ft: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text(LINE * 3)
+    spec = tmp_path / "sweep.yaml"
+    spec.write_text(
+        "model: tiny\ntraining_file: data.jsonl\nvalidation_file: data.jsonl\n"
+        "sweep: {training.learning_rate: [1e-4, 1e-3, 1e-2]}\n"
+    )
+    assert "No sweeps yet" in ft("sweep", "list")
+    assert "with 3 jobs" in ft("sweep", "submit", str(spec))
+    [sweep] = json.loads(ft("sweep", "list", "--json"))
+    ids = [job["id"] for job in sweep["jobs"]]
+    come_to(service, {ids[1]: 2.0, ids[2]: 1.0}, State.SUCCEEDED, Reason.SUCCEEDED)
+    head, titles, *rows, best = ft("sweep", "show", "last").splitlines()[:-1]
+    assert head == f"{sweep['id']} on tiny: running (1 validating files, 2 succeeded)"
+    assert titles.split() == ["JOB", "training.learning_rate", "STEP", "VALID", "AT", "STATUS", "WHY"]
+    assert rows[0].split() == [ids[2], "0.01", "20/20", "1.0000", "10", "succeeded"]
+    assert rows[2].split()[:2] == [ids[0], "0.0001"]
+    assert best == f"Best so far: {ids[2]} with training.learning_rate = 0.01; validation loss 1.0000"
+    assert "1 cancelled" in ft("sweep", "cancel", sweep["id"][:14])
+    tend(service.store)
+    assert "--yes" in ft("sweep", "rm", "last", code=64)
+    assert "Removed" in ft("sweep", "rm", "last", "--keep-best", "--yes")
+    assert "There is no sweep" in ft("sweep", "show", "last", code=1)
+    assert "ft sweep submit" in ft("submit", str(spec), code=64), "as one job it is none"
+    assert "ft sweep submit" in ft("run", str(spec), code=64)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ft_service.cli.data_files.commands import uploadable
 from ft_service.cli.jobs.following import watch_job
 from ft_service.cli.output import Json, connect, print_json, print_json_line
-from ft_service.client.answers import RemoteJob
 from ft_service.client.client import Client
 from ft_service.data.data_file import Param, check_lines
 from ft_service.errors import DataError, NotFoundError, SpecError
@@ -32,7 +31,7 @@ def submit(
     with connect() as client:
         if not unchecked:
             check_data(loaded)
-        job = submit_spec(client, loaded)
+        job = client.create_job(upload_spec(client, loaded))
         if as_json:
             print_json_line(job.model_dump()) if follow else print_json(job.model_dump())
         elif follow:
@@ -64,9 +63,9 @@ def check_data(spec: SpecFile) -> None:
         raise DataError(text, param=param, code=f"invalid_{param}")
 
 
-def submit_spec(client: Client, spec: SpecFile) -> RemoteJob:
-    """Upload the files that a SPEC names and create the job. Raises SpecError if the SPEC names a model by its folder, or
-    one that the server does not know."""
+def upload_spec(client: Client, spec: SpecFile) -> dict[str, Any]:
+    """Upload the files that a SPEC names; the create body with their ids. Raises SpecError if the SPEC names a model by its
+    folder, or one that the server does not know."""
     if spec.model_folder is not None:
         message = f"model = {spec.request.model!r}: a server knows models by name (`ft models`); folders are for `ft run`."
         raise SpecError(message, param="model")
@@ -78,7 +77,7 @@ def submit_spec(client: Client, spec: SpecFile) -> RemoteJob:
     for param, data in _data_files(spec):
         with uploadable(data) as path:
             uploaded[param] = client.upload_file(path).id
-    return client.create_job({**spec.body, **uploaded})
+    return {**spec.body, **uploaded}
 
 
 def _data_files(spec: SpecFile) -> list[tuple[Param, LocalData]]:

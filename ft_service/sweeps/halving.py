@@ -63,11 +63,9 @@ class Stop:
     def text(self, shares: Sequence[float]) -> str:
         """For the job's user."""
         loss = f"{self.loss:.4f}" if math.isfinite(self.loss) else "no number"
-        share = f"{100 * shares[self.rung]:.3g} %"
-        return (
-            f"stopped by the sweep: after {share} of its steps its validation loss was {loss}, and {self.better} of "
-            f"{self.jobs} jobs were better there; {self.kept} {'goes' if self.kept == 1 else 'go'} on from there"
-        )
+        after = f"after {100 * shares[self.rung]:.3g} % of its steps its validation loss was {loss}"
+        better = f"{self.better} of {self.jobs} jobs {'was' if self.better == 1 else 'were'} better there"
+        return f"stopped by the sweep: {after}, and {better}; {self.kept} {'goes' if self.kept == 1 else 'go'} on"
 
 
 def shares_of(eta: int, min_share: float) -> tuple[float, ...]:

@@ -94,8 +94,8 @@ def test_the_verdict_does_not_depend_on_the_order_in_which_losses_arrive() -> No
 def test_a_stop_says_why() -> None:
     [stop] = hopeless(runners(1.0, 2.0, 2.5), 2, 2)
     assert stop.text((0.25, 0.5)) == (
-        "stopped by the sweep: after 25 % of its steps its validation loss was 2.5000, and 2 of 3 jobs were better there; 2 go "
-        "on from there"
+        "stopped by the sweep: after 25 % of its steps its validation loss was 2.5000, and 2 of 3 jobs "
+        "were better there; 2 go on"
     )
     [stop, _] = hopeless(runners(math.nan, {1: 3.0}, {1: 2.0}, {0: 2.0}, {0: 1.0}), 3, 2)
     assert "its validation loss was no number" in stop.text((0.25, 0.5))

@@ -118,8 +118,8 @@ def test_the_hopeless_are_stopped_at_a_checkpoint_and_the_best_is_named(tmp_path
     places.settle()
     assert states(store) == ["cancelled/sweep_stopped", "succeeded/succeeded", "running", "running"]
     assert jobs_of(store)[0].stopped == (
-        "stopped by the sweep: after 25 % of its steps its validation loss was 3.0000, and 2 of 4 jobs were better there; 2 go "
-        "on from there"
+        "stopped by the sweep: after 25 % of its steps its validation loss was 3.0000, and 2 of 4 jobs "
+        "were better there; 2 go on"
     )
     assert any(message.startswith("Stopped by the sweep: after 25 %") for message in messages(store))
 

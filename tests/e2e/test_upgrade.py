@@ -60,8 +60,11 @@ def server(old: OldHome, hook: Receiver) -> Iterator[Server]:
         with server.client() as client:
             endpoint = old.recorded["webhook"]["id"]
             client.post(f"/webhook_endpoints/{endpoint}", body={"url": f"{hook.url}/new"}, cast_to=httpx2.Response)
-            # The reconciler has been at all jobs, then.
-            eventually(lambda: ask(client, f"/fine_tuning/jobs/{old.job_id('lost')}")["attempt"] == 2)
+            # The reconciler has been at all jobs, then. `lost` needs two slots, of which `launching` has one: it waits for it.
+            eventually(lambda: ask(client, f"/fine_tuning/jobs/{old.job_id('lost')}")["status"] == "queued")
+    except BaseException:
+        server.stop()
+        raise
     finally:
         send(frozen, signal.SIGCONT)
     yield server

@@ -28,7 +28,7 @@ from ft_service.bases.cache_folder import Cache
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.tokenize import load_tokenizer
 from ft_service.rundir.attempt import Attempt
-from ft_service.rundir.checkpoints import newest_checkpoint, set_damaged_aside
+from ft_service.rundir.checkpoints import newest_checkpoint, set_damaged_aside, step_of
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, OutcomeKind
 from ft_service.rundir.evaluations import evaluated_steps
@@ -46,6 +46,7 @@ from workers.model.activation_checkpointing import checkpoint_activations
 from workers.model.build import BuiltModel, balance_note, build, token_rows
 from workers.model.compiling import compile_layers
 from workers.output import checkpoint
+from workers.output.event_files import FOLDER, EventFile
 from workers.output.export import publish, use_best
 from workers.output.probes import measure
 from workers.output.report import Reporter
@@ -70,7 +71,8 @@ def main(run: RunDir, attempt: int) -> int:
         fence = Fence(run, attempt)
         fencing.watch(fence)  # first: a rank may wait for the others for ever
         runtime = enter(run, attempt, fence)
-        with Reporter(run, attempt, active=runtime.rank == 0, fence=fence) as reporter:
+        event_file = _event_file(runtime) if runtime.rank == 0 and runtime.spec.tensorboard else None
+        with Reporter(run, attempt, active=runtime.rank == 0, fence=fence, event_file=event_file) as reporter:
             outcome = train(runtime, reporter)
         if runtime.rank == 0:
             Attempt(run, attempt).write_outcome(outcome)
@@ -79,6 +81,13 @@ def main(run: RunDir, attempt: int) -> int:
         report_failure(run, attempt, error)
         return 1
     return 0
+
+
+def _event_file(runtime: Runtime) -> EventFile:
+    """For TensorBoard, of this attempt."""
+    start = runtime.start
+    done = step_of(start.checkpoint) if start.checkpoint else 0
+    return EventFile(runtime.run.path(FOLDER), f"attempt-{start.attempt}", first_step=done + 1)
 
 
 def train(runtime: Runtime, reporter: Reporter) -> Outcome:

@@ -61,8 +61,7 @@ def read(body: object, *, principal: Principal, store: Store, settings: Settings
     _refuse_unstorable_text(body, "")
     request = parse_request(body)
     assert isinstance(body, dict)
-    if request.integrations:
-        refuse_unless_possible(settings)
+    refuse_unless_possible(request, settings)
     base, parent = request.model, None
     if is_tuned(base):
         before, parent = _find_parent(base, principal, store, settings)

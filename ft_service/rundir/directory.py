@@ -21,6 +21,7 @@ checkpoints.py.)
     checkpoints/step-<s>-a<n>/            DCP shards (and adapter/), then COMPLETE (CheckpointMarker) last; DAMAGED by a later
                                           attempt
     adapter/  metrics.csv  manifest.json  the outcome
+    tensorboard/                          event files, by rank 0, where the job's integrations ask for them
     adapters/step-<s>-a<n>/               adapters of checkpoints, made when they are asked for
     probes.json                           Probes, with the outcome: by which whoever serves the adapter is verified
     serving.json                          by the service: where the adapter is served (ft_service/serving/handoff.py)

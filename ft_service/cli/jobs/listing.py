@@ -99,7 +99,8 @@ def events(job_id: JobId, limit: Newest = 50, as_json: Json = False) -> None:
         return
     for event in known:
         level = "" if event.level == "info" else f"{event.level}: "
-        print(f"{local_time(event.created_at, seconds_too=True)}  {level}{event.message}")
+        first, *more = event.message.splitlines() or [""]
+        print("\n    ".join([f"{local_time(event.created_at, seconds_too=True)}  {level}{first}", *more]))
 
 
 def checkpoints(job_id: JobId, as_json: Json = False) -> None:
@@ -148,7 +149,7 @@ def _row(job: RemoteJob) -> tuple[str, ...]:
 def _note(job: RemoteJob) -> str | None:
     """Why a job failed, or waits."""
     if job.error_text or job.pending_reason:
-        return job.error_text or job.pending_reason
+        return " ".join((job.error_text or job.pending_reason or "").split())
     text = job.waiting_text
     return text.removeprefix("queued: ") if text and text != "queued" else None
 

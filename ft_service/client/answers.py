@@ -187,6 +187,8 @@ class RemoteModel(Answer):
 
     created: int
     owned_by: str
+    base: dict[str, Any] | None = None
+    """Of a base: family, parameters, format, context, chat_template, licence, trainable, why_not."""
 
 
 class LogLine(BaseModel):

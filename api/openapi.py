@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from api.http.dependencies import SCHEMAS
+from api.routes.graders import GraderRun, GraderValidation
 from api.routes.keys import KeyRequest
 from api.routes.organization import KeyRotation, ProjectKeyRequest, ProjectRequest, ProjectUpdate
 from api.routes.permissions import PermissionRequest
@@ -31,6 +32,8 @@ _BODIES: tuple[type[Strict], ...] = (
     ProjectUpdate,
     ProjectKeyRequest,
     KeyRotation,
+    GraderRun,
+    GraderValidation,
 )
 _JOBS = "/v1/fine_tuning/jobs"
 _OPERATIONS = (

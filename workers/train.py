@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_service.bases.cache_folder import Cache
+from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.tokenize import load_tokenizer
 from ft_service.rundir.attempt import Attempt
@@ -59,7 +60,7 @@ from workers.training.guards import AdapterWatch, check_gathered_weights, check_
 from workers.training.loop import Schedule, Trainer
 from workers.training.objective import Objective, Preference, Supervised
 from workers.training.packing import settle_limits
-from workers.training.questions import questions_of
+from workers.training.questions import ends_of, questions_of, questions_of_prompts
 from workers.training.reference import INDEX as REFERENCE
 from workers.training.reference import compute_reference, find_reference, key_of_reference
 from workers.training.stop import StopRequest
@@ -188,14 +189,17 @@ def _objectives(
 def _evaluator(
     runtime: Runtime, built: BuiltModel, samples: TokenSet, limits: Limits, reporter: Reporter, stop: StopRequest
 ) -> Evaluator | None:
-    """The prompts of the job: the first samples, each up to its last answer; of each pair the preferred one."""
+    """The prompts of the job: its own, or the first samples, each up to its last answer; of each pair the preferred one."""
     spec = runtime.spec
     if spec.evaluation is None:
         return None
-    tokenizer = load_tokenizer(spec.model.path)
-    chosen = [samples[i] for i in range(0, len(samples), 1 if spec.dpo is None else 2)[: spec.evaluation.prompts]]
-    parts = (runtime, built.peft_model, questions_of(chosen, tokenizer), tokenizer, spec.evaluation, reporter, stop.agreed)
-    return Evaluator(*parts, packed=limits.packed)
+    options = TokenOptions.of(spec)
+    tokenizer = load_tokenizer(spec.model.path, options.chat_template)
+    chosen = [samples[i] for i in range(0, len(samples), 1 if spec.dpo is None else 2)[: spec.evaluation.count]]
+    learned = questions_of(chosen, tokenizer)
+    asked = questions_of_prompts(spec.evaluation.given, tokenizer, options) or learned
+    parts = (runtime, built.peft_model, asked, tokenizer, spec.evaluation, reporter, stop.agreed)
+    return Evaluator(*parts, packed=limits.packed, ends=ends_of(learned, tokenizer))
 
 
 def construct(

@@ -393,7 +393,7 @@ def job_view(
         training=spec.training.model_dump(),
         distributed=spec.distributed.model_dump(),
         checkpoint=spec.checkpoint.model_dump(),
-        evaluation=spec.evaluation.model_dump() if spec.evaluation else None,
+        evaluation={**spec.evaluation.model_dump(), "prompts": spec.evaluation.count} if spec.evaluation else None,
         chosen=spec.chosen,
     )
 

@@ -54,12 +54,14 @@ class Evaluator:
         stops: Callable[[], bool],
         *,
         packed: bool,
+        ends: Collection[int] = (),
     ) -> None:
-        """`stops`: asked often, on all ranks, whether to stop. `packed`: how samples are put together."""
+        """`stops`: asked often, on all ranks, whether to stop. `packed`: how samples are put together. `ends`: tokens that end
+        an answer, beside those of the questions."""
         self._runtime, self._model, self._tokenizer, self._options = runtime, model, tokenizer, options
         self._reporter, self._stops, self._packed = reporter, stops, packed
         self._questions = list(questions)
-        self._ends = ends_of(questions, tokenizer)
+        self._ends = ends_of(questions, tokenizer) | set(ends)
         self._begun: Evaluation | None = None
         self._told_at = 0.0
 
@@ -135,7 +137,7 @@ class Evaluator:
 
     def _scores(self, answers: Sequence[str]) -> list[dict[str, float]]:
         pairs = zip(answers, self._questions, strict=True)
-        return [score(answer, question.reference, self._options.metrics) for answer, question in pairs]
+        return [score(answer, own.reference, self._options.metrics, own.item) for answer, own in pairs]
 
     def _known(self, step: int) -> Evaluation | None:
         """This attempt's evaluation of a step; of step 0 any attempt's, if the questions are the same."""

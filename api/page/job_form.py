@@ -53,7 +53,7 @@ def options() -> dict[str, Option]:
         model = schema["$defs"][f"{section.capitalize()}Options"]
         for name, about in model["properties"].items():
             full = f"{section}.{name}"
-            default = getattr(JobOptions.model_fields[section].default or EvaluationOptions(), name)
+            default = getattr(JobOptions.model_fields[section].default or EvaluationOptions.model_validate({}), name)
             found[full] = Option(
                 name=full,
                 label=FIRST.get(full, name),

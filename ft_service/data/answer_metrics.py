@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from statistics import mean
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ft_service.spec import AnswerMetric
 
@@ -52,6 +51,11 @@ METRICS: Mapping[AnswerMetric, Callable[[str, str], float]] = {
 }
 
 
-def scores(answers: Sequence[str], expected: Sequence[str], metrics: Sequence[AnswerMetric]) -> dict[str, float]:
-    """The mean of each metric over all answers."""
-    return {name: mean(METRICS[name](*pair) for pair in zip(answers, expected, strict=True)) for name in metrics}
+NEED_REFERENCE: Collection[AnswerMetric] = ("exact_match", "contains", "rouge_l")
+
+
+def score(answer: str, reference: str | None, metrics: Sequence[AnswerMetric]) -> dict[str, float]:
+    """An answer's score by each metric; those that need a reference are left out without one."""
+    return {
+        name: METRICS[name](answer, reference or "") for name in metrics if reference is not None or name not in NEED_REFERENCE
+    }

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import peft
@@ -39,7 +40,7 @@ from workers.output.checkpoint_pruning import best, held
 from workers.output.disk_errors import explained, sync
 from workers.output.model_shards import TensorPlan, write_file
 from workers.output.publishing import adapter_folder, put_document, write_document
-from workers.output.report import metrics_csv, metrics_of_all_attempts
+from workers.output.report import metrics_csv, metrics_of_all_attempts, with_evaluations
 from workers.quant.kernels import VERSION as BITSANDBYTES_VERSION
 from workers.ranks.runtime import ExportError
 
@@ -47,36 +48,56 @@ BASE_CONFIG = "config.json"
 """Of the base's tokenizer files the one that tells of the whole model: in an adapter's folder it would pass for one."""
 
 
-def publish(
-    run: RunDir, fence: Fence, spec: JobSpec, built: BuiltModel, job: JobState, probe: Callable[[], list[Probe]]
-) -> int:
-    """Write the outcome of a finished job; returns the step of its adapter. Called by all ranks together; rank 0 writes.
+@dataclass(frozen=True)
+class Chosen:
+    """The step whose adapter is published, and all that was trained."""
 
-    `probe`: measures the model as it is; called by all ranks. With training.load_best_model_at_end the job's state becomes that
-    of the best checkpoint. Raises ExportError on rank 0 if
-    the disk refuses the adapter or reads back another one, and SealedError there if the attempt is over.
-    """
+    checkpoint: str | None
+    """The job's state is this checkpoint's; None: the last step's."""
+    steps: int
+    trained_tokens: int
+
+
+def use_best(run: RunDir, spec: JobSpec, job: JobState) -> Chosen:
+    """With training.load_best_model_at_end, make the job's state that of the best checkpoint. Called by all ranks together."""
     steps, tokens = job.step, job.trained_tokens
     chosen = _best_checkpoint(run, spec, job.step)
     if chosen is not None:
         checkpoint.restore(job, run, chosen, spec)
+    return Chosen(chosen, steps, tokens)
+
+
+def publish(
+    run: RunDir,
+    fence: Fence,
+    spec: JobSpec,
+    built: BuiltModel,
+    job: JobState,
+    chosen: Chosen,
+    probe: Callable[[], list[Probe]],
+) -> None:
+    """Write the outcome of a finished job. Called by all ranks together; rank 0 writes.
+
+    `probe`: measures the model as it is; called by all ranks. Raises ExportError on rank 0 if the disk refuses the adapter or
+    reads back another one, and SealedError there if the attempt is over.
+    """
     probes = Probes(step=job.step, probes=probe())
     if dist.get_rank() == 0:
-        rows = metrics_of_all_attempts(run, fence.attempt)
+        rows = with_evaluations(metrics_of_all_attempts(run, fence.attempt), run)
         try:
             write_document(run, PROBES, probes, fence)
-            _write_outcome(run, fence, spec, built, job, rows, chosen)
+            _write_outcome(run, fence, spec, built, job, rows, chosen.checkpoint)
         except OSError as error:
             fence.check()  # a later attempt removes what this one has not finished
             needed = sum(parameter.numel() * parameter.element_size() for parameter in job.parameters.values())
             raise ExportError(f"The adapter could not be written: {explained(error, run.root, needed)}") from error
-        result = _result(fence.attempt, steps, tokens, [row for row in rows if row.step <= job.step])
+        up_to = [row for row in rows if row.step <= job.step]
+        result = _result(fence.attempt, chosen.steps, chosen.trained_tokens, up_to)
         write_document(run, "result.json", result, fence)
     else:
         for _ in gathered_adapter(job):
             pass
     dist.barrier()
-    return job.step
 
 
 def gathered_adapter(job: JobState) -> Iterator[tuple[str, Tensor]]:

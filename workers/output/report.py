@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.checkpoints import step_of
 from ft_service.rundir.directory import RunDir
+from ft_service.rundir.evaluations import by_name, evaluated_steps, read_evaluation
 from ft_service.rundir.events import Event, Metrics, read_segments, write_segment
 from ft_service.rundir.fence import SEAL_SECONDS, Fence
 
@@ -26,6 +27,7 @@ PRINT_SECONDS = 5.0
 COLUMNS = ("step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy")
 """What existing scripts read from a result file, by position."""
 MORE_COLUMNS = (
+    *("full_valid_loss", "full_valid_mean_token_accuracy"),
     *("learning_rate", "grad_norm", "tokens", "trained_tokens", "step_seconds", "epoch"),
     *("checkpoint_stall_seconds", "checkpoint_seconds"),
 )
@@ -161,6 +163,17 @@ def metrics_of_all_attempts(run: RunDir, last_attempt: int) -> list[Metrics]:
         for _, events in read_segments(run, attempt):
             by_step.update({e.metrics.step: e.metrics for e in events if e.metrics is not None})
     return [by_step[step] for step in sorted(by_step)]
+
+
+def with_evaluations(rows: list[Metrics], run: RunDir) -> list[Metrics]:
+    """The rows with what the evaluations at their steps measured, `evaluation/<metric>`."""
+    keys = evaluated_steps(run)
+    return [_with_evaluation(row, run, keys[row.step]) if row.step in keys else row for row in rows]
+
+
+def _with_evaluation(row: Metrics, run: RunDir, key: str) -> Metrics:
+    found = read_evaluation(run, key)
+    return row if found is None else row.model_copy(update={"more": {**(row.more or {}), **by_name(found.metrics)}})
 
 
 def metrics_csv(rows: list[Metrics]) -> str:

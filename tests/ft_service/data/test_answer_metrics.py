@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ft_service.data.answer_metrics import METRICS, scores
+from ft_service.data.answer_metrics import METRICS, score
 from ft_service.spec import AnswerMetric
 
 
@@ -28,5 +28,6 @@ def test_one_answer(metric: AnswerMetric, answer: str, expected: str, score: flo
     assert METRICS[metric](answer, expected) == pytest.approx(score)
 
 
-def test_scores_are_means() -> None:
-    assert scores(["4", "5"], ["4", "6"], ["exact_match", "json_valid"]) == {"exact_match": 0.5, "json_valid": 1.0}
+def test_without_a_reference_only_what_needs_none_is_scored() -> None:
+    assert score("4", "4", ["exact_match", "json_valid"]) == {"exact_match": 1.0, "json_valid": 1.0}
+    assert score("four", None, ["exact_match", "json_valid"]) == {"json_valid": 0.0}

@@ -1,0 +1,62 @@
+"""What a job's model is asked: prompts as tokens, with the answers that are expected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ft_service.data.tokens.sample import Tokens
+
+
+@dataclass(frozen=True)
+class Question:
+    """One prompt."""
+
+    ids: np.ndarray
+    """int32 [tokens]."""
+    prompt: str
+    """The same as text, without special tokens."""
+    reference: str | None
+    """The answer that is expected; None: none is known."""
+    ends: frozenset[int] = frozenset()
+    """Special tokens in the expected answer: what its model learns to end it with."""
+    messages: list[dict[str, Any]] | None = None
+    """The prompt as a conversation, where it is known as one."""
+
+
+def questions_of(samples: Sequence[Tokens], tokenizer: Any) -> list[Question]:
+    """Each sample up to its last learned stretch, which is the expected answer."""
+    return [_question(sample, tokenizer) for sample in samples]
+
+
+def ends_of(questions: Sequence[Question], tokenizer: Any) -> set[int]:
+    """Tokens that end an answer."""
+    return {tokenizer.eos_token_id}.union(*(question.ends for question in questions)) - {None}
+
+
+def text_of(tokens: Any, tokenizer: Any) -> str:
+    return tokenizer.decode(tokens, skip_special_tokens=True).strip()
+
+
+def last_stretch(targets: np.ndarray) -> tuple[int, int]:
+    """The last run of targets: [begin, end). There is a target behind the first token."""
+    places = np.flatnonzero(targets)
+    end = int(places[-1]) + 1
+    gaps = np.flatnonzero(np.diff(places) > 1)
+    begin = int(places[gaps[-1] + 1] if len(gaps) else places[0])
+    return max(begin, 1), end
+
+
+def _question(sample: Tokens, tokenizer: Any) -> Question:
+    begin, end = last_stretch(sample.targets)
+    learned = sample.ids[begin:end]
+    special = set(tokenizer.all_special_ids)
+    return Question(
+        ids=sample.ids[:begin],
+        prompt=text_of(sample.ids[:begin], tokenizer),
+        reference=text_of(learned, tokenizer),
+        ends=frozenset(int(token) for token in learned if int(token) in special),
+    )

@@ -39,10 +39,11 @@ _JOBS = "/v1/fine_tuning/jobs"
 _OPERATIONS = (
     *("/livez", "/readyz", "/metrics"),
     *(f"{_JOBS}/{{job_id}}/adapter", f"{_JOBS}/{{job_id}}/logs", f"{_JOBS}/{{job_id}}/checkpoints/{{checkpoint_id}}/adapter"),
-    *(f"{_JOBS}/{{job_id}}/{part}" for part in ("evaluation", "metrics", "plan", "request", "samples")),
+    *(f"{_JOBS}/{{job_id}}/{part}" for part in ("evaluation", "metrics", "plan", "request", "samples", "statistics")),
     *("/v1/fine_tuning/metrics", "/v1/fine_tuning/plan", "/v1/sign_in_links", "/v1/keys", "/v1/keys/{key_id}"),
     *("/v1/models/{model}/verify", "/v1/inference"),
     "/v1/files/{file_id}/samples",
+    "/v1/files/{file_id}/statistics",
     "/v1/fine_tuning/checkpoints/{checkpoint}/adapter",
     "/v1/organization/projects/{project_id}/api_keys/{api_key_id}/rotate",
     "/v1/organization/usage/fine_tuning",

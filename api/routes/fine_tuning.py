@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -17,6 +18,7 @@ from api.http.routing import BareRoute, keyed_router, written
 from api.transfer import adapter_download, event_stream, log_tail
 from api.wire.evaluation_views import EvaluationView, evaluation_id, evaluation_view
 from api.wire.sample_views import SamplesView, samples_view
+from api.wire.statistics_views import StatisticsView, statistics_view
 from api.wire.views import (
     CheckpointView,
     EventView,
@@ -30,8 +32,10 @@ from api.wire.views import (
 )
 from ft_service.control import tuned_models
 from ft_service.control.admission import names_tuned, read, slots_to_resume_with
+from ft_service.control.checks.file_statistics import job_statistics
 from ft_service.control.checks.samples import job_samples
 from ft_service.data.samples import Page
+from ft_service.data.statistics import Measure
 from ft_service.errors import ConflictError, NotFoundError, SpecError
 from ft_service.jobs.states import Job, State
 from ft_service.jobs.verbs import Verb
@@ -165,6 +169,15 @@ def evaluation(
     return list_view([evaluation_view(job_id, own) for own in found if own is not None], len(waiting) > limit)
 
 
+@router.get("/{job_id}/statistics")
+def statistics(job_id: str, caller: Caller, services: Svc) -> StatisticsView:
+    """Not in OpenAI's API. What a job trains on, in numbers: lengths, targets, doubles, overlap of its files, steps, and
+    warnings that say what to change."""
+    job = services.store.get_job(caller.project_id, job_id)
+    found = job_statistics(job, services.places)
+    return statistics_view(replace(found, seconds=job.planned_seconds, flops=job.work), Measure.of(job.spec))
+
+
 @router.get("/{job_id}/checkpoints", response_model=ListView[CheckpointView])
 def checkpoints(
     job_id: str, caller: Caller, services: Svc, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 10
@@ -248,7 +261,7 @@ async def _create(body: Any, caller: Principal, services: Services, job_id: str 
 def _view(job: Job, caller: Principal, services: Services) -> JobView:
     store = services.store
     metrics = validated = store.latest_metrics(job.id) if job.attempt else None
-    if metrics is not None and metrics.valid_loss is None and job.spec.validation_data is not None:
+    if metrics is not None and metrics.valid_loss is None and job.spec.validates:
         validated = store.latest_validation(job.id)
     return job_view(
         job,

@@ -236,6 +236,8 @@ class JobView(BaseModel):
     trained_tokens: int | None
     training_file: str
     validation_file: str | None
+    validation_split: float | None
+    """Share of the training file's samples that is set aside for validation."""
     estimated_finish: int | None
     integrations: list[Integration]
     metadata: dict[str, str] | None
@@ -374,6 +376,7 @@ def job_view(
         trained_tokens=job.trained_tokens,
         training_file=job.request["training_file"],
         validation_file=job.request.get("validation_file"),
+        validation_split=spec.validation_split,
         estimated_finish=_whole(_estimate(job, metrics, now)),
         integrations=[Integration.model_validate(given) for given in job.request.get("integrations") or ()],
         metadata=job.request.get("metadata"),

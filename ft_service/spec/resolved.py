@@ -66,6 +66,8 @@ class JobSpec(Resolved):
     model: BaseModelRef
     training_data: DataFileRef
     validation_data: DataFileRef | None
+    validation_split: float | None = None
+    """Share of the training data's samples that is set aside for validation (ft_service/data/tokens/training_set/split.py)."""
     seed: int
     tuned_name: str
     """The outcome's TunedName."""
@@ -85,11 +87,18 @@ class JobSpec(Resolved):
     """Of direct preference optimisation, whose data files hold pairs of answers; None: training is supervised."""
     parent: AdapterRef | None = None
     """The tuned model whose adapter training starts from; None: a new one. Optimizer, schedule and data are the job's own."""
+    tensorboard: bool = False
+    """Whether event files for TensorBoard are written."""
     chosen: dict[str, str] = {}
     """Options that were "auto" and were chosen (for the machine by ft_service/plan/choose.py): dotted name → why."""
     rungs: tuple[float, ...] = ()
     """Of a job of a sweep: shares of its steps, ascending, below 1, after which it is validated too, so that its sweep can
     compare it (ft_service/sweeps/halving.py)."""
+
+    @property
+    def validates(self) -> bool:
+        """Whether there are samples for validation."""
+        return self.validation_data is not None or self.validation_split is not None
 
     @property
     def world_size(self) -> int:
@@ -125,12 +134,15 @@ def resolve(
     distributed = _resolve_distributed(request.distributed, gpus)
     name = TunedName.of_job(job_id, base=model.name, organization=organization, suffix=request.suffix)
     ranks = distributed.nnodes * int(distributed.nproc_per_node)
-    training, chosen = _by_samples(request.resolved_training(), samples, ranks, dpo=request.method.type == "dpo")
+    if samples is not None and request.validation_split is not None:
+        samples = round(samples * (1 - request.validation_split))
+    training, chosen = by_samples(request.resolved_training(), samples, ranks, dpo=request.method.type == "dpo")
     return JobSpec(
         job_id=job_id,
         model=model,
         training_data=training_data,
         validation_data=validation_data,
+        validation_split=request.validation_split,
         seed=request.seed if request.seed is not None else seed,
         tuned_name=str(name),
         lora=request.lora,
@@ -144,13 +156,14 @@ def resolve(
         dpo=request.method.dpo_options(),
         parent=parent,
         chosen=chosen,
+        tensorboard=request.integrated("tensorboard"),
     )
 
 
-def _by_samples(
+def by_samples(
     training: TrainingOptions, samples: int | None, ranks: int, *, dpo: bool
 ) -> tuple[TrainingOptions, dict[str, str]]:
-    """The options with batch_size and n_epochs in numbers, and why."""
+    """The options with batch_size and n_epochs in numbers, and for those that were "auto" why (dotted)."""
     found: dict[str, tuple[int, str]] = {}
     usual = TrainingOptions()
     unknown = "the usual one; the number of samples is not known"

@@ -34,7 +34,7 @@ _ONE_FILE = "all jobs of a sweep train on one file, and are compared on one: giv
 _NO_RESULT = "it changes how fast a job is and not what it learns: give it one value, or let it be chosen (auto)"
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("suffix", "metadata", "integrations", "priority", "max_seconds", "evaluation"), _OF_ALL),
-    **dict.fromkeys(("training_file", "validation_file"), _ONE_FILE),
+    **dict.fromkeys(("training_file", "validation_file", "validation_split"), _ONE_FILE),
     **dict.fromkeys(("model", "chat_template", "training.max_length", "training.train_on", "method.type"), _OTHER_LOSS),
     **{f"method.dpo.hyperparameters.{name}": _OTHER_LOSS for name in ("beta", "loss_type", "rpo_alpha")},
     **dict.fromkeys(
@@ -105,8 +105,11 @@ class AskedSweep:
     """JSON: method, samples and seed; the swept options; eta and rungs, which are None and empty if no job is stopped."""
 
 
-def parse_sweep(body: object) -> AskedSweep:
-    """Read a create body with `sweep`. Raises SpecError naming every field at fault (dotted) with its value and limit."""
+def parse_sweep(body: object, seed: int = 0) -> AskedSweep:
+    """Read a create body with `sweep`. `seed`: of jobs whose seed is neither given nor swept.
+
+    Raises SpecError naming every field at fault (dotted) with its value and limit.
+    """
     if not isinstance(body, Mapping):
         raise SpecError(f"The body must be an object with model, training_file and sweep, not {type(body).__name__}.")
     alone = {name: value for name, value in body.items() if name != SWEEP}
@@ -119,7 +122,7 @@ def parse_sweep(body: object) -> AskedSweep:
     combinations: list[dict[str, Any]] = []
     if options is not None and not faults:
         combinations, faults = _combined(options, choices)
-    jobs, more = _jobs(alone, combinations)
+    jobs, more = _jobs(alone if alone.get("seed") is not None or "seed" in choices else {**alone, "seed": seed}, combinations)
     faults = list(dict.fromkeys([*faults, *more]))
     if faults:
         raise joined(faults)
@@ -159,9 +162,12 @@ def _read(
             choices[name] = found
     if not choices and not faults:
         faults.append(OptionFault(SWEEP, "sweep names no option: give one with the values to try, such as lora.r: [8, 32]."))
-    if alone.get("validation_file") is None:
-        text = "validation_file is required for a sweep, which compares its jobs by their loss on it."
+    if alone.get("validation_file") is None and alone.get("validation_split") is None:
+        text = "validation_file (or validation_split) is required for a sweep, which compares its jobs by their loss on it."
         faults.append(OptionFault("validation_file", text, "missing_required_parameter"))
+    elif alone.get("validation_split") is not None and "seed" in choices:
+        text = "sweep.seed: with validation_split each seed sets other samples aside: give a validation_file, or leave it out."
+        faults.append(OptionFault("sweep.seed", text))
     return options, choices, faults
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+
 from ft_service.bases.catalogue import Catalogue
 from ft_service.control.admission import Asked, Membership, file_ids, new_job, read_parsed, refuse_unstorable_text
 from ft_service.control.capacity import capacity_of
@@ -25,7 +27,9 @@ def create_sweep(
     id is taken; nothing is stored then.
     """
     refuse_unstorable_text(body)
-    asked = parse_sweep(body)
+    # One seed for all, so that jobs differ by what is tried and not by chance, and a validation_split is the same for each.
+    seed = secrets.randbelow(2**31)
+    asked = parse_sweep(body, seed)
     assert isinstance(body, dict)
     sweep_id = sweep_id or new_id(PREFIX)
     rungs = tuple(asked.settings["rungs"])

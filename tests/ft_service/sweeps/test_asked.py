@@ -31,7 +31,7 @@ def test_a_grid_is_every_combination_in_bodies_of_their_own() -> None:
         {"training.learning_rate": rate, "lora.lora_alpha": alpha} for rate in (1e-4, 3e-4) for alpha in (8.0, 16.0)
     ]
     last = asked.jobs[-1]
-    assert last.body == {**BODY, "lora": {"r": 4, "lora_alpha": 16}, "training": {"learning_rate": 3e-4}}
+    assert last.body == {**BODY, "seed": 0, "lora": {"r": 4, "lora_alpha": 16}, "training": {"learning_rate": 3e-4}}
     assert parse_request(last.body) == last.request
     assert body["lora"] == {"r": 4}, "what was given stays as it is"
     assert asked.settings["options"] == ["training.learning_rate", "lora.lora_alpha"]
@@ -147,3 +147,12 @@ def test_a_job_refuses_a_sweep_and_says_where_it_belongs() -> None:
     assert error.value.param == "sweep"
     assert "ft sweep submit" in error.value.message
     assert "/v1/fine_tuning/sweeps" in error.value.message
+
+
+def test_a_split_is_the_same_for_all_its_jobs() -> None:
+    split = {"validation_file": None, "validation_split": 0.1}
+    jobs = sweep({"lora.r": [8, 16]}, **split).jobs
+    assert len({job.request.seed for job in jobs}) == 1
+    assert {job.request.seed for job in sweep({"lora.r": [8, 16]}, seed=5).jobs} == {5}
+    assert "sets other samples aside" in refused({"seed": [1, 2]}, **split).message
+    assert "on one" in refused({"validation_split": [0.1, 0.2], "lora.r": [8, 16]}).message

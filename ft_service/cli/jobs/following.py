@@ -109,5 +109,5 @@ def _outcome(job: RemoteJob, *, quiet: bool) -> int:
     if job.paused:
         return complain(f"{job.id} is paused. Let it go on: ft resume {job.id}", STOPPED)
     if job.status == State.CANCELLED:
-        return complain(f"{job.id} was cancelled.", 1)
+        return complain(f"{job.id} was {job.stopped_text or 'cancelled'}.", 1)
     return complain(f"{job.id} has failed: {job.error_text or 'no reason was given'}", 1)

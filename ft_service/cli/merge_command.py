@@ -21,6 +21,7 @@ from ft_service.supervisor.worker_tasks import run_worker
 class MergeFormat(StrEnum):
     BF16 = "bf16"
     FP8 = "fp8"
+    INT4 = "int4"
 
 
 def register(app: typer.Typer) -> None:
@@ -73,7 +74,8 @@ def _adapter_in(*folders: Path) -> Path | None:
     return next((folder.absolute() for folder in folders if (folder / CONFIG).is_file()), None)
 
 
-def _show(report: dict[str, Any], out: Path) -> None:
+def shown_losses(report: dict[str, Any]) -> list[tuple[str, str | None]]:
+    """The fidelity report as fields: the three losses, or why there are none, and what rounding cost."""
     losses = report["validation_loss"] or {}
     names = {
         "adapter_on_base_as_trained": "loss, base as trained",
@@ -81,14 +83,16 @@ def _show(report: dict[str, Any], out: Path) -> None:
         "merged": f"loss, merged to {report['to']}",
     }
     rounding = report["rounding"]
-    print_fields(
-        [
-            *((title, f"{losses[name]:.4f}" if name in losses else None) for name, title in names.items()),
-            ("no losses", report.get("reason")),
-            (
-                "rounding",
-                f"{rounding['relative_to_weights']:.2%} of the weights, {rounding['relative_to_update']:.1%} of the update",
-            ),
-        ]
-    )
+    return [
+        *((title, f"{losses[name]:.4f}" if name in losses else None) for name, title in names.items()),
+        ("no losses", report.get("reason")),
+        (
+            "rounding",
+            f"{rounding['relative_to_weights']:.2%} of the weights, {rounding['relative_to_update']:.1%} of the update",
+        ),
+    ]
+
+
+def _show(report: dict[str, Any], out: Path) -> None:
+    print_fields(shown_losses(report))
     print(f"The merged model is in {out}")

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ft_service.cli.merge_command import find_adapter, shown_losses
-from ft_service.cli.output import Json, print_fields, print_json
+from ft_service.cli.jobs.naming import find_job
+from ft_service.cli.merge_command import adapter_of_job, find_adapter, shown_losses
+from ft_service.cli.output import Json, connect, print_fields, print_json
+from ft_service.client.client import Client
 from ft_service.errors import FtError, SpecError
 from ft_service.rundir.exports import ExportFormat
 from ft_service.rundir.verify import verify
 from ft_service.supervisor.worker_tasks import run_worker
 
 WORKER = "workers.tasks.export"
+POLL_SECONDS = 1.0
+"""Between asking a server whether an export is made."""
 
 
 def register(app: typer.Typer) -> None:
@@ -34,14 +41,44 @@ def export(
     the form costs."""
     if out.exists():
         raise SpecError(f"--out = {out}: exists already. Name another folder.", param="out")
-    with find_adapter(source) as folder:
-        if faults := verify(folder).faults:
-            raise FtError(f"{source} is not what was written ({faults[0]}): see ft verify.")
-        report = write_export(folder, out.absolute(), to, base, samples)
+    with _where(source, to, remote=base is None) as place:
+        if isinstance(place, Path):
+            if faults := verify(place).faults:
+                raise FtError(f"{source} is not what was written ({faults[0]}): see ft verify.")
+            report = write_export(place, out.absolute(), to, base, samples)
+        else:
+            report = _fetch(*place, to, out)
     if as_json:
         print_json({"out": str(out.absolute()), "format": to.value, **report})
     else:
         _show(report, to, out)
+
+
+@contextlib.contextmanager
+def _where(source: str, to: ExportFormat, *, remote: bool) -> Iterator[Path | tuple[Client, str]]:
+    """The folder of the adapter, if it is on this host; else the server that has it, and the job, which makes the export where
+    the base is. With `remote` False, and for the adapter as it is, that is fetched instead.
+    """
+    if not remote or to is ExportFormat.PEFT or Path(source).exists():
+        with find_adapter(source) as folder:
+            yield folder
+        return
+    with connect() as client:
+        job_id = find_job(client, source)
+        here = adapter_of_job(job_id)
+        yield here if here is not None else (client, job_id)
+
+
+def _fetch(client: Client, job_id: str, to: ExportFormat, out: Path) -> dict[str, Any]:
+    """Have the server make the export, wait for it, and fetch it into `out`; the report."""
+    found = client.start_export(job_id, to.value)
+    while found.status in ("queued", "running"):
+        time.sleep(POLL_SECONDS)
+        found = client.export(job_id, to.value)
+    if found.status == "failed":
+        raise SpecError(f"The server could not make it: {found.error}", param="format")
+    client.download_export(job_id, to.value, out)
+    return found.report
 
 
 def write_export(adapter: Path, out: Path, to: ExportFormat, base: Path | None, samples: int) -> dict[str, Any]:

@@ -70,6 +70,11 @@ def find_adapter(source: str) -> Iterator[Path]:
             yield client.download_adapter(job_id, Path(scratch) / "adapter")
 
 
+def adapter_of_job(job_id: str) -> Path | None:
+    """The folder of a job's adapter, where this host has it."""
+    return _adapter_in(load_settings().runs_dir / job_id / "adapter")
+
+
 def _adapter_in(*folders: Path) -> Path | None:
     return next((folder.absolute() for folder in folders if (folder / CONFIG).is_file()), None)
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ft_service.rundir.directory import RunDir
 
 
 class ExportFormat(StrEnum):
@@ -24,3 +29,39 @@ class ExportFormat(StrEnum):
     """The same with matrices in Q8_0."""
     GGUF_ADAPTER = "gguf-adapter"
     """The adapter alone for llama.cpp and Ollama."""
+
+
+ExportStatus = Literal["queued", "running", "succeeded", "failed"]
+
+
+class Export(BaseModel):
+    """`exports/<format>.json` in a run directory: one that was asked of the service, which made `exports/<format>/`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    format: ExportFormat
+    status: ExportStatus
+    created_at: float
+    finished_at: float | None = None
+    bytes: int | None = None
+    """Of all its files."""
+    error: str | None = None
+    report: dict[str, Any] = {}
+    """What making it cost: losses, rounding, what was read again."""
+
+
+def export_key(to: ExportFormat) -> str:
+    """The folder of an export in the run directory."""
+    return f"exports/{to.value}"
+
+
+def state_key(to: ExportFormat) -> str:
+    return f"exports/{to.value}.json"
+
+
+def read_export(run: RunDir, to: ExportFormat) -> Export | None:
+    """None: it was not asked for, or what is there cannot be read."""
+    try:
+        return run.read(state_key(to), Export)
+    except ValidationError:
+        return None

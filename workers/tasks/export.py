@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 from ft_service.errors import FtError
+from ft_service.host.lifetime import die_with_parent
 from ft_service.rundir.manifest import MANIFEST, Manifest
 from workers.exports.gguf_file import Stored
 from workers.exports.to_gguf import export_adapter, export_model
@@ -24,6 +26,7 @@ from workers.tasks.pad_ranks import pad_ranks
 
 MERGED = {"merged": "bf16", "merged-fp8": "fp8", "merged-int4": "int4"}
 """Format → how `workers.tasks.merge` stores it."""
+_NICE = 10
 GGUF: dict[str, Stored] = {"gguf": "bf16", "gguf-q8_0": "q8_0"}
 
 
@@ -91,7 +94,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--format", choices=("vllm", "gguf-adapter", *MERGED, *GGUF), required=True)
     parser.add_argument("--base", type=Path, help="the base's folder; default: where the manifest says")
     parser.add_argument("--samples", type=int, default=64, help="of the validation file, for the losses; 0: none")
+    parser.add_argument("--parent", type=int, help="a server's process id: ends with it, and lets others go first")
     given = parser.parse_args(arguments)
+    if given.parent is not None:
+        die_with_parent(given.parent)
+        os.nice(_NICE)
     try:
         report = export(given.adapter, given.out, given.format, given.base, given.samples)
     except FtError as error:

@@ -105,6 +105,30 @@ class ModelView(BaseModel):
     """What a tuned model was trained on from: its base, or the tuned model that its job went on from."""
     job_id: str | None = None
     """The project's own job that trained it."""
+    base: BaseView | None = None
+    """Of a base and its aliases; null: a tuned model."""
+
+
+class BaseView(BaseModel):
+    """Not in OpenAI's API. What is known of a base without training on it; null: it does not say."""
+
+    family: str | None
+    """model_type of its decoder."""
+    parameters: int | None
+    """Of its decoder."""
+    format: str | None
+    """How its weights are published: bf16, fp8, nf4, mxfp4, …"""
+    context: int | None
+    """Positions that it was made for."""
+    chat_template: bool
+    """Whether it brings one."""
+    licence: str | None
+    repository: str | None
+    """ORG/NAME that it was pulled from."""
+    commit: str | None
+    trainable: bool
+    """Whether a job with no options would be accepted."""
+    why_not: str | None
 
 
 class VerifyView(BaseModel):
@@ -212,6 +236,8 @@ class JobView(BaseModel):
     trained_tokens: int | None
     training_file: str
     validation_file: str | None
+    validation_split: float | None
+    """Share of the training file's samples that is set aside for validation."""
     estimated_finish: int | None
     integrations: list[Integration]
     metadata: dict[str, str] | None
@@ -350,6 +376,7 @@ def job_view(
         trained_tokens=job.trained_tokens,
         training_file=job.request["training_file"],
         validation_file=job.request.get("validation_file"),
+        validation_split=spec.validation_split,
         estimated_finish=_whole(_estimate(job, metrics, now)),
         integrations=[Integration.model_validate(given) for given in job.request.get("integrations") or ()],
         metadata=job.request.get("metadata"),
@@ -369,7 +396,7 @@ def job_view(
         training=spec.training.model_dump(),
         distributed=spec.distributed.model_dump(),
         checkpoint=spec.checkpoint.model_dump(),
-        evaluation=spec.evaluation.model_dump() if spec.evaluation else None,
+        evaluation={**spec.evaluation.model_dump(), "prompts": spec.evaluation.count} if spec.evaluation else None,
         chosen=spec.chosen,
     )
 

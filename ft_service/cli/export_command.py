@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ft_service.cli.jobs.naming import find_job
-from ft_service.cli.merge_command import adapter_of_job, find_adapter, shown_losses
+from ft_service.cli.merge_command import adapter_of_job, base_here, find_adapter, shown_losses
 from ft_service.cli.output import Json, connect, print_fields, print_json
 from ft_service.client.client import Client
 from ft_service.errors import FtError, SpecError
@@ -92,7 +92,8 @@ def write_export(adapter: Path, out: Path, to: ExportFormat, base: Path | None, 
         finally:
             shutil.rmtree(beside, ignore_errors=True)
         return {}
-    options = ["--base", str(base.absolute())] if base else []
+    found = base or base_here(adapter)
+    options = ["--base", str(found.absolute())] if found else []
     return run_worker(WORKER, [str(adapter), str(out), "--format", to.value, "--samples", str(samples), *options])
 
 

@@ -264,7 +264,8 @@ def fail(job: Job, reason: Reason, error: ErrorInfo | None, now: float, text: st
 def validated(job: Job, error: ErrorInfo | None, now: float) -> Job:
     """The job after its data files were read: failed, or on its way."""
     if error is not None:
-        reason = Reason.INVALID_FILE if error.param in ("training_file", "validation_file") else Reason.PERMANENT_ERROR
+        of_data = error.param in ("training_file", "validation_file", "validation_split")
+        reason = Reason.INVALID_FILE if of_data else Reason.PERMANENT_ERROR
         return fail(job, reason, error, now, error.message)
     return replace(job, state=State.PAUSED if job.desired is Desired.PAUSE else State.QUEUED)
 

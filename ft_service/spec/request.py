@@ -16,6 +16,7 @@ from ft_service.spec.faults import OptionFault, joined, option_faults
 from ft_service.spec.integrations import Integrations
 from ft_service.spec.methods import AUTO, Hyperparameters, Method
 from ft_service.spec.options import DPO_EPOCHS, DPO_LEARNING_RATE, LEARNING_RATE, JobOptions, TrainingOptions
+from ft_service.spec.values import Number
 
 NOT_YET: Mapping[str, str] = {
     "lora.use_dora": "leave it out; plain LoRA and rsLoRA (lora.use_rslora) work",
@@ -42,6 +43,9 @@ class JobRequest(JobOptions):
     training_file: Annotated[str, Field(min_length=1, max_length=4096)]
     """REST: a file id. SPEC file: a path, relative to the SPEC file."""
     validation_file: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    validation_split: Annotated[Number, Field(gt=0, lt=1)] | None = None
+    """Share of the training file's samples that is set aside for validation, where there is no validation_file. Which ones
+    follows from their tokens and the seed, whatever their order; equal samples stay together. None: none."""
     method: Method = Method()
     hyperparameters: Hyperparameters = Hyperparameters()
     """OpenAI's older place for method.supervised.hyperparameters."""
@@ -50,7 +54,12 @@ class JobRequest(JobOptions):
     """Decides adapter initialisation and sample order; None: drawn at submission and shown in the job."""
     metadata: Metadata | None = None
     integrations: Integrations | None = None
-    """Where else the metrics are sent. For jobs of a server that has FT_WANDB_API_KEY; `ft run` refuses it."""
+    """Where else the metrics go. wandb: for jobs of a server that has FT_WANDB_API_KEY; `ft run` refuses it. tensorboard: files
+    in the run directory's `tensorboard/` while it trains, and with the adapter."""
+
+    def integrated(self, kind: str) -> bool:
+        """Whether an integration of this type is asked for."""
+        return any(one.type == kind for one in self.integrations or ())
 
     @model_validator(mode="after")
     def _one_place_per_value(self) -> JobRequest:
@@ -59,7 +68,9 @@ class JobRequest(JobOptions):
 
     @model_validator(mode="after")
     def _validation_file_where_needed(self) -> JobRequest:
-        if self.validation_file is not None:
+        if self.validation_file is not None and self.validation_split is not None:
+            raise ValueError("validation_file and validation_split are both given: keep one")
+        if self.validation_file is not None or self.validation_split is not None:
             return self
         for section, name in (
             ("training", "early_stopping_patience"),
@@ -67,7 +78,9 @@ class JobRequest(JobOptions):
             ("checkpoint", "keep_best"),
         ):
             if getattr(getattr(self, section), name):
-                raise ValueError(f"{section}.{name} goes by validation loss: give a validation_file, or leave it out")
+                raise ValueError(
+                    f"{section}.{name} goes by validation loss: give a validation_file or validation_split, or leave it out"
+                )
         return self
 
     def given_hyperparameters(self) -> dict[str, tuple[str, Any]]:

@@ -64,6 +64,8 @@ class JobSpec(Resolved):
     model: BaseModelRef
     training_data: DataFileRef
     validation_data: DataFileRef | None
+    validation_split: float | None = None
+    """Share of the training data's samples that is set aside for validation (ft_service/data/tokens/training_set/split.py)."""
     seed: int
     tuned_name: str
     """The outcome's TunedName."""
@@ -83,8 +85,15 @@ class JobSpec(Resolved):
     """Of direct preference optimisation, whose data files hold pairs of answers; None: training is supervised."""
     parent: AdapterRef | None = None
     """The tuned model whose adapter training starts from; None: a new one. Optimizer, schedule and data are the job's own."""
+    tensorboard: bool = False
+    """Whether event files for TensorBoard are written."""
     chosen: dict[str, str] = {}
     """Options that were "auto" and were chosen for the machine (ft_service/plan/choose.py): dotted name → why."""
+
+    @property
+    def validates(self) -> bool:
+        """Whether there are samples for validation."""
+        return self.validation_data is not None or self.validation_split is not None
 
     @property
     def world_size(self) -> int:
@@ -118,6 +127,7 @@ def resolve(
         model=model,
         training_data=training_data,
         validation_data=validation_data,
+        validation_split=request.validation_split,
         seed=request.seed if request.seed is not None else seed,
         tuned_name=str(name),
         lora=request.lora,
@@ -130,6 +140,7 @@ def resolve(
         evaluation=request.evaluation,
         dpo=request.method.dpo_options(),
         parent=parent,
+        tensorboard=request.integrated("tensorboard"),
     )
 
 

@@ -57,7 +57,8 @@ class GgufModel:
 
     @property
     def vocabulary_rows(self) -> int:
-        return self.model.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportReturnType, reportAttributeAccessIssue]
+        embeddings: Any = self.model.get_input_embeddings()
+        return int(embeddings.weight.shape[0])
 
 
 def export_model(

@@ -16,12 +16,13 @@ from typing import Any
 
 from ft_service.errors import FtError
 from ft_service.host.lifetime import die_with_parent
-from ft_service.rundir.manifest import MANIFEST, Manifest
+from ft_service.rundir.manifest import MANIFEST, Manifest, spec_beside
+from ft_service.spec import JobSpec
 from workers.exports.gguf_file import Stored
 from workers.exports.to_gguf import export_adapter, export_model
 from workers.output.export import new_folder
 from workers.tasks.fidelity import measure
-from workers.tasks.merge import COPIED, FIDELITY, check_base, merge_and_measure
+from workers.tasks.merge import COPIED, FIDELITY, base_of_job, check_base, merge_and_measure
 from workers.tasks.pad_ranks import pad_ranks
 
 MERGED = {"merged": "bf16", "merged-fp8": "fp8", "merged-int4": "int4"}
@@ -38,17 +39,16 @@ def export(adapter: Path, out: Path, to: str, base: Path | None, samples: int) -
     if to in MERGED:
         return merge_and_measure(adapter, out, MERGED[to], base, samples)
     manifest = Manifest.model_validate_json((adapter / MANIFEST).read_bytes())
+    spec = spec_beside(adapter, manifest)
     with new_folder(out) as folder:
         if to == "vllm":
             report = _for_vllm(adapter, folder)
         elif to == "gguf-adapter":
-            folder_of_base = base or Path(manifest.base.path)
-            check_base(manifest, folder_of_base)
-            report = export_adapter(
-                folder_of_base, adapter, folder, title=manifest.tuned_name, chat_template=manifest.spec.chat_template
-            )
+            there = base or base_of_job(spec)
+            check_base(manifest, there)
+            report = export_adapter(there, adapter, folder, title=manifest.tuned_name, chat_template=spec.chat_template)
         else:
-            report = _gguf(manifest, adapter, folder, GGUF[to], base, samples)
+            report = _gguf(spec, adapter, folder, GGUF[to], base, samples)
         report = {"to": to, **report}
         shutil.copy(adapter / MANIFEST, folder / "adapter_manifest.json")
         (folder / FIDELITY).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -62,7 +62,7 @@ def _for_vllm(adapter: Path, folder: Path) -> dict[str, Any]:
     return {"r": pad_ranks(adapter, folder)}
 
 
-def _gguf(manifest: Manifest, adapter: Path, folder: Path, stored: Stored, base: Path | None, samples: int) -> dict[str, Any]:
+def _gguf(spec: JobSpec, adapter: Path, folder: Path, stored: Stored, base: Path | None, samples: int) -> dict[str, Any]:
     """The merged model as GGUF. It is merged to bf16 beside, and the losses are those of the weights as the file has them."""
     merged, restored = folder / ".merged", folder / ".restored"
     exact = stored == "bf16"  # what the file holds is then what was merged
@@ -71,12 +71,12 @@ def _gguf(manifest: Manifest, adapter: Path, folder: Path, stored: Stored, base:
         merged,
         folder,
         stored,
-        title=manifest.tuned_name,
-        chat_template=manifest.spec.chat_template,
+        title=spec.tuned_name,
+        chat_template=spec.chat_template,
         restored=None if exact else restored,
     )
     if not exact:
-        report |= {"reason": None, **measure(manifest, base or Path(manifest.base.path), adapter, restored, samples)}
+        report |= {"reason": None, **measure(spec, base or base_of_job(spec), adapter, restored, samples)}
     for pattern in COPIED:
         for path in merged.glob(pattern):
             if path.name.startswith(("LICENSE", "NOTICE", "USE_POLICY")):
@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("adapter", type=Path, help="an adapter's folder with its manifest")
     parser.add_argument("out", type=Path)
     parser.add_argument("--format", choices=("vllm", "gguf-adapter", *MERGED, *GGUF), required=True)
-    parser.add_argument("--base", type=Path, help="the base's folder; default: where the manifest says")
+    parser.add_argument("--base", type=Path, help="the base's folder; default: where the job found it")
     parser.add_argument("--samples", type=int, default=64, help="of the validation file, for the losses; 0: none")
     parser.add_argument("--parent", type=int, help="a server's process id: ends with it, and lets others go first")
     given = parser.parse_args(arguments)

@@ -27,8 +27,8 @@ from transformers import PreTrainedModel
 
 from ft_service.errors import FtError, SpecError
 from ft_service.rundir.file_digest import FileDigest
-from ft_service.rundir.manifest import MANIFEST, Manifest, base_files, base_of
-from ft_service.spec import PrecisionOptions
+from ft_service.rundir.manifest import MANIFEST, Manifest, base_files, base_of, spec_beside
+from ft_service.spec import JobSpec, PrecisionOptions
 from workers.base.load import Safetensors
 from workers.base.names import find_pieces
 from workers.base.stored import StoredBase as StoredBase
@@ -247,7 +247,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("adapter", type=Path, help="an adapter's folder with its manifest")
     parser.add_argument("out", type=Path)
     parser.add_argument("--to", choices=("bf16", "fp8", "int4"), required=True)
-    parser.add_argument("--base", type=Path, help="the base's folder; default: where the manifest says")
+    parser.add_argument("--base", type=Path, help="the base's folder; default: where the job found it")
     parser.add_argument("--max-file-gib", type=float, default=5.0)
     parser.add_argument("--samples", type=int, default=64, help="of the validation file, for the fidelity report; 0: none")
     given = parser.parse_args(arguments)
@@ -266,15 +266,16 @@ def merge_and_measure(
 ) -> dict[str, Any]:
     """Merge into the new folder `out`, and leave what that cost beside the weights: `fidelity.json`, which is the answer too.
 
-    `base`: None: where the adapter's manifest says. Raises SpecError for another base than it was trained on.
+    `base`: None: where the job found it. Raises SpecError for another base than it was trained on.
     """
     manifest = Manifest.model_validate_json((adapter / MANIFEST).read_bytes())
-    folder = base or Path(manifest.base.path)
+    spec = spec_beside(adapter, manifest)
+    folder = base or base_of_job(spec)
     check_base(manifest, folder)
     rounding = merge(folder, adapter, out, to=to, max_file_bytes=max_file_bytes)
     shutil.copy(adapter / MANIFEST, out / "adapter_manifest.json")
     with _readable(out, to) as model:
-        report = {"to": to, "rounding": rounding.report(), **measure(manifest, folder, adapter, model, samples)}
+        report = {"to": to, "rounding": rounding.report(), **measure(spec, folder, adapter, model, samples)}
     (out / FIDELITY).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return report
 
@@ -288,6 +289,13 @@ def _readable(merged: Path, to: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=".restored-", dir=merged) as scratch:
         restore(merged, Path(scratch) / "model")
         yield Path(scratch) / "model"
+
+
+def base_of_job(spec: JobSpec) -> Path:
+    """The base's folder. Raises SpecError where the adapter lies in no run directory, and tells of none."""
+    if not spec.model.path:
+        raise SpecError(f"Where the base {spec.model.name} lies is not known here: name its folder with --base.", param="base")
+    return Path(spec.model.path)
 
 
 def check_base(manifest: Manifest, base: Path) -> None:

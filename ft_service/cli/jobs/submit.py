@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -13,8 +14,10 @@ from ft_service.cli.output import Json, connect, print_json, print_json_line
 from ft_service.client.answers import RemoteJob
 from ft_service.client.client import Client
 from ft_service.data.data_file import Param, check_lines
+from ft_service.data.statistics import Measure, Records, advice, without_base
 from ft_service.errors import DataError, NotFoundError, SpecError
 from ft_service.local.spec_file import LocalData, SpecFile, load_spec_file
+from ft_service.spec import DataFileRef
 
 
 def register(app: typer.Typer) -> None:
@@ -31,7 +34,8 @@ def submit(
     loaded = load_spec_file(spec)
     with connect() as client:
         if not unchecked:
-            check_data(loaded)
+            for sentence in check_data(loaded):
+                print(f"Warning: {sentence}", file=sys.stderr)
         job = submit_spec(client, loaded)
         if as_json:
             print_json_line(job.model_dump()) if follow else print_json(job.model_dump())
@@ -42,26 +46,30 @@ def submit(
         return watch_job(client, job.id, as_json) if follow else 0
 
 
-def check_data(spec: SpecFile) -> None:
-    """Read every line of the data files as the server will. Raises DataError with all that is wrong with one of them.
+def check_data(spec: SpecFile) -> list[str]:
+    """Read every line of the data files as the server will: what to change, in sentences. Raises DataError with all that is
+    wrong with one of them.
 
     What depends on the base (its chat template, its tokenizer) only the server can tell.
     """
+    found: dict[Param, Records] = {}
     for param, data in _data_files(spec):
         path = data.path
+        records = found[param] = Records(path.name)
         try:
-            report = check_lines(path, files=data.files, pairs=spec.request.method.type == "dpo")
+            report = check_lines(path, files=data.files, pairs=spec.request.method.type == "dpo", note=records.add)
         except OSError as error:
             raise SpecError(f"{path} cannot be read: {error.strerror}.", param=param) from None
+        records.word = report.word
         if not report.faults_total:
             continue
-        all_lines = report.faults_total + report.examples
-        head = (
-            f"{path.name}: {report.faults_total:,} of {all_lines:,} {report.word}s cannot be trained on. Nothing was uploaded."
-        )
-        empty = not report.faults[0].line
-        text = f"{path.name}: {report.faults[0]}. Nothing was uploaded." if empty else "\n".join([head, *report.reasons()])
+        text = report.fault_text(path.name, "Nothing was uploaded.")
         raise DataError(text, param=param, code=f"invalid_{param}")
+    training, validation = found["training_file"], found.get("validation_file")
+    options = spec.request.resolved_training()
+    file = DataFileRef(name=training.name, path="", sha256="")
+    asked = Measure(file, file if validation else None, options)
+    return list(advice(without_base(training, validation, options), asked))
 
 
 def submit_spec(client: Client, spec: SpecFile) -> RemoteJob:

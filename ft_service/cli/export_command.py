@@ -92,7 +92,7 @@ def write_export(adapter: Path, out: Path, to: ExportFormat, base: Path | None, 
         finally:
             shutil.rmtree(beside, ignore_errors=True)
         return {}
-    found = base or base_here(adapter)
+    found = base or (None if to is ExportFormat.VLLM else base_here(adapter))  # vLLM's form needs no base
     options = ["--base", str(found.absolute())] if found else []
     return run_worker(WORKER, [str(adapter), str(out), "--format", to.value, "--samples", str(samples), *options])
 

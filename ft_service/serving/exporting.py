@@ -32,7 +32,7 @@ from ft_service.store.sql import Store
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
-WORKER = (sys.executable, "-P", "-m", "workers.tasks.export")
+WORKER = (sys.executable, "-P", "-m", "workers.tasks.beside_server")
 _WRONG = 64
 
 Make = Callable[[Path, Path, ExportFormat, threading.Event], dict[str, Any]]
@@ -148,7 +148,7 @@ def by_process(adapter: Path, out: Path, to: ExportFormat, stop: threading.Event
     if to is ExportFormat.PEFT:
         raise SpecError("The adapter as it was trained is downloaded as it is: GET …/adapter.", param="format")
     out.parent.mkdir(parents=True, exist_ok=True)
-    command = [*WORKER, str(adapter), str(out), "--format", to.value, "--parent", str(os.getpid())]
+    command = [*WORKER, str(os.getpid()), str(adapter), str(out), "--format", to.value]
     environment = {**without_secrets(os.environ), "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
     with subprocess.Popen(
         command,

@@ -12,6 +12,7 @@ from ft_service.spec.mesh import check_reshard_size, mesh_shape
 from ft_service.spec.methods import AUTO, DpoOptions
 from ft_service.spec.options import CheckpointOptions, DistributedOptions, LoraOptions, PrecisionOptions, TrainingOptions
 from ft_service.spec.request import JobRequest
+from ft_service.spec.served import check_served
 from ft_service.spec.templates import named_template
 from ft_service.spec.tuned_name import TunedName
 
@@ -120,6 +121,7 @@ def resolve(
 
     Raises SpecError for options that do not fit the number of ranks.
     """
+    check_served(request.serve, request.lora)
     distributed = _resolve_distributed(request.distributed, gpus)
     name = TunedName.of_job(job_id, base=model.name, organization=organization, suffix=request.suffix)
     return JobSpec(

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 from ft_service.errors import FtError
-from ft_service.host.lifetime import die_with_parent
 from ft_service.rundir.manifest import MANIFEST, Manifest, spec_beside
 from ft_service.spec import JobSpec
 from workers.exports.gguf_file import Stored
@@ -27,7 +25,6 @@ from workers.tasks.pad_ranks import pad_ranks
 
 MERGED = {"merged": "bf16", "merged-fp8": "fp8", "merged-int4": "int4"}
 """Format → how `workers.tasks.merge` stores it."""
-_NICE = 10
 GGUF: dict[str, Stored] = {"gguf": "bf16", "gguf-q8_0": "q8_0"}
 
 
@@ -49,7 +46,7 @@ def export(adapter: Path, out: Path, to: str, base: Path | None, samples: int) -
             report = export_adapter(there, adapter, folder, title=manifest.tuned_name, chat_template=spec.chat_template)
         else:
             report = _gguf(spec, adapter, folder, GGUF[to], base, samples)
-        report = {"to": to, **report}
+        report = {**report, "to": to}
         shutil.copy(adapter / MANIFEST, folder / "adapter_manifest.json")
         (folder / FIDELITY).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return report
@@ -94,11 +91,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--format", choices=("vllm", "gguf-adapter", *MERGED, *GGUF), required=True)
     parser.add_argument("--base", type=Path, help="the base's folder; default: where the job found it")
     parser.add_argument("--samples", type=int, default=64, help="of the validation file, for the losses; 0: none")
-    parser.add_argument("--parent", type=int, help="a server's process id: ends with it, and lets others go first")
     given = parser.parse_args(arguments)
-    if given.parent is not None:
-        die_with_parent(given.parent)
-        os.nice(_NICE)
     try:
         report = export(given.adapter, given.out, given.format, given.base, given.samples)
     except FtError as error:

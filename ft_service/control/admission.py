@@ -40,6 +40,7 @@ from ft_service.spec import (
     resolve,
 )
 from ft_service.spec.rates import COUNTED
+from ft_service.spec.served import note_served
 from ft_service.storage.locations import Places
 from ft_service.store.database import UNSTORABLE
 from ft_service.store.records import File, Limits, NewEvent, NewJob, Principal
@@ -155,6 +156,8 @@ def new_job(
         spec, told = admitted.spec, [NewEvent(level=level, message=message) for level, message in admitted.told]
     except Exception as error:
         return error
+    if asked.request.serve is not None:
+        told.append(NewEvent(level="info", message=note_served(spec.lora)))
     limits = asked.principal.limits
     priority = allowed_priority(limits, asked.request.priority)
     if priority != asked.request.priority:

@@ -44,7 +44,7 @@ class LoraOptions(Strict):
     that know no adapters on experts, merge."""
     rank_pattern: dict[Pattern, Annotated[int, Field(ge=1, le=512)]] = {}
     """RE2 pattern on the end of the module's full name, from a dot on → rank in place of r. The first one that matches wins.
-    vLLM reads no patterns: such an adapter is served by PEFT, or merged."""
+    vLLM reads no patterns: it gets such an adapter padded to its largest rank (`ft export --format vllm`)."""
     alpha_pattern: dict[Pattern, Annotated[Number, Field(gt=0, le=4096)]] = {}
     """As rank_pattern, in place of lora_alpha."""
     use_rslora: bool = False
@@ -272,6 +272,9 @@ class JobOptions(Strict):
     none. Saved with the adapter."""
     evaluation: EvaluationOptions | None = None
     """Answers to a few prompts before and after training, in the job's events and at its `evaluation`; None: none."""
+    serve: Literal["vllm"] | None = None
+    """The inference server that the adapter is meant for: what it would refuse, or ignore without a word, is refused before
+    training. None: nothing is asked of the adapter."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     """Higher starts first; among equal ones the project that has used less lately, and within it the one created first."""
     max_seconds: Annotated[int, Field(ge=1, le=10_000_000)] | None = None

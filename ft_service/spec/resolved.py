@@ -14,6 +14,7 @@ from ft_service.spec.methods import AUTO, DpoOptions
 from ft_service.spec.options import CheckpointOptions, DistributedOptions, LoraOptions, PrecisionOptions, TrainingOptions
 from ft_service.spec.rates import batch_for, epochs_for
 from ft_service.spec.request import JobRequest
+from ft_service.spec.served import check_served
 from ft_service.spec.templates import named_template
 from ft_service.spec.tuned_name import TunedName
 
@@ -131,6 +132,7 @@ def resolve(
 
     Raises SpecError for options that do not fit the number of ranks.
     """
+    check_served(request.serve, request.lora)
     distributed = _resolve_distributed(request.distributed, gpus)
     name = TunedName.of_job(job_id, base=model.name, organization=organization, suffix=request.suffix)
     ranks = distributed.nnodes * int(distributed.nproc_per_node)

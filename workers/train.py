@@ -147,6 +147,7 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
             reporter.message(sentence)
         if runtime.rank == 0:
             write_document(runtime.run, EVALUATION, told, runtime.fence)
+    reporter.message("The last step is done; the adapter is being written, and read again to compare.")
     reporter.flush()  # the metrics table is made from the events
     steps = job.step
     probed = valid_set if len(valid_set) else train_set

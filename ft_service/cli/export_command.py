@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ft_service.cli.merge_command import find_adapter
-from ft_service.cli.output import Json, print_json
+from ft_service.cli.output import Json, print_json, say
 from ft_service.errors import FtError, SpecError
 from ft_service.rundir.manifest import MANIFEST
 from ft_service.rundir.verify import verify
@@ -43,6 +43,8 @@ def export(
         shutil.rmtree(beside, ignore_errors=True)
         try:
             shutil.copytree(folder, beside)
+            if to is not ExportFormat.PEFT:
+                say("Writing it, and reading it again to compare.")
             report = {} if to is ExportFormat.PEFT else _one_rank(folder, beside)
             beside.rename(out.absolute())
         finally:
@@ -50,7 +52,7 @@ def export(
     if as_json:
         print_json({"out": str(out.absolute()), "format": to.value, **report})
     else:
-        rank = f", of rank {report['r']}" if "r" in report else ""
+        rank = f", of rank {report['r']}," if "r" in report else ""
         print(f"The adapter{rank} is in {out}")
 
 

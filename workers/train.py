@@ -152,6 +152,7 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
         last = from_first(newest_checkpoint(runtime.run))
         reporter.message(f"Stopped after step {steps}, while the model was asked the prompts of the evaluation.")
         return Outcome(kind=OutcomeKind.STOPPED, checkpoint=last)
+    reporter.message("The last step is done; the adapter is being written, and read again to compare.")
     reporter.flush()  # the metrics table is made from the events
     probed = valid_set if len(valid_set) else train_set
     probe = partial(measure, built.peft_model, probed, runtime.device)

@@ -195,7 +195,7 @@ def adapter(job_id: str, caller: Caller, services: Svc) -> StreamingResponse:
     """Not in OpenAI's API. The outcome as a tar archive: a folder `adapter/` that PEFT loads."""
     job = services.store.get_job(caller.project_id, job_id)
     if job.state is not State.SUCCEEDED:
-        message = f"Job {job.id} is {job.state.value} and has no adapter; a job that has succeeded has one."
+        message = f"Job {job.id} has no adapter ({job.state.value}); a job that has succeeded has one."
         raise NotFoundError(message, param="job_id", code="no_adapter")
     return adapter_download.archived(
         tuned_models.find_own(str(job.tuned_name), caller.project_id, services.store), services.places

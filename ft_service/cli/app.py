@@ -9,7 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -93,7 +93,8 @@ def run(arguments: Sequence[str]) -> int:
     """
     as_json = "--json" in arguments
     try:
-        code = app(args=list(arguments) or ["--help"], prog_name="ft", standalone_mode=False)
+        command = without_types_of_flags(typer.main.get_command(app))
+        code = command.main(args=list(arguments) or ["--help"], prog_name="ft", standalone_mode=False)
     except typer.TyperException as error:
         return _tell(SpecError(_plain(error.format_message()), code="usage"), WRONG, as_json)
     except (typer.Abort, KeyboardInterrupt):
@@ -105,8 +106,20 @@ def run(arguments: Sequence[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
+def without_types_of_flags(command: Any) -> Any:
+    """The command, and those below it, whose help does not say `<bool>` behind an option that takes no value."""
+    for parameter in command.params:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    command.get_help_option(typer.Context(command)).metavar = ""
+    for below in getattr(command, "commands", {}).values():
+        without_types_of_flags(below)
+    return command
+
+
 def _plain(message: str) -> str:
-    """A usage error without the words of the library that reads numbers."""
+    """A usage error without the words of the libraries that read options."""
+    message = re.sub(r" \(Possible options?: (.*)\)", r". Did you mean \1?", message.replace("Value error, ", ""))
     return re.sub(r"Input should be a valid (integer|number)(, unable to parse.*)?", r"it must be a \1", message).replace(
         "a integer", "a whole number"
     )

@@ -259,8 +259,8 @@ def _find_parent(name: str, principal: Principal, store: Store, settings: Settin
     if found.checkpoint is None and not run.path(found.adapter_key).is_dir():
         message = f"model = {name[:120]!r}: its adapter is gone from the service's disk. Name a checkpoint of that job."
         raise SpecError(message, param="model", code="model_not_found")
-    ref = AdapterRef(name=found.name, job_id=found.job.id, path=str(run.root / found.adapter_key))
-    return found.job.spec, ref
+    before, path = found.job.spec, str(run.root / found.adapter_key)
+    return before, AdapterRef(name=found.name, job_id=found.job.id, path=path, shared_experts=before.shared_experts)
 
 
 def file_ids(request: JobRequest) -> list[str]:

@@ -57,6 +57,8 @@ class AdapterRef(Resolved):
     job_id: str
     path: str
     """Absolute folder with PEFT's two files and their manifest, as the worker sees it."""
+    shared_experts: bool = False
+    """JobSpec's, of the job that trained it."""
 
 
 class JobSpec(Resolved):
@@ -84,6 +86,9 @@ class JobSpec(Resolved):
     """Year, month and day (ISO 8601) for chat templates that write today's date, so that a resume makes the same tokens; empty:
     a job of an earlier version, whose templates write the date of the day."""
     evaluation: EvaluationOptions | None = None
+    shared_experts: bool = False
+    """Whether "all-linear" means shared experts and dense feed-forwards of a mixture of experts too. False: a job of an earlier
+    version, or one with lora_dropout, which PEFT has not for them."""
     dpo: DpoOptions | None = None
     """Of direct preference optimisation, whose data files hold pairs of answers; None: training is supervised."""
     parent: AdapterRef | None = None
@@ -154,6 +159,7 @@ def resolve(
         checkpoint=request.checkpoint,
         chat_template=named_template(request.chat_template or ""),
         date=date,
+        shared_experts=not request.lora.lora_dropout if parent is None else parent.shared_experts,
         evaluation=request.evaluation,
         dpo=request.method.dpo_options(),
         parent=parent,

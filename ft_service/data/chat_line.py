@@ -43,7 +43,7 @@ _REFUSED_KEYS: Mapping[str, str] = {
 }
 
 _MESSAGE_KEYS: Mapping[str, set[str]] = {
-    "assistant": {"tool_calls", "function_call", "reasoning_content"},
+    "assistant": {"tool_calls", "function_call", "reasoning_content", "thinking"},
     "tool": {"tool_call_id"},
     "function": {"name"},
 }
@@ -53,6 +53,7 @@ _REFUSED_MESSAGE_KEYS: Mapping[str, str] = {
     "refusal": "cannot be trained on: write it as content",
     "audio": "cannot be trained on: only text can",
     "reasoning_content": "can be in only assistant messages",
+    "thinking": "can be in only assistant messages",
     "tool_calls": "can be in only assistant messages",
     "function_call": "can be in only assistant messages",
     "tool_call_id": "is for messages of the role tool, which answer a call",
@@ -170,13 +171,16 @@ def _parse_part(part: Any, place: str) -> str:
 
 
 def _parse_reasoning(message: dict[str, Any], content: str, place: str) -> dict[str, str]:
-    """What an assistant thinks before it answers; empty is none."""
-    reasoning = message.get("reasoning_content")
+    """What an assistant thinks before it answers, under either of its names; empty is none."""
+    key = "thinking" if message.get("thinking") is not None else "reasoning_content"
+    reasoning = message.get(key)
     if reasoning is None:
         return {}
-    text = text_of(reasoning, f"{place}.reasoning_content")
+    if key == "thinking" and message.get("reasoning_content") is not None:
+        raise LineError(f"{place}.thinking", "and reasoning_content are both given: keep one")
+    text = text_of(reasoning, f"{place}.{key}")
     if text.strip() and "</think>" in content:
-        raise LineError(f"{place}.reasoning_content", "is given too where the content has a </think>: keep one")
+        raise LineError(f"{place}.{key}", "is given too where the content has a </think>: keep one")
     return {"reasoning_content": text} if text.strip() else {}
 
 

@@ -121,13 +121,23 @@ def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
 def load_json(text: str) -> Any:
     """A line's JSON. Raises LineError."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         raise LineError("", f"is not JSON: {error.msg.removesuffix(' at')} at character {error.pos + 1}") from None
     except RecursionError:
         raise LineError("", "is not usable JSON: nested too deeply") from None
     except ValueError as error:  # numbers of thousands of digits
         raise LineError("", f"is not usable JSON: {error}") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises LineError for a key that is given twice, of which JSON's readers keep the last without a word."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise LineError("", f"has the key {shown(twice)} twice in an object: keep one")
+    return made
 
 
 def parse_message(message: Any, place: str) -> tuple[dict[str, Any], int]:

@@ -119,7 +119,7 @@ def keep_choices(spec: JobSpec, before: JobSpec) -> JobSpec:
             kept.pop(option, None)
         elif option in kept:
             spec = with_options(spec, {option: value_of(before, option)})
-    return spec.model_copy(update={"chosen": kept, "date": before.date})
+    return spec.model_copy(update={"chosen": kept, "date": before.date, "windows": before.windows})
 
 
 def sentences(spec: JobSpec) -> tuple[str, ...]:

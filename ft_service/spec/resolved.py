@@ -80,6 +80,9 @@ class JobSpec(Resolved):
     date: str = ""
     """Year, month and day (ISO 8601) for chat templates that write today's date, so that a resume makes the same tokens; empty:
     a job of an earlier version, whose templates write the date of the day."""
+    windows: bool = False
+    """What is learned whole (documents, and everything with train_on "everything") is split into windows of
+    training.max_length tokens, which are packed into full rows; False: a job of an earlier version, which cut it."""
     evaluation: EvaluationOptions | None = None
     dpo: DpoOptions | None = None
     """Of direct preference optimisation, whose data files hold pairs of answers; None: training is supervised."""
@@ -135,6 +138,7 @@ def resolve(
         checkpoint=request.checkpoint,
         chat_template=named_template(request.chat_template or ""),
         date=date,
+        windows=True,
         evaluation=request.evaluation,
         dpo=request.method.dpo_options(),
         parent=parent,

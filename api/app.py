@@ -26,8 +26,7 @@ from api.routes import (
     uploads,
     webhooks,
 )
-from api.routes.page import compare, data, entry, jobs, new_job
-from api.routes.page import keys as page_keys
+from api.routes.page import chat, compare, data, entry, jobs, new_job, projects, usage
 from api.routes.page import models as page_models
 from api.wire import errors
 from ft_service import __version__
@@ -60,7 +59,7 @@ _REST = (
     keys,
     health,
 )
-_PAGE = (entry, new_job, compare, data, page_models, page_keys, jobs)
+_PAGE = (entry, new_job, compare, data, page_models, chat, usage, projects, jobs)
 
 
 def create_app(settings: Settings, store: Store, meters: Meters | None = None, preview: Preview | None = None) -> FastAPI:

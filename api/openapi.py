@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from api.http.dependencies import SCHEMAS
+from api.routes.graders import GraderRun, GraderValidation
 from api.routes.keys import KeyRequest
 from api.routes.organization import KeyRotation, ProjectKeyRequest, ProjectRequest, ProjectUpdate
 from api.routes.permissions import PermissionRequest
@@ -31,14 +32,16 @@ _BODIES: tuple[type[Strict], ...] = (
     ProjectUpdate,
     ProjectKeyRequest,
     KeyRotation,
+    GraderRun,
+    GraderValidation,
 )
 _JOBS = "/v1/fine_tuning/jobs"
 _OPERATIONS = (
     *("/livez", "/readyz", "/metrics"),
     *(f"{_JOBS}/{{job_id}}/adapter", f"{_JOBS}/{{job_id}}/logs", f"{_JOBS}/{{job_id}}/checkpoints/{{checkpoint_id}}/adapter"),
-    *(f"{_JOBS}/{{job_id}}/{part}" for part in ("metrics", "plan", "request", "samples", "statistics")),
+    *(f"{_JOBS}/{{job_id}}/{part}" for part in ("evaluation", "metrics", "plan", "request", "samples", "statistics")),
     *("/v1/fine_tuning/metrics", "/v1/fine_tuning/plan", "/v1/sign_in_links", "/v1/keys", "/v1/keys/{key_id}"),
-    "/v1/models/{model}/verify",
+    *("/v1/models/{model}/verify", "/v1/inference"),
     "/v1/files/{file_id}/samples",
     "/v1/files/{file_id}/statistics",
     "/v1/fine_tuning/checkpoints/{checkpoint}/adapter",
@@ -60,7 +63,7 @@ _PROPERTIES = {
         *JobOptions.model_fields,
     ),
     "ModelView": ("root", "parent", "job_id"),
-    "ProjectView": ("limits",),
+    "ProjectView": ("limits", "share"),
     "ApiKeyView": ("scope", "revoked_at"),
     "ProjectRequest": ("limits",),
     "ProjectUpdate": ("limits",),

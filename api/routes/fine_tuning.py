@@ -16,6 +16,7 @@ from api.http.auth import Caller
 from api.http.dependencies import JsonBody, Services, Svc, binary, body_schema, server_sent
 from api.http.routing import BareRoute, keyed_router, written
 from api.transfer import adapter_download, event_stream, log_tail
+from api.wire.evaluation_views import EvaluationView, evaluation_id, evaluation_view
 from api.wire.sample_views import SamplesView, samples_view
 from api.wire.statistics_views import StatisticsView, statistics_view
 from api.wire.views import (
@@ -40,6 +41,7 @@ from ft_service.jobs.states import Job, State
 from ft_service.jobs.verbs import Verb
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir
+from ft_service.rundir.evaluations import evaluated_steps, read_evaluation
 from ft_service.spec import JobRequest
 from ft_service.store.records import Principal
 
@@ -147,6 +149,24 @@ def samples(
     and its role. It takes a second or two, and longer far down a large file."""
     job = services.store.get_job(caller.project_id, job_id)
     return samples_view(job_samples(job, file, Page(after, limit), services.places))
+
+
+@router.get("/{job_id}/evaluation", response_model=ListView[EvaluationView])
+def evaluation(
+    job_id: str, caller: Caller, services: Svc, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 10
+) -> Any:
+    """Not in OpenAI's API. What the job's model answers to the prompts of its `evaluation`, beside what it answered before
+    training: the newest step first, and step 0, before training, last. Empty without one, and until it is written."""
+    job = services.store.get_job(caller.project_id, job_id)
+    run = _run_dir(job, services)
+    keys = {evaluation_id(job_id, step): key for step, key in reversed(evaluated_steps(run).items())}
+    if after is not None and after not in keys:
+        raise NotFoundError(
+            f"after = {after[:80]!r}: job {job.id} has no such evaluation.", param="after", code="no_evaluation"
+        )
+    waiting = list(keys)[list(keys).index(after) + 1 if after is not None else 0 :]
+    found = [read_evaluation(run, keys[name]) for name in waiting[:limit]]
+    return list_view([evaluation_view(job_id, own) for own in found if own is not None], len(waiting) > limit)
 
 
 @router.get("/{job_id}/statistics")

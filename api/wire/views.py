@@ -105,6 +105,30 @@ class ModelView(BaseModel):
     """What a tuned model was trained on from: its base, or the tuned model that its job went on from."""
     job_id: str | None = None
     """The project's own job that trained it."""
+    base: BaseView | None = None
+    """Of a base and its aliases; null: a tuned model."""
+
+
+class BaseView(BaseModel):
+    """Not in OpenAI's API. What is known of a base without training on it; null: it does not say."""
+
+    family: str | None
+    """model_type of its decoder."""
+    parameters: int | None
+    """Of its decoder."""
+    format: str | None
+    """How its weights are published: bf16, fp8, nf4, mxfp4, …"""
+    context: int | None
+    """Positions that it was made for."""
+    chat_template: bool
+    """Whether it brings one."""
+    licence: str | None
+    repository: str | None
+    """ORG/NAME that it was pulled from."""
+    commit: str | None
+    trainable: bool
+    """Whether a job with no options would be accepted."""
+    why_not: str | None
 
 
 class VerifyView(BaseModel):
@@ -372,7 +396,7 @@ def job_view(
         training=spec.training.model_dump(),
         distributed=spec.distributed.model_dump(),
         checkpoint=spec.checkpoint.model_dump(),
-        evaluation=spec.evaluation.model_dump() if spec.evaluation else None,
+        evaluation={**spec.evaluation.model_dump(), "prompts": spec.evaluation.count} if spec.evaluation else None,
         chosen=spec.chosen,
     )
 

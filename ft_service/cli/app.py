@@ -26,7 +26,7 @@ from ft_service.cli import (
     verify_command,
 )
 from ft_service.cli.data_files import commands
-from ft_service.cli.jobs import comparing, fetching, following, listing, submit, verbs
+from ft_service.cli.jobs import comparing, evaluations, fetching, following, listing, submit, verbs
 from ft_service.cli.local import plan_command, run_command
 from ft_service.cli.output import Json, complain, print_json
 from ft_service.errors import DataError, FtError, SpecError
@@ -60,7 +60,7 @@ def options(
 
 
 PANELS = {
-    "Jobs": (submit, listing, following, comparing, verbs, fetching),
+    "Jobs": (submit, listing, following, comparing, evaluations, verbs, fetching),
     "Before and without a server": (plan_command, run_command, convert_command),
     "Models": (models, chat_command, merge_command, export_command, verify_command),
     "The service": (serve, prune_command, tenants),

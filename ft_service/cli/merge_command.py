@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +13,13 @@ from typing import Annotated, Any
 
 import typer
 
+from ft_service.bases.catalogue import Catalogue
 from ft_service.cli.jobs.naming import find_job
+from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import Json, connect, load_settings, print_fields, print_json
 from ft_service.errors import FtError, SpecError
-from ft_service.rundir.verify import CONFIG, verify
+from ft_service.rundir.manifest import MANIFEST, spec_beside
+from ft_service.rundir.verify import CONFIG, read_manifest, verify
 from ft_service.supervisor.worker_tasks import run_worker
 
 
@@ -43,7 +48,8 @@ def merge(
         if faults := verify(folder).faults:
             raise FtError(f"{source} has changed since it was written ({faults[0]}). `ft verify` tells all of it.")
         options = ["--to", to.value, "--max-file-gib", str(max_file_gib), "--samples", str(samples)]
-        options += ["--base", str(base.absolute())] if base else []
+        found = base or _base_here(folder)
+        options += ["--base", str(found.absolute())] if found else []
         report = run_worker("workers.tasks.merge", [str(folder), str(out.absolute()), *options])
     if as_json:
         print_json({"out": str(out.absolute()), **report})
@@ -71,6 +77,25 @@ def find_adapter(source: str) -> Iterator[Path]:
 
 def _adapter_in(*folders: Path) -> Path | None:
     return next((folder.absolute() for folder in folders if (folder / CONFIG).is_file()), None)
+
+
+def _base_here(adapter: Path) -> Path | None:
+    """This machine's folder of the base of an adapter that came from elsewhere. None: the adapter lies in its run directory, or
+    its manifest, of an earlier version, says where the base is.
+
+    Raises SpecError where there is no base of that name.
+    """
+    manifest, _ = read_manifest(adapter / MANIFEST)
+    if manifest is None or spec_beside(adapter, manifest).model.path:
+        return None
+    published = json.loads((adapter / CONFIG).read_bytes()).get("base_model_name_or_path")
+    bases = Catalogue.from_settings(settings_with_models())
+    for name in dict.fromkeys([manifest.base.name, str(published)]):
+        with contextlib.suppress(SpecError):
+            return bases.find(name).path
+    raise SpecError(
+        f"The base {manifest.base.name} is not among this machine's models: name its folder with --base.", param="base"
+    )
 
 
 def _show(report: dict[str, Any], out: Path) -> None:

@@ -107,11 +107,13 @@ def shrunk(widths: Sequence[int], room: int, whole: Sequence[bool] = ()) -> list
 
 
 def print_fields(fields: Sequence[tuple[str, str | None]]) -> None:
-    """Print names and values, one pair a line; pairs without a value are left out. On a terminal long values go on below."""
-    shown = [(name, value) for name, value in fields if value]
-    width = max((len(name) for name, _ in shown), default=0)
+    """Print names and values, one pair a line; pairs without a value are left out. On a terminal long values go on below; so do
+    the further lines of a value that has several.
+    """
+    given = [(name, value) for name, value in fields if value]
+    width = max((len(name) for name, _ in given), default=0)
     room = screen_width()
-    for name, value in shown:
+    for name, value in [(("" if n else name), line) for name, text in given for n, line in enumerate(text.splitlines())]:
         line = f"{name:<{width}}  {value}"
         wraps = len(line) > room and " " in value
         print(textwrap.fill(line, room, subsequent_indent=" " * (width + 2), break_on_hyphens=False) if wraps else line)

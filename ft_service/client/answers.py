@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -58,6 +59,7 @@ class RemoteJob(Answer):
     training: dict[str, Any] = {}
     distributed: dict[str, Any] = {}
     checkpoint: dict[str, Any] = {}
+    evaluation: dict[str, Any] | None = None
     chosen: dict[str, str] = {}
     """Options that were "auto" → why they are what they are."""
 
@@ -170,11 +172,23 @@ class RemoteCheckpoint(Answer):
     metrics: dict[str, Any] = {}
 
 
+class RemoteEvaluation(Answer):
+    """What a job's model answers to its prompts at a step; step 0 is before training."""
+
+    step: int
+    created_at: int
+    metrics: dict[str, float] = {}
+    base_metrics: dict[str, float] = {}
+    samples: list[dict[str, Any]] = []
+
+
 class RemoteModel(Answer):
     """OpenAI's Model."""
 
     created: int
     owned_by: str
+    base: dict[str, Any] | None = None
+    """Of a base: family, parameters, format, context, chat_template, licence, trainable, why_not."""
 
 
 class LogLine(BaseModel):
@@ -184,6 +198,11 @@ class LogLine(BaseModel):
     source: str
     """`rank 0 stdout`, `torchrun.log`, …"""
     line: str
+
+
+def scores_text(metrics: Mapping[str, float], before: Mapping[str, float]) -> str:
+    """Metrics with what they were before training."""
+    return ", ".join(f"{name} {before.get(name, 0.0):.2f} → {value:.2f}" for name, value in metrics.items())
 
 
 def shown(value: object) -> str:

@@ -18,7 +18,16 @@ from urllib.parse import quote
 
 import httpx2
 
-from ft_service.client.answers import Answer, LogLine, RemoteCheckpoint, RemoteEvent, RemoteFile, RemoteJob, RemoteModel
+from ft_service.client.answers import (
+    Answer,
+    LogLine,
+    RemoteCheckpoint,
+    RemoteEvaluation,
+    RemoteEvent,
+    RemoteFile,
+    RemoteJob,
+    RemoteModel,
+)
 from ft_service.client.connection import START_HINT, Connection
 from ft_service.errors import (
     AuthError,
@@ -47,6 +56,8 @@ BY_STATUS: dict[int, type[FtError]] = {
 }
 PAGE = 100
 """Items asked for at once by methods that read whole lists."""
+EVALUATIONS_AT_ONCE = 10
+"""The same of evaluations, which hold whole answers."""
 _NO_END = httpx2.Timeout(60.0, connect=5.0, read=None)
 """Of a stream that is silent as long as nothing happens."""
 PATIENCE = 60
@@ -141,6 +152,11 @@ class Client:
         """Resume a paused job. `ranks`: to go on with; None: as many as before."""
         body = None if ranks is None else {"distributed": {"nproc_per_node": ranks}}
         return RemoteJob.model_validate(self._call("POST", f"{_job(job_id)}/resume", json=body))
+
+    def evaluations(self, job_id: str, limit: int = PAGE) -> list[RemoteEvaluation]:
+        """What the job's model answered at its newest `limit` evaluations, the newest step first."""
+        pages = self._pages(f"{_job(job_id)}/evaluation", RemoteEvaluation, min(limit, EVALUATIONS_AT_ONCE))
+        return list(islice(pages, limit))
 
     def checkpoints(self, job_id: str) -> list[RemoteCheckpoint]:
         """All of a job's complete checkpoints, newest first."""

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from pydantic import ValidationError
+
 from ft_service.bases.catalogue import Catalogue
 from ft_service.control import tuned_models
 from ft_service.control.capacity import Capacity, capacity_of, refuse_too_many
 from ft_service.control.limits import allowed_priority, refuse_beyond, refuse_too_many_ranks
 from ft_service.control.tracking.door import refuse_unless_possible
+from ft_service.data.answer_metrics import check_metrics
 from ft_service.errors import ConflictError, LimitError, NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.jobs.states import Job, State
@@ -21,6 +24,7 @@ from ft_service.settings import Settings
 from ft_service.spec import (
     AdapterRef,
     DataFileRef,
+    EvaluationOptions,
     JobRequest,
     JobSpec,
     StoredSpec,
@@ -28,6 +32,7 @@ from ft_service.spec import (
     inherit,
     is_tuned,
     parse_request,
+    read_prompts,
     resolve,
 )
 from ft_service.storage.locations import Places
@@ -35,6 +40,8 @@ from ft_service.store.database import UNSTORABLE
 from ft_service.store.records import File, Limits, NewEvent, NewJob, Principal
 from ft_service.store.sql import Store
 
+MOST_BYTES_OF_PROMPTS = 4 * 262_144
+"""Of a file of prompts: of as many characters as a spec takes of them, in any language."""
 _NO_FILE = DataFileRef(name="", path="", sha256="")
 
 
@@ -61,8 +68,9 @@ def read(body: object, *, principal: Principal, store: Store, settings: Settings
     _refuse_unstorable_text(body, "")
     request = parse_request(body)
     assert isinstance(body, dict)
-    if request.integrations:
-        refuse_unless_possible(settings)
+    if request.evaluation is not None:
+        check_metrics(request.evaluation.metrics)
+    refuse_unless_possible(request, settings)
     base, parent = request.model, None
     if is_tuned(base):
         before, parent = _find_parent(base, principal, store, settings)
@@ -141,6 +149,8 @@ def resolve_asked(
     training = _NO_FILE
     if data:
         training = _data_file(request.training_file, "training_file", project, files, settings)
+    if request.evaluation is not None:
+        request = _with_prompts(request, request.evaluation, project, files, settings)
     validation = None
     if request.validation_file is not None:
         validation = _data_file(request.validation_file, "validation_file", project, files, settings)
@@ -191,7 +201,8 @@ def _find_parent(name: str, principal: Principal, store: Store, settings: Settin
 
 def file_ids(request: JobRequest) -> list[str]:
     """Ids of the files that a job names."""
-    return [file_id for file_id in (request.training_file, request.validation_file) if file_id is not None]
+    named = [request.training_file, request.validation_file, request.evaluation and request.evaluation.prompts]
+    return [file_id for file_id in named if isinstance(file_id, str)]
 
 
 def _data_file(file_id: str, param: str, project_id: str, files: Mapping[str, File], settings: Settings) -> DataFileRef:
@@ -204,6 +215,30 @@ def _data_file(file_id: str, param: str, project_id: str, files: Mapping[str, Fi
         message = f"{param} = {shown!r}: its purpose is {file.purpose}. Upload it with purpose fine-tune."
         raise SpecError(message, param=param, code="invalid_file_purpose")
     return DataFileRef(name=file.filename, path=str(settings.files_dir / file.id), sha256=file.sha256)
+
+
+def _with_prompts(
+    request: JobRequest, options: EvaluationOptions, project_id: str, files: Mapping[str, File], settings: Settings
+) -> JobRequest:
+    """The request with the prompts of a file that its evaluation names: they become part of the spec. Raises SpecError."""
+    place = "evaluation.prompts"
+    if not isinstance(options.prompts, str):
+        return request
+    data = _data_file(options.prompts, place, project_id, files, settings)
+    size = files[options.prompts].bytes
+    try:
+        if size > MOST_BYTES_OF_PROMPTS:
+            raise ValueError(f"it has {size:,} bytes, at most {MOST_BYTES_OF_PROMPTS:,}: give fewer prompts or shorter ones")
+        prompts = read_prompts(Places.of(settings).file(options.prompts).read_text(encoding="utf-8"), data.name)
+        read = EvaluationOptions.model_validate({**options.model_dump(), "prompts": prompts})
+    except OSError:
+        raise SpecError(f"{place} = {options.prompts!r}: its contents are gone from the service's disk.", param=place) from None
+    except ValidationError as error:
+        said = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+        raise SpecError(f"{place} = {options.prompts!r}: {said}.", param=place) from None
+    except ValueError as error:
+        raise SpecError(f"{place} = {options.prompts!r}: {error}.", param=place) from None
+    return request.model_copy(update={"evaluation": read})
 
 
 def _refuse_unstorable_text(value: Any, place: str) -> None:

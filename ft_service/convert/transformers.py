@@ -53,6 +53,12 @@ _PACKING = switch(
 _CHECKPOINTING = switch(means(distributed__activation_checkpointing="full"))
 
 
+def _tracker(value: Any) -> Rule:
+    if value in ([], ["none"]):
+        return _LOGGING
+    return means(integrations=[{"type": "tensorboard"}]) if value in ("tensorboard", ["tensorboard"]) else _TRACKERS
+
+
 def _positive(name: str) -> Rule:
     def pick(value: Any, source: Source) -> Verdict:
         number = as_number(value)
@@ -225,9 +231,7 @@ TABLE: dict[str, Rule] = {
         ),
         _LOGGING,
     ),
-    "report_to": choice(
-        {"none": _LOGGING}, lambda value, source: (_LOGGING if value in ([], ["none"]) else _TRACKERS)(value, source)
-    ),
+    "report_to": choice({"none": _LOGGING}, lambda value, source: _tracker(value)(value, source)),
     **_every(("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), needless("no tracker is used")),
     "eval_strategy": choice(
         {

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from ft_service.data.formats.reading import Shape, open_data
 from ft_service.data.formats.recognise import Container, Format
-from ft_service.data.line_errors import Fault
+from ft_service.data.line_errors import Fault, counted
 from ft_service.data.records import Pair, Record
 from ft_service.data.samples import Page, SamplePage
 from ft_service.data.statistics import Measure, Statistics
@@ -126,12 +126,20 @@ class DataReport:
         """The job's error, naming file, lines and reasons; None if every line is fine."""
         if not self.faults_total:
             return None
-        shown = "; ".join(self.reasons())
-        lines = self.word if self.faults_total == 1 else f"{self.word}s"
-        count = f" ({self.faults_total} {lines} at fault, {self.examples} fine)" if self.faults[0].line else ""
+        return ErrorInfo(code=f"invalid_{param}", message=self.fault_text(filename), param=param)
+
+    def fault_text(self, filename: str, also: str = "") -> str:
+        """What is wrong with a file, wherever it is told: how many of its lines, and below it each reason once, with its lines.
+        `also`: a sentence for the end of the first line."""
+        more = f" {also}" if also else ""
+        if not self.faults[0].line:  # the file as a whole
+            return f"{filename}: {self.faults[0]}.{more}"
+        total = self.faults_total
         if self.unread:
-            count = "; the rest was not read"
-        return ErrorInfo(code=f"invalid_{param}", message=f"{filename}: {shown}{count}.", param=param)
+            which = f"{counted(total, self.word)} cannot be trained on, and the rest was not read"
+        else:
+            which = f"{total:,} of {counted(total + self.examples, self.word)} cannot be trained on"
+        return "\n".join([f"{filename}: {which}.{more}", *self.reasons()])
 
     def reasons(self) -> list[str]:
         """Why lines are at fault, each reason once, with its lines."""
@@ -152,22 +160,23 @@ class DataReport:
         counts = self.counts
         if counts is None:
             return
-        of = f"{counts.pairs:,} pairs of answers" if counts.pairs else f"{counts.samples:,} samples"
+        pairs = f"{counted(counts.pairs, 'pair')} of answers"
+        of = pairs if counts.pairs else counted(counts.samples, "sample")
         whose = "" if self.is_bare else "the assistant's "
         yield (
             "info",
             f"{name}: {of} of {counts.tokens:,} tokens, {counts.targets:,} of them {whose}to "
-            f"learn; the longest sample has {counts.longest:,} tokens.",
+            f"learn; the longest sample has {counted(counts.longest, 'token')}.",
         )
         if counts.cut and cut:
             yield (
                 "warn",
-                f"{name}: {counts.cut:,} samples are cut to training.max_length = {max_length} tokens; "
-                f"{counts.lost_tokens:,} tokens are lost. A larger max_length keeps them.",
+                f"{name}: {counted(counts.cut, 'sample', 'is', 'are')} cut to training.max_length = {max_length} tokens; "
+                f"{counted(counts.lost_tokens, 'token', 'is', 'are')} lost. A larger max_length keeps them.",
             )
         if counts.dropped:
-            what = "pairs" if counts.pairs else "samples"
-            yield "warn", f"{name}: {counts.dropped:,} {what} are left out: no assistant token within {max_length} tokens."
+            left_out = counted(counts.dropped, "pair" if counts.pairs else "sample", "is", "are")
+            yield "warn", f"{name}: {left_out} left out: no assistant token within {max_length} tokens."
 
 
 @dataclass(frozen=True)

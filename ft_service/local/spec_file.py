@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from ft_service.bases.catalogue import Catalogue
+from ft_service.data.answer_metrics import check_metrics
 from ft_service.data.formats.folders import dataset_files
 from ft_service.data.formats.reading import open_data
 from ft_service.errors import SpecError
@@ -30,6 +31,7 @@ from ft_service.spec import (
     inherit,
     is_tuned,
     parse_request,
+    read_prompts,
     resolve,
 )
 
@@ -58,7 +60,7 @@ class SpecFile:
 
     path: Path
     body: dict[str, Any]
-    """As written, but for a chat template, which is its text."""
+    """As written, but for a chat template, which is its text, and the prompts of a file, which stand in it."""
     request: JobRequest
 
     @property
@@ -98,8 +100,11 @@ def load_spec_file(path: Path) -> SpecFile:
         raise SpecError(f"{path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise SpecError(f"{path} is not a text file in UTF-8.") from None
-    body = _with_template(parse_yaml(text, str(path)), path.parent)
-    return SpecFile(path=path.absolute(), body=body, request=parse_request(body))
+    body = _with_prompts(_with_template(parse_yaml(text, str(path)), path.parent), path.parent)
+    request = parse_request(body)
+    if request.evaluation is not None:
+        check_metrics(request.evaluation.metrics)
+    return SpecFile(path=path.absolute(), body=body, request=request)
 
 
 def _with_template(body: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -111,6 +116,23 @@ def _with_template(body: dict[str, Any], folder: Path) -> dict[str, Any]:
         return {**body, "chat_template": (folder / Path(given).expanduser()).read_text(encoding="utf-8")}
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"chat_template = {given!r}: the file cannot be read: {error}.", param="chat_template") from None
+
+
+def _with_prompts(body: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The body with the prompts of a file that its evaluation names. Raises SpecError."""
+    given = body.get("evaluation")
+    name = given.get("prompts") if isinstance(given, dict) else None
+    if not isinstance(given, dict) or not isinstance(name, str):
+        return body
+    path = (folder / Path(name).expanduser()).resolve()
+    try:
+        prompts = read_prompts(path.read_text(encoding="utf-8"), path.name)
+    except OSError as error:
+        message = f"evaluation.prompts = {name!r}: {path} cannot be read: {error.strerror}."
+        raise SpecError(message, param="evaluation.prompts") from None
+    except ValueError as error:
+        raise SpecError(f"evaluation.prompts = {name!r}: {error}.", param="evaluation.prompts") from None
+    return {**body, "evaluation": {**given, "prompts": prompts}}
 
 
 def resolve_spec_file(spec: SpecFile, settings: Settings, *, job_id: str, seed: int, to_train: bool = True) -> JobSpec:

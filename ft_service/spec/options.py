@@ -259,7 +259,7 @@ class JobOptions(Strict):
     (TEMPLATES); in a SPEC file also the path of a .jinja file. None: the base's own, and conversations are refused where it has
     none. Saved with the adapter."""
     evaluation: EvaluationOptions | None = None
-    """Answers to a few prompts before and after training, in the job's events and evaluation.json; None: none."""
+    """Answers to a few prompts before and after training, in the job's events and at its `evaluation`; None: none."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     """Higher starts first; among equal ones the project that has used less lately, and within it the one created first."""
     max_seconds: Annotated[int, Field(ge=1, le=10_000_000)] | None = None

@@ -54,7 +54,12 @@ class JobRequest(JobOptions):
     """Decides adapter initialisation and sample order; None: drawn at submission and shown in the job."""
     metadata: Metadata | None = None
     integrations: Integrations | None = None
-    """Where else the metrics are sent. For jobs of a server that has FT_WANDB_API_KEY; `ft run` refuses it."""
+    """Where else the metrics go. wandb: for jobs of a server that has FT_WANDB_API_KEY; `ft run` refuses it. tensorboard: files
+    in the run directory's `tensorboard/` while it trains, and with the adapter."""
+
+    def integrated(self, kind: str) -> bool:
+        """Whether an integration of this type is asked for."""
+        return any(one.type == kind for one in self.integrations or ())
 
     @model_validator(mode="after")
     def _one_place_per_value(self) -> JobRequest:

@@ -88,6 +88,8 @@ class JobSpec(Resolved):
     """Of direct preference optimisation, whose data files hold pairs of answers; None: training is supervised."""
     parent: AdapterRef | None = None
     """The tuned model whose adapter training starts from; None: a new one. Optimizer, schedule and data are the job's own."""
+    tensorboard: bool = False
+    """Whether event files for TensorBoard are written."""
     chosen: dict[str, str] = {}
     """Options that were "auto" and were chosen for the machine (ft_service/plan/choose.py): dotted name → why."""
 
@@ -142,6 +144,7 @@ def resolve(
         evaluation=request.evaluation,
         dpo=request.method.dpo_options(),
         parent=parent,
+        tensorboard=request.integrated("tensorboard"),
     )
 
 

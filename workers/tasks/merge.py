@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 
 from ft_service.errors import FtError, SpecError
 from ft_service.rundir.file_digest import FileDigest
-from ft_service.rundir.manifest import MANIFEST, Manifest, base_files, base_of
-from ft_service.spec import PrecisionOptions
+from ft_service.rundir.manifest import MANIFEST, Manifest, base_files, base_of, spec_beside
+from ft_service.spec import JobSpec, PrecisionOptions
 from workers.base.load import Safetensors
 from workers.base.names import find_pieces
 from workers.base.stored import StoredBase as StoredBase
@@ -236,20 +236,21 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("adapter", type=Path, help="an adapter's folder with its manifest")
     parser.add_argument("out", type=Path)
     parser.add_argument("--to", choices=("bf16", "fp8"), required=True)
-    parser.add_argument("--base", type=Path, help="the base's folder; default: where the manifest says")
+    parser.add_argument("--base", type=Path, help="the base's folder; default: where the job found it")
     parser.add_argument("--max-file-gib", type=float, default=5.0)
     parser.add_argument("--samples", type=int, default=64, help="of the validation file, for the fidelity report; 0: none")
     given = parser.parse_args(arguments)
     try:
         manifest = Manifest.model_validate_json((given.adapter / MANIFEST).read_bytes())
-        base = given.base or Path(manifest.base.path)
+        spec = spec_beside(given.adapter, manifest)
+        base = given.base or _base_of(spec)
         check_base(manifest, base)
         rounding = merge(base, given.adapter, given.out, to=given.to, max_file_bytes=int(given.max_file_gib * GIB))
         shutil.copy(given.adapter / MANIFEST, given.out / "adapter_manifest.json")
         report = {
             "to": given.to,
             "rounding": rounding.report(),
-            **measure(manifest, base, given.adapter, given.out, given.samples),
+            **measure(spec, base, given.adapter, given.out, given.samples),
         }
         (given.out / "fidelity.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     except FtError as error:
@@ -257,6 +258,13 @@ def main(arguments: list[str]) -> int:
         return 64
     print(json.dumps(report))
     return 0
+
+
+def _base_of(spec: JobSpec) -> Path:
+    """The base's folder. Raises SpecError where the adapter lies in no run directory, and tells of none."""
+    if not spec.model.path:
+        raise SpecError(f"Where the base {spec.model.name} lies is not known here: name its folder with --base.", param="base")
+    return Path(spec.model.path)
 
 
 def check_base(manifest: Manifest, base: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ft_service.rundir.evaluations import by_name
 from ft_service.rundir.events import Metrics
 from ft_service.spec import JobSpec
 from workers.data.batches import Lengths, batch_of_step, steps_per_epoch, total_steps
@@ -22,6 +23,7 @@ from workers.output.report import Reporter
 from workers.output.saver import Saver
 from workers.ranks.runtime import Runtime
 from workers.ranks.sharding import gather_first
+from workers.training.answers import Evaluator
 from workers.training.guards import AdapterWatch, check_step
 from workers.training.moment import Moment
 from workers.training.objective import Measured, Objective, batches_of_rank
@@ -104,6 +106,8 @@ class Trainer:
     saver: Saver
     watch: AdapterWatch
     limits: Limits
+    evaluator: Evaluator | None = None
+    """Asked at the last step, and with `on_validation` at every validation."""
 
     def fit(self) -> str | None:
         """Train to the end, or until a stop is agreed on. Returns the checkpoint to resume from; None: training is done."""
@@ -189,9 +193,22 @@ class Trainer:
         if valid is not None:
             threshold = self.runtime.spec.training.early_stopping_threshold
             self.job.validations = self.job.validations.after(self.job.step, valid.mean_loss, threshold)
-        return self._report(begun, numbers, valid)
+        return self._report(begun, numbers, valid, self._answered(validated=valid is not None))
 
-    def _report(self, begun: StepBegun, numbers: tuple[Measured, float], valid: Measured | None) -> Metrics:
+    def _answered(self, *, validated: bool) -> dict[str, float]:
+        """Metrics of the answers at the newest step, if it is time for them."""
+        asked = self.evaluator is not None and (self._done or (validated and self.evaluator.on_validation))
+        if self.evaluator is None or not asked:
+            return {}
+        return by_name(self.evaluator.at(self.job.step, last=self._done) or {})
+
+    def _report(
+        self,
+        begun: StepBegun,
+        numbers: tuple[Measured, float],
+        valid: Measured | None,
+        answered: dict[str, float] | None = None,
+    ) -> Metrics:
         sums, norm = numbers
         metrics = Metrics(
             step=begun.step,
@@ -206,7 +223,7 @@ class Trainer:
             trained_tokens=begun.trained_tokens,
             step_seconds=begun.ended.since(begun.began),
             epoch=begun.step / self.schedule.steps_per_epoch,
-            more=_together(sums.more, valid.more if valid else None),
+            more=_together(sums.more, valid.more if valid else None, answered),
         )
         self.reporter.metrics(metrics)
         return metrics
@@ -226,11 +243,12 @@ class Trainer:
         return batches_of_rank(objective, items, runtime.rank, runtime.world, self.limits, runtime.device, key)
 
 
-def _together(train: dict[str, float] | None, valid: dict[str, float] | None) -> dict[str, float] | None:
-    """Metrics.more of a step and of its validation."""
-    if train is None:
-        return None
-    return train | {f"valid_{name}": value for name, value in (valid or {}).items()}
+def _together(
+    train: dict[str, float] | None, valid: dict[str, float] | None, answered: dict[str, float] | None
+) -> dict[str, float] | None:
+    """Metrics.more of a step, of its validation and of its answers."""
+    of_valid = {f"valid_{name}": value for name, value in (valid or {}).items()}
+    return {**(train or {}), **of_valid, **(answered or {})} or None
 
 
 def _to_host(numbers: Tensor) -> Tensor:

@@ -63,12 +63,7 @@ def check_data(spec: SpecFile) -> list[str]:
         records.word = report.word
         if not report.faults_total:
             continue
-        all_lines = report.faults_total + report.examples
-        head = (
-            f"{path.name}: {report.faults_total:,} of {all_lines:,} {report.word}s cannot be trained on. Nothing was uploaded."
-        )
-        empty = not report.faults[0].line
-        text = f"{path.name}: {report.faults[0]}. Nothing was uploaded." if empty else "\n".join([head, *report.reasons()])
+        text = report.fault_text(path.name, "Nothing was uploaded.")
         raise DataError(text, param=param, code=f"invalid_{param}")
     training, validation = found["training_file"], found.get("validation_file")
     options = spec.request.resolved_training()

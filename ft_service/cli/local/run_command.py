@@ -69,8 +69,7 @@ def run(
     """Run a SPEC on this machine without a server. Ctrl-C stops it at a checkpoint; with the same --run-dir it goes on."""
     settings = settings_with_models()
     loaded = load_spec_file(spec)
-    if loaded.request.integrations:
-        refuse_without_server()
+    refuse_without_server(loaded.request)
     node = _node(loaded.request, run_dir, node_rank, rdzv_endpoint, address)
     job_id = new_id("ftjob-")
     folder = (run_dir or settings.runs_dir / job_id).absolute()
@@ -167,5 +166,5 @@ def _report(ended: Exit, folder: Path, spec: Path, as_json: bool) -> int:
         print(f"Stopped at a checkpoint. To go on: ft run {spec} --run-dir {folder}", file=sys.stderr)
     else:
         reason = ended.error.message if ended.error else ended.message
-        complain(f"{' '.join(reason.split())} (logs: {folder / ATTEMPTS})", ended.code)
+        complain(f"{reason}\nThe logs are in {folder / ATTEMPTS}", ended.code)
     return ended.code

@@ -52,6 +52,7 @@ def exit_code(job: Job) -> int:
 
 def describe(integration: JobIntegration, job: Job) -> RunDescription:
     wandb = Integration.model_validate(integration.settings).wandb
+    assert wandb is not None, "only those of W&B are sent"
     spec = job.spec
     begun = integration.url is not None
     return RunDescription(

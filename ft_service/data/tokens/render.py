@@ -135,6 +135,14 @@ def _next_turn(tokenizer: Any, source: str, *, calls: bool) -> str:
     return token if tokenizer.convert_tokens_to_ids(token) in stops_of(Path(tokenizer.name_or_path)) else ""
 
 
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], options: TokenOptions = DEFAULT) -> str:
+    """A conversation up to where the assistant answers. Raises LineError for what the base's chat template does not take."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise LineError("messages", "the base has no chat template: give chat_template, or bare text as prompt")
+    _set_clock(tokenizer, None, options.day)
+    return _template(tokenizer, None, messages, add_generation_prompt=True)
+
+
 def words_of(tokenizer: PreTrainedTokenizerBase, sample: Chat, full: str, options: TokenOptions) -> list[Span]:
     """The parts of a conversation's text that are words of its messages; the rest is the template's. Where the template keeps
     no marks they are looked for, one after the other.

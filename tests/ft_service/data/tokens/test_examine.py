@@ -64,7 +64,7 @@ def test_what_is_told_of_them() -> None:
     assert [message for _, message in told] == [
         "a.jsonl: 1,200 samples of 88,815 tokens, 30,132 of them the assistant's to learn; the longest sample has 600 tokens.",
         "a.jsonl: 3 samples are cut to training.max_length = 512 tokens; 900 tokens are lost. A larger max_length keeps them.",
-        "a.jsonl: 1 samples are left out: no assistant token within 512 tokens.",
+        "a.jsonl: 1 sample is left out: no assistant token within 512 tokens.",
     ]
 
 
@@ -83,8 +83,9 @@ def test_faults_of_lines_and_of_the_template_are_named_in_the_order_of_the_file(
     error = report.error("training_file", "train.jsonl")
     assert error is not None
     assert error.message == (
-        "train.jsonl: 38 lines (7, 17, 27, 37, 47, …): the base's chat template refuses this conversation: no sevens; "
-        "line 9: messages is required (39 lines at fault, 160 fine)."
+        "train.jsonl: 39 of 199 lines cannot be trained on.\n"
+        "38 lines (7, 17, 27, 37, 47, …): the base's chat template refuses this conversation: no sevens\n"
+        "line 9: messages is required"
     )
 
 
@@ -167,7 +168,7 @@ def test_pairs_are_counted_and_kept_together(tokenizer: PreTrainedTokenizerFast,
     )
     told = [message for _, message in DataReport(3, [], 0, counts).messages("p.jsonl", 40)]
     assert told[0].startswith(f"p.jsonl: {CHUNK_SAMPLES + 1:,} pairs of answers of ")
-    assert told[2].startswith("p.jsonl: 1 pairs are left out")
+    assert told[2].startswith("p.jsonl: 1 pair is left out")
 
 
 def test_a_pair_at_fault_is_one_line_at_fault(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ from workers.ranks.sharding import shard
 from workers.training.answers import Evaluator
 from workers.training.guards import AdapterWatch, check_gathered_weights, check_ids
 from workers.training.loop import Schedule, Trainer
-from workers.training.objective import Objective, Preference, Supervised
+from workers.training.objective import Objective, Preference, Supervised, supervised
 from workers.training.packing import settle_limits
 from workers.training.questions import ends_of, questions_of, questions_of_prompts
 from workers.training.reference import INDEX as REFERENCE
@@ -176,7 +176,7 @@ def _objectives(
     """Training and validation data with what the loss is taken of. None: the job was stopped meanwhile."""
     options = runtime.spec.dpo
     if options is None:
-        return Supervised(train), Supervised(valid)
+        return supervised(train, runtime.spec, packed=limits.packed), Supervised(valid)
     key = key_of_reference(runtime.run, runtime.spec, train, valid)
     found = find_reference(runtime.run, key, train, valid)
     if found is None:

@@ -95,8 +95,8 @@ class TrainingOptions(Strict):
     max_steps: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
     """Optimizer steps; None: as many as n_epochs take."""
     batch_size: Annotated[int, Field(ge=1, le=8192)] | Literal["auto"] = 8
-    """Samples per optimizer step over all ranks, whatever their number; the last batch of an epoch may be smaller. "auto": by
-    the number of samples, as n_epochs."""
+    """Samples per optimizer step over all ranks, whatever their number; the last batch of an epoch may be smaller. Of documents
+    rows of max_length tokens, where they are packed. "auto": by the number of samples, as n_epochs."""
     per_device_train_batch_size: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Samples per forward on one rank, at most; None: as many as tokens_per_micro_batch takes. Memory, not mathematics: a step
     runs as many micro-batches as batch_size needs."""
@@ -107,7 +107,8 @@ class TrainingOptions(Strict):
     """Tokens per forward on one rank, padding included; a longer sample raises it to its length. Memory and speed, not
     mathematics. "auto": enough to keep the machine busy, as far as memory goes: on a GPU up to 16,384, on a CPU about 2,048."""
     max_length: Annotated[int, Field(ge=8, le=1_048_576)] = 2048
-    """Tokens kept of a sample; the rest is cut from the end, and counted in a warning. Bounded by the model's own limit."""
+    """Tokens kept of a sample; the rest is cut from the end, and counted in a warning. What is learned whole (documents, and
+    all with train_on "everything") is split into windows of so many instead. Bounded by the model's own limit."""
     train_on: TrainOn = "all_assistant"
     """What is learned of a conversation: every answer of the assistant's that has not weight 0, only its last one, or
     everything, users' words and system prompts included. "everything" learns the prompts of bare text too; documents are

@@ -85,6 +85,9 @@ class JobSpec(Resolved):
     date: str = ""
     """Year, month and day (ISO 8601) for chat templates that write today's date, so that a resume makes the same tokens; empty:
     a job of an earlier version, whose templates write the date of the day."""
+    windows: bool = False
+    """What is learned whole (documents, and everything with train_on "everything") is split into windows of
+    training.max_length tokens, which are packed into full rows; False: a job of an earlier version, which cut it."""
     evaluation: EvaluationOptions | None = None
     shared_experts: bool = False
     """Whether "all-linear" means shared experts and dense feed-forwards of a mixture of experts too. False: a job of an earlier
@@ -160,6 +163,7 @@ def resolve(
         chat_template=named_template(request.chat_template or ""),
         date=date,
         shared_experts=not request.lora.lora_dropout if parent is None else parent.shared_experts,
+        windows=True,
         evaluation=request.evaluation,
         dpo=request.method.dpo_options(),
         parent=parent,

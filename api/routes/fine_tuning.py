@@ -41,7 +41,7 @@ from ft_service.jobs.states import Job, State
 from ft_service.jobs.verbs import Verb
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir
-from ft_service.rundir.evaluations import evaluated_steps, read_evaluation
+from ft_service.rundir.evaluations import evaluated_steps, read_evaluation, read_served
 from ft_service.spec import JobRequest
 from ft_service.store.records import Principal
 
@@ -166,7 +166,8 @@ def evaluation(
         )
     waiting = list(keys)[list(keys).index(after) + 1 if after is not None else 0 :]
     found = [read_evaluation(run, keys[name]) for name in waiting[:limit]]
-    return list_view([evaluation_view(job_id, own) for own in found if own is not None], len(waiting) > limit)
+    served = read_served(run)
+    return list_view([evaluation_view(job_id, own, served) for own in found if own is not None], len(waiting) > limit)
 
 
 @router.get("/{job_id}/statistics")

@@ -78,6 +78,11 @@ class PrecisionOptions(Strict):
     fp8_products: Literal["auto", "off"] = "auto"
     """auto: layers stored in fp8 multiply in FP8 where the GPU can and compute is bf16, inputs and gradients rounded to FP8 row
     by row; off: they are always dequantised first. The job's events say which it is."""
+    compare_served: Literal["auto", "off"] = "auto"
+    """auto: once training is over, the validation loss (of up to 64 samples) and the evaluation's answers are also measured
+    with the base in bf16 and with the adapter merged into it, which is how adapters are often served; a loss that is higher by
+    more than 0.02 nats is told of by a warning. Needs a validation file and, for a base that was quantised, memory for it in
+    bf16 beside the model, else it says why it was not done. off: never."""
 
     @property
     def format(self) -> WeightFormat:

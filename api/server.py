@@ -64,7 +64,7 @@ def reconcile_here(
     """Run jobs where FT_LAUNCHER says. `preview`: makes way for them."""
     minutes = settings.preempt_after_minutes
     displace_after = None if minutes is None else minutes * 60.0
-    launcher, places = new_launcher(settings), Places.of(settings)
+    launcher, places = new_launcher(settings, store), Places.of(settings)
     Reconciler(store, launcher, places, meters=meters, guest=preview, displace_after=displace_after).run(stop)
 
 

@@ -113,7 +113,7 @@ def resume(job_id: str, caller: Caller, services: Svc, body: ResumeBody | None =
     slots = None
     if body is not None and body.distributed is not None:
         job = services.store.get_job(caller.project_id, job_id)
-        slots = slots_to_resume_with(job, body.distributed.nproc_per_node, services.settings, caller.limits)
+        slots = slots_to_resume_with(job, body.distributed.nproc_per_node, services.store, services.settings, caller.limits)
     return _view(services.store.request(caller.project_id, job_id, Verb.RESUME, slots), caller, services)
 
 

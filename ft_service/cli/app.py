@@ -15,6 +15,7 @@ import typer
 
 from ft_service import __version__
 from ft_service.cli import (
+    agents,
     chat_command,
     convert_command,
     export_command,
@@ -63,7 +64,7 @@ PANELS = {
     "Jobs": (submit, listing, following, comparing, evaluations, verbs, fetching),
     "Before and without a server": (plan_command, run_command, convert_command),
     "Models": (models, chat_command, merge_command, export_command, verify_command),
-    "The service": (serve, prune_command, tenants),
+    "The service": (serve, agents, prune_command, tenants),
 }
 """Title in `ft --help` → modules, whose commands stand there in the order in which they register them."""
 
@@ -82,6 +83,7 @@ for panel, parts in PANELS.items():
         _register(panel, part.register)
 _register("The service", lambda typer_app: typer_app.command()(version))
 app.add_typer(sweeps.app, name="sweep", rich_help_panel="Jobs")
+app.add_typer(agents.agent, name="agent", rich_help_panel="The service")
 app.add_typer(tenants.keys, name="keys", rich_help_panel="The service")
 app.add_typer(tenants.projects, name="projects", rich_help_panel="The service")
 app.add_typer(commands.app, name="data", rich_help_panel="Before and without a server")

@@ -11,7 +11,7 @@ from api.http.middleware import RequestContext
 from api.page.inner_api import ApiError
 from api.page.rendering import SignInNeeded, refusal, to_sign_in
 from api.routes import (
-    checkpoints,
+    artefacts,
     files,
     fine_tuning,
     graders,
@@ -52,7 +52,7 @@ _REST = (
     files,
     uploads,
     permissions,
-    checkpoints,
+    artefacts,
     graders,
     models,
     webhooks,

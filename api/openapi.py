@@ -13,6 +13,7 @@ from api.routes.organization import KeyRotation, ProjectKeyRequest, ProjectReque
 from api.routes.permissions import PermissionRequest
 from api.routes.uploads import CompleteRequest, UploadRequest
 from api.routes.webhooks import RotateRequest, WebhookRequest, WebhookTest, WebhookUpdate
+from api.wire.export_views import ExportRequest
 from ft_service.spec import JobOptions, JobRequest, Strict
 from ft_service.sweeps.asked import SweepRequest
 
@@ -34,6 +35,7 @@ _BODIES: tuple[type[Strict], ...] = (
     ProjectUpdate,
     ProjectKeyRequest,
     KeyRotation,
+    ExportRequest,
     GraderRun,
     GraderValidation,
 )
@@ -43,6 +45,7 @@ _OPERATIONS = (
     *(f"{_JOBS}/{{job_id}}/adapter", f"{_JOBS}/{{job_id}}/logs", f"{_JOBS}/{{job_id}}/checkpoints/{{checkpoint_id}}/adapter"),
     *(f"{_JOBS}/{{job_id}}/{part}" for part in ("evaluation", "metrics", "plan", "request", "samples", "statistics")),
     *("/v1/fine_tuning/metrics", "/v1/fine_tuning/plan", "/v1/sign_in_links", "/v1/keys", "/v1/keys/{key_id}"),
+    *(f"{_JOBS}/{{job_id}}/exports{part}" for part in ("", "/{format}", "/{format}/content")),
     *("/v1/models/{model}/verify", "/v1/inference"),
     "/v1/files/{file_id}/samples",
     "/v1/files/{file_id}/statistics",

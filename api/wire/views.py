@@ -268,6 +268,8 @@ class JobView(BaseModel):
     suffix: str | None
     chat_template: str | None
     """The text of the chat template in place of the base's; null: the base's."""
+    serve: str | None
+    """The inference server that the adapter is meant for; null: none was named."""
     priority: int
     max_seconds: int | None
     lora: dict[str, Any]
@@ -401,6 +403,7 @@ def job_view(
         queue=_queue(place) if place and job.state is State.QUEUED else None,
         suffix=job.request.get("suffix"),
         chat_template=spec.chat_template or None,
+        serve=job.request.get("serve"),
         priority=job.priority,
         max_seconds=job.max_seconds,
         lora=spec.lora.model_dump(),

@@ -22,6 +22,16 @@ class Answer(BaseModel):
     id: str
 
 
+class RemoteExport(Answer):
+    """A form of a job's outcome that was asked for."""
+
+    status: str
+    """queued, running, succeeded or failed."""
+    bytes: int | None = None
+    error: str | None = None
+    report: dict[str, Any] = {}
+
+
 class RemoteFile(Answer):
     """OpenAI's FileObject."""
 

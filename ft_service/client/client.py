@@ -24,6 +24,7 @@ from ft_service.client.answers import (
     RemoteCheckpoint,
     RemoteEvaluation,
     RemoteEvent,
+    RemoteExport,
     RemoteFile,
     RemoteJob,
     RemoteModel,
@@ -243,6 +244,17 @@ class Client:
             steps = ", ".join(str(point.step_number) for point in reversed(complete)) or "none yet"
             raise NotFoundError(f"Job {job_id} has no checkpoint at step {step}; it has: {steps}.", param="checkpoint")
         return self._download_folder(f"{_job(job_id)}/checkpoints/{_part(chosen.id)}/adapter", out)
+
+    def start_export(self, job_id: str, to: str) -> RemoteExport:
+        """Have a succeeded job's outcome made into another form; one that is made or under way is answered as it is."""
+        return RemoteExport.model_validate(self._call("POST", f"{_job(job_id)}/exports", json={"format": to}))
+
+    def export(self, job_id: str, to: str) -> RemoteExport:
+        return RemoteExport.model_validate(self._call("GET", f"{_job(job_id)}/exports/{_part(to)}"))
+
+    def download_export(self, job_id: str, to: str, out: Path) -> Path:
+        """The files of an export, as `download_adapter`."""
+        return self._download_folder(f"{_job(job_id)}/exports/{_part(to)}/content", out)
 
     def _download_folder(self, path: str, out: Path) -> Path:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):

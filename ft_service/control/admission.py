@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from ft_service.bases.catalogue import Catalogue
 from ft_service.control import tuned_models
-from ft_service.control.capacity import Capacity, capacity_of, refuse_too_many
+from ft_service.control.capacity import Capacity, capacity_now, refuse_too_many
 from ft_service.control.limits import allowed_priority, refuse_beyond, refuse_too_many_ranks
 from ft_service.control.tracking.door import refuse_unless_possible
 from ft_service.data.answer_metrics import check_metrics
@@ -22,7 +22,7 @@ from ft_service.data.formats.reading import count_samples
 from ft_service.errors import ConflictError, LimitError, NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.jobs.states import Job, State
-from ft_service.plan.admit import admit
+from ft_service.plan.admit import admit_on
 from ft_service.settings import Settings
 from ft_service.spec import (
     AUTO,
@@ -40,6 +40,7 @@ from ft_service.spec import (
     resolve,
 )
 from ft_service.spec.rates import COUNTED
+from ft_service.spec.served import note_served
 from ft_service.storage.locations import Places
 from ft_service.store.database import UNSTORABLE
 from ft_service.store.records import File, Limits, NewEvent, NewJob, Principal
@@ -131,7 +132,7 @@ def create(asked: Sequence[Asked], *, store: Store, settings: Settings, catalogu
     that cannot fit this host (the contents of data files are looked at later, by the reconciler); ConflictError if an id is
     taken. Raises UnavailableError if the store does not answer.
     """
-    capacity = capacity_of(settings)
+    capacity = capacity_now(settings, store)
     files = store.find_files({file_id for one in asked for file_id in file_ids(one.request)})
     outcomes = [new_job(one, files, settings, catalogue, capacity) for one in asked]
     created = iter(_create(store, [outcome for outcome in outcomes if isinstance(outcome, NewJob)]))
@@ -151,10 +152,13 @@ def new_job(
     """The job to store, with its first events, or why there is none."""
     try:
         resolved = resolve_asked(asked, files, settings, catalogue, capacity)
-        admitted = admit(resolved, capacity.machine, files[asked.request.training_file].bytes)
+        size = files[asked.request.training_file].bytes
+        admitted = admit_on(capacity.machines or (capacity.machine,), resolved, size)
         spec, told = admitted.spec, [NewEvent(level=level, message=message) for level, message in admitted.told]
     except Exception as error:
         return error
+    if asked.request.serve is not None:
+        told.append(NewEvent(level="info", message=note_served(spec.lora)))
     limits = asked.principal.limits
     priority = allowed_priority(limits, asked.request.priority)
     if priority != asked.request.priority:
@@ -171,6 +175,8 @@ def new_job(
         state=State.VALIDATING,
         priority=priority,
         slots=spec.world_size,
+        nodes=spec.distributed.nnodes,
+        memory=admitted.memory,
         max_seconds=asked.request.max_seconds,
         key_id=asked.principal.key_id,
         work=admitted.work and admitted.work.flops,
@@ -232,9 +238,9 @@ def _counted(path: Path, size: int) -> int | None:
     return count_samples(path, most=COUNTED) if path.is_file() else None
 
 
-def slots_to_resume_with(job: Job, nproc_per_node: int, settings: Settings, limits: Limits) -> int:
+def slots_to_resume_with(job: Job, nproc_per_node: int, store: Store, settings: Settings, limits: Limits) -> int:
     """Ranks of the job with so many per node, if it can go on with them. Raises SpecError."""
-    capacity, spec = capacity_of(settings), job.spec
+    capacity, spec = capacity_now(settings, store), job.spec
     again: dict[str, Any] = {"replicate": "auto"} if "distributed.replicate" in spec.chosen else {}
     options = spec.distributed.model_copy(update={"nproc_per_node": nproc_per_node, **again})
     spec = spec.model_copy(update={"distributed": options})
@@ -256,8 +262,8 @@ def _find_parent(name: str, principal: Principal, store: Store, settings: Settin
     if found.checkpoint is None and not run.path(found.adapter_key).is_dir():
         message = f"model = {name[:120]!r}: its adapter is gone from the service's disk. Name a checkpoint of that job."
         raise SpecError(message, param="model", code="model_not_found")
-    ref = AdapterRef(name=found.name, job_id=found.job.id, path=str(run.root / found.adapter_key))
-    return found.job.spec, ref
+    before, path = found.job.spec, str(run.root / found.adapter_key)
+    return before, AdapterRef(name=found.name, job_id=found.job.id, path=path, shared_experts=before.shared_experts)
 
 
 def file_ids(request: JobRequest) -> list[str]:

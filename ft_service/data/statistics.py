@@ -101,6 +101,8 @@ class Statistics:
     validation: FileStatistics | None
     overlap: Lines
     """Samples of the validation file whose very tokens are trained on."""
+    items: int
+    """That training.batch_size counts: samples or pairs, of documents rows of training.max_length tokens."""
     steps: int
     """Optimizer steps."""
     trained_tokens: int
@@ -161,7 +163,7 @@ def without_base(training: Records, validation: Records | None, options: Trainin
     steps = options.max_steps or options.epochs * -(-training.count // options.batch)
     overlap = validation.overlap(training) if validation is not None else Lines()
     held_out = validation.statistics() if validation is not None else None
-    return Statistics(training.statistics(), held_out, overlap, steps, trained_tokens=0, padding_saved=0.0)
+    return Statistics(training.statistics(), held_out, overlap, training.count, steps, trained_tokens=0, padding_saved=0.0)
 
 
 Level = Literal["info", "warn"]
@@ -177,6 +179,14 @@ def messages(found: Statistics, asked: Measure) -> Iterator[tuple[Level, str]]:
             f"for validation (validation_split {asked.validation_split:g}, seed {asked.seed}).",
         )
     lengths = training.lengths
+    if lengths.most > asked.training.max_length and not training.cut.count:
+        yield (
+            "info",
+            f"{training.name}: what is longer than training.max_length = {asked.training.max_length} tokens is split into "
+            "windows, and nothing is lost.",
+        )
+    if found.items < training.samples:
+        yield "info", f"{training.name}: {training.samples:,} samples fill {found.items:,} rows, which batch_size counts."
     yield (
         "info",
         f"{found.steps:,} steps over {training.samples:,} samples, half of them no longer than {lengths.median:,} tokens, 99 % "

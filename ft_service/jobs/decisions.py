@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from ft_service.jobs.queue import Waiting
+from ft_service.jobs.line import Shape, Waiting
 from ft_service.jobs.reasons import ERROR_CODE, RETRY, USER_TEXT, Reason, Retry, failure_text, reason_of
 from ft_service.jobs.states import TERMINAL, Absent, Ended, Halt, Job, Level, Observation, Phase, Running, State, Unknown
 from ft_service.rundir.documents import Desired, ErrorInfo
@@ -152,6 +152,9 @@ def _decide_alive(job: Job, seen: Running, now: float) -> Action:
         return Signal()
     if job.wish is Desired.RUN and job.is_out_of_time(now):
         return Become(halted(job, Halt.TIME_LIMIT), message=f"{_TIME_IS_UP} It stops at a checkpoint.", level="warn")
+    if job.wish is Desired.RUN and seen.leaving is not None:
+        leaves = halted(job, Halt.DRAINED, f"{seen.leaving}: it stops at a checkpoint, and goes on elsewhere.")
+        return Become(leaves, message=leaves.pending, level="warn")
     if seen.silent_seconds > SILENCE_LIMIT_SECONDS:
         return Kill(Reason.STALLED)
     if job.phase in (Phase.LAUNCHING, Phase.WAITING) and not seen.admitted:
@@ -273,15 +276,21 @@ def _after_failure(job: Job, checkpoint_step: int, reason: Reason, error: ErrorI
         return Become(fail(job, reason, error, now, text), release=True, message=text)
     delay = BACKOFF_SECONDS * 2 ** (failures - 1)
     where = f"from step {checkpoint_step}" if checkpoint_step >= 0 else "from the beginning"
-    left_seconds = job.left_seconds if checkpoint_step >= 0 else None
-    rest = replace(_at_rest(job), reason=reason, not_before=now + delay, left_seconds=left_seconds)
+    rest = replace(_at_rest(job), reason=reason, not_before=now + delay)
+    if checkpoint_step < 0:
+        rest = replace(rest, left_seconds=None)
     return Become(rest, release=True, message=f"{text} The job goes on {where}.", level="error")
 
 
 def _at_rest(job: Job) -> Job:
     """Where a job goes whose attempt has ended before its time."""
     state = State.PAUSED if job.desired is Desired.PAUSE else State.QUEUED
-    return replace(job, state=state, phase=None, halt=None, signalled=job.generation, pending=None, stopped=None)
+    job = replace(job, state=state, phase=None, halt=None, signalled=job.generation, pending=None, stopped=None)
+    if not job.shapes:
+        return job
+    fewest = job.shapes[-1]  # with which it waits, whatever it had
+    left = None if job.left_seconds is None else job.left_seconds * job.slots / fewest.ranks
+    return replace(job, slots=fewest.ranks, nodes=fewest.nodes, left_seconds=left)
 
 
 def fail(job: Job, reason: Reason, error: ErrorInfo | None, now: float, text: str | None = None) -> Job:
@@ -303,8 +312,11 @@ def validated(job: Job, error: ErrorInfo | None, now: float) -> Job:
     return replace(job, state=State.PAUSED if job.desired is Desired.PAUSE else State.QUEUED)
 
 
-def placed(job: Job, host: str) -> Job:
-    """The job with a new attempt on a host, whose slots it holds."""
+def placed(job: Job, host: str, shape: Shape | None = None) -> Job:
+    """The job with a new attempt on a host or in a place, whose slots it holds. `shape`: of a job that may have
+    several, the one that it got."""
+    if job.shapes and shape is not None:
+        job = replace(job, slots=shape.ranks, nodes=shape.nodes)
     return replace(
         job,
         state=State.RUNNING,

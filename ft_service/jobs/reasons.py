@@ -22,6 +22,8 @@ class Reason(StrEnum):
     """A rank or torchrun was killed from outside (out of memory, by hand)."""
     SUPERVISOR_LOST = "supervisor_lost"
     """The supervisor vanished without an exit record (killed, or the host restarted)."""
+    HOST_LOST = "host_lost"
+    """A host that it ran on does not answer any more."""
     STALLED = "stalled"
     """The attempt lived, and said nothing for longer than allowed."""
     STOP_TIMEOUT = "stop_timeout"
@@ -52,6 +54,7 @@ RETRY: dict[Reason, Retry] = {
     Reason.WORKER_ERROR: Retry.COUNTED,
     Reason.WORKER_KILLED: Retry.COUNTED,
     Reason.SUPERVISOR_LOST: Retry.COUNTED,
+    Reason.HOST_LOST: Retry.COUNTED,
     Reason.STALLED: Retry.COUNTED,
     Reason.STOP_TIMEOUT: Retry.COUNTED,
     Reason.PREEMPTED: Retry.UNCOUNTED,
@@ -68,6 +71,7 @@ ERROR_CODE: dict[Reason, str] = {
     Reason.WORKER_ERROR: "training_failed",
     Reason.WORKER_KILLED: "worker_killed",
     Reason.SUPERVISOR_LOST: "worker_lost",
+    Reason.HOST_LOST: "worker_lost",
     Reason.STALLED: "worker_stalled",
     Reason.STOP_TIMEOUT: "worker_stalled",
     Reason.PREEMPTED: "preempted",
@@ -85,6 +89,7 @@ USER_TEXT: dict[Reason, str] = {
     Reason.WORKER_ERROR: "Training stopped with an error.",
     Reason.WORKER_KILLED: "A training process was killed from outside; often the host ran out of memory.",
     Reason.SUPERVISOR_LOST: "The training processes vanished; the host may have restarted.",
+    Reason.HOST_LOST: "A host that the job ran on was lost.",
     Reason.STALLED: "Training reported nothing for too long and was stopped.",
     Reason.STOP_TIMEOUT: "Training did not stop when asked and was killed.",
     Reason.PREEMPTED: "The job made room for one of higher priority, at a checkpoint.",
@@ -107,6 +112,7 @@ _REASON: dict[ExitReason, Reason | None] = {
     ExitReason.WORKER_KILLED: Reason.WORKER_KILLED,
     ExitReason.STOP_TIMEOUT: Reason.STOP_TIMEOUT,
     ExitReason.STALLED: Reason.STALLED,
+    ExitReason.HOST_LOST: Reason.HOST_LOST,
 }
 
 

@@ -183,7 +183,8 @@ def parse_yaml(text: str, name: str) -> dict[str, Any]:
         body = yaml.load(text, Loader=_UniqueKeyLoader)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise SpecError(f"{name}{line}: {error.problem}.") from None
+        problem = str(error.problem).replace("'<stream end>'", "the end of the file")
+        raise SpecError(f"{name}{line}: {problem}.") from None
     except yaml.YAMLError as error:
         raise SpecError(f"{name}: {' '.join(str(error).split())}") from None
     if not isinstance(body, dict):

@@ -260,6 +260,8 @@ def _warnings(base: BaseShape, spec: JobSpec, layout: Layout, adapters: list[Ada
             f"lora.r = {first.r} is more than the matrix of {first.module} has ({first.rows} x {first.cols}): "
             "a rank above the smaller side adds parameters and no freedom."
         )
+    if base.untested is not None:
+        yield base.untested
     longest = base.shape.max_positions
     given = "max_length" in spec.training.model_fields_set
     if given and longest is not None and spec.training.max_length > longest:

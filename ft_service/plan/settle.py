@@ -126,7 +126,8 @@ def keep_choices(spec: JobSpec, before: JobSpec) -> JobSpec:
             kept.pop(option, None)
         elif option in kept:
             spec = with_options(spec, {option: value_of(before, option)})
-    return spec.model_copy(update={"chosen": kept, "date": before.date})
+    pinned = {name: getattr(before, name) for name in ("date", "windows", "shared_experts")}
+    return spec.model_copy(update={"chosen": kept, **pinned})
 
 
 def sentences(spec: JobSpec) -> tuple[str, ...]:

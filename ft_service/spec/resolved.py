@@ -14,6 +14,7 @@ from ft_service.spec.methods import AUTO, DpoOptions
 from ft_service.spec.options import CheckpointOptions, DistributedOptions, LoraOptions, PrecisionOptions, TrainingOptions
 from ft_service.spec.rates import batch_for, epochs_for
 from ft_service.spec.request import JobRequest
+from ft_service.spec.served import check_served
 from ft_service.spec.templates import named_template
 from ft_service.spec.tuned_name import TunedName
 
@@ -56,6 +57,8 @@ class AdapterRef(Resolved):
     job_id: str
     path: str
     """Absolute folder with PEFT's two files and their manifest, as the worker sees it."""
+    shared_experts: bool = False
+    """JobSpec's, of the job that trained it."""
 
 
 class JobSpec(Resolved):
@@ -82,7 +85,13 @@ class JobSpec(Resolved):
     date: str = ""
     """Year, month and day (ISO 8601) for chat templates that write today's date, so that a resume makes the same tokens; empty:
     a job of an earlier version, whose templates write the date of the day."""
+    windows: bool = False
+    """What is learned whole (documents, and everything with train_on "everything") is split into windows of
+    training.max_length tokens, which are packed into full rows; False: a job of an earlier version, which cut it."""
     evaluation: EvaluationOptions | None = None
+    shared_experts: bool = False
+    """Whether "all-linear" means shared experts and dense feed-forwards of a mixture of experts too. False: a job of an earlier
+    version, or one with lora_dropout, which PEFT has not for them."""
     dpo: DpoOptions | None = None
     """Of direct preference optimisation, whose data files hold pairs of answers; None: training is supervised."""
     parent: AdapterRef | None = None
@@ -131,6 +140,7 @@ def resolve(
 
     Raises SpecError for options that do not fit the number of ranks.
     """
+    check_served(request.serve, request.lora)
     distributed = _resolve_distributed(request.distributed, gpus)
     name = TunedName.of_job(job_id, base=model.name, organization=organization, suffix=request.suffix)
     ranks = distributed.nnodes * int(distributed.nproc_per_node)
@@ -152,6 +162,8 @@ def resolve(
         checkpoint=request.checkpoint,
         chat_template=named_template(request.chat_template or ""),
         date=date,
+        shared_experts=not request.lora.lora_dropout if parent is None else parent.shared_experts,
+        windows=True,
         evaluation=request.evaluation,
         dpo=request.method.dpo_options(),
         parent=parent,

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, String, and_, bindparam, cast, exists, func, 
 
 from ft_service.errors import ConflictError, LimitError, NotFoundError
 from ft_service.jobs import decisions, verbs
-from ft_service.jobs.queue import Waiting
+from ft_service.jobs.line import Waiting
 from ft_service.jobs.states import Job, State
 from ft_service.jobs.verbs import Verb
 from ft_service.rundir.events import Metrics

@@ -15,6 +15,7 @@ from sqlalchemy import text
 from ft_service.errors import UnavailableError
 from ft_service.store.database import Database
 from ft_service.store.files import FileStore
+from ft_service.store.fleet.hosts import HostStore
 from ft_service.store.integrations import IntegrationStore
 from ft_service.store.jobs import JobStore
 from ft_service.store.leases import LeaseStore
@@ -50,6 +51,7 @@ class Store(
     SweepStore,
     LeaseStore,
     QueueStore,
+    HostStore,
     StatisticsStore,
 ):
     """Everything that the service keeps. Safe to share between threads. Forking with open connections is not: make one after

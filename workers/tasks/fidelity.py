@@ -51,12 +51,12 @@ def _validation(spec: JobSpec, samples: int) -> tuple[Sequence[Tokens], str | No
         return [], "no samples were asked for"
     if not spec.validates:
         return [], "the job had no validation file"
-    if not spec.validation_data.path:
+    file = spec.validation_data or spec.training_data
+    if not file.path:
         return [], "the validation file is not here: merge where the job has run"
     try:
         options = TokenOptions.of(spec)
         tokenizer = load_tokenizer(spec.model.path, options.chat_template)
-        file = spec.validation_data or spec.training_data
         data = load_dataset(tokenizer, file, spec.training.max_length, options, Split.of(spec))
     except DataError as error:
         return [], error.message

@@ -41,7 +41,7 @@ def submit(
         elif follow:
             print(f"Created {job.id}.")
         else:
-            print(f"Created {job.id}. Watch it: ft watch {job.id}")
+            print(f"Created {job.id}.\nWatch it: ft watch {job.id}")
         return watch_job(client, job.id, as_json) if follow else 0
 
 

@@ -81,7 +81,7 @@ def _file(client: Client, word: str) -> RemoteFile:
 def _tuned_model(client: Client, word: str) -> str:
     job = client.job(find_job(client, word, only_one=True, fit=lambda job: job.fine_tuned_model is not None))
     if job.fine_tuned_model is None:
-        raise SpecError(f"Job {job.id} is {job.status} and has no tuned model to remove.", param="id")
+        raise SpecError(f"Job {job.id} has no tuned model to remove ({job.status}).", param="id")
     return job.fine_tuned_model
 
 

@@ -70,7 +70,7 @@ _PROPERTIES = {
         "validation_split",
         *JobOptions.model_fields,
     ),
-    "ModelView": ("root", "parent", "job_id"),
+    "ModelView": ("root", "parent", "job_id", "base"),
     "ProjectView": ("limits", "share"),
     "ApiKeyView": ("scope", "revoked_at"),
     "ProjectRequest": ("limits",),

@@ -26,7 +26,7 @@ from api.routes import (
     uploads,
     webhooks,
 )
-from api.routes.page import chat, compare, data, entry, jobs, new_job, projects, usage
+from api.routes.page import chat, compare, data, entry, exports, jobs, new_job, projects, usage
 from api.routes.page import models as page_models
 from api.wire import errors
 from ft_service import __version__
@@ -59,7 +59,7 @@ _REST = (
     keys,
     health,
 )
-_PAGE = (entry, new_job, compare, data, page_models, chat, usage, projects, jobs)
+_PAGE = (entry, new_job, compare, data, page_models, chat, usage, projects, exports, jobs)
 
 
 def create_app(settings: Settings, store: Store, meters: Meters | None = None, preview: Preview | None = None) -> FastAPI:

@@ -22,12 +22,13 @@ from api.routes import (
     models,
     organization,
     permissions,
-    planning,
     uploads,
     webhooks,
 )
 from api.routes.page import chat, compare, data, entry, exports, jobs, new_job, projects, usage
 from api.routes.page import models as page_models
+from api.routes.page import sweeps as page_sweeps
+from api.routes.tuning import plans, sweeps
 from api.wire import errors
 from ft_service import __version__
 from ft_service.bases.catalogue import Catalogue
@@ -46,7 +47,8 @@ What OpenAI's API does not have says so, and carries the mark `x-beyond-openai`.
 _REST = (
     fine_tuning,
     metrics,
-    planning,
+    plans,
+    sweeps,
     files,
     uploads,
     permissions,
@@ -59,7 +61,7 @@ _REST = (
     keys,
     health,
 )
-_PAGE = (entry, new_job, compare, data, page_models, chat, usage, projects, exports, jobs)
+_PAGE = (entry, new_job, compare, data, page_models, chat, usage, projects, page_sweeps, exports, jobs)
 
 
 def create_app(settings: Settings, store: Store, meters: Meters | None = None, preview: Preview | None = None) -> FastAPI:

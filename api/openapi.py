@@ -15,12 +15,14 @@ from api.routes.uploads import CompleteRequest, UploadRequest
 from api.routes.webhooks import RotateRequest, WebhookRequest, WebhookTest, WebhookUpdate
 from api.wire.export_views import ExportRequest
 from ft_service.spec import JobOptions, JobRequest, Strict
+from ft_service.sweeps.asked import SweepRequest
 
 MARK = "x-beyond-openai"
 NOTE = "Not in OpenAI's API."
 
 _BODIES: tuple[type[Strict], ...] = (
     JobRequest,
+    SweepRequest,
     UploadRequest,
     CompleteRequest,
     PermissionRequest,
@@ -48,6 +50,7 @@ _OPERATIONS = (
     "/v1/files/{file_id}/samples",
     "/v1/files/{file_id}/statistics",
     "/v1/fine_tuning/checkpoints/{checkpoint}/adapter",
+    *("/v1/fine_tuning/sweeps", "/v1/fine_tuning/sweeps/{sweep_id}", "/v1/fine_tuning/sweeps/{sweep_id}/cancel"),
     "/v1/organization/projects/{project_id}/api_keys/{api_key_id}/rotate",
     "/v1/organization/usage/fine_tuning",
 )
@@ -63,6 +66,7 @@ _PROPERTIES = {
         "queue",
         "suffix",
         "chosen",
+        "sweep",
         *JobOptions.model_fields,
     ),
     "ModelView": ("root", "parent", "job_id"),

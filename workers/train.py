@@ -54,15 +54,16 @@ from workers.output.report import Reporter
 from workers.output.saver import WITH_ADAPTERS, Saver
 from workers.ranks import fencing
 from workers.ranks.runtime import COMPUTE_DTYPE, Runtime, enter, leave, report_failure, with_spec
-from workers.ranks.sharding import shard
+from workers.ranks.sharding import make_mesh, shard
 from workers.training.answers import Evaluator
 from workers.training.guards import AdapterWatch, check_gathered_weights, check_ids
 from workers.training.loop import Schedule, Trainer
-from workers.training.objective import Objective, Preference, Supervised
+from workers.training.objective import Objective, Preference, Supervised, supervised
 from workers.training.packing import settle_limits
 from workers.training.questions import ends_of, questions_of, questions_of_prompts
 from workers.training.reference import INDEX as REFERENCE
 from workers.training.reference import compute_reference, find_reference, key_of_reference
+from workers.training.served import Comparison
 from workers.training.stop import StopRequest
 
 
@@ -152,10 +153,12 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
         last = from_first(newest_checkpoint(runtime.run))
         reporter.message(f"Stopped after step {steps}, while the model was asked the prompts of the evaluation.")
         return Outcome(kind=OutcomeKind.STOPPED, checkpoint=last)
+    reporter.message("The last step is done; the adapter is being written, and read again to compare.")
     reporter.flush()  # the metrics table is made from the events
     probed = valid_set if len(valid_set) else train_set
-    probe = partial(measure, built.peft_model, probed, runtime.device)
-    publish(runtime.run, runtime.fence, spec, built, job, chosen, probe)
+    probes = measure(built.peft_model, probed, runtime.device)
+    served = Comparison(runtime, built, valid_data, limits, reporter, evaluator, partial(_anew, runtime)).measured(job.step)
+    publish(runtime.run, runtime.fence, spec, built, job, chosen, probes, served)
     if runtime.rank == 0:
         remove_own(runtime.run)
     which = "" if job.step == steps else f" of step {job.step}, with the lowest validation loss,"
@@ -175,7 +178,7 @@ def _objectives(
     """Training and validation data with what the loss is taken of. None: the job was stopped meanwhile."""
     options = runtime.spec.dpo
     if options is None:
-        return Supervised(train), Supervised(valid)
+        return supervised(train, runtime.spec, packed=limits.packed), Supervised(valid)
     key = key_of_reference(runtime.run, runtime.spec, train, valid)
     found = find_reference(runtime.run, key, train, valid)
     if found is None:
@@ -228,6 +231,12 @@ def construct(
         cache=cache,
     )
     return replace(built, loaded=loaded)
+
+
+def _anew(runtime: Runtime, spec: JobSpec) -> BuiltModel:
+    """The model of another spec, sharded over all ranks."""
+    mesh = make_mesh(runtime.device.type, runtime.world, 1)
+    return construct(spec, mesh, runtime.device, warn=lambda text: None)
 
 
 def _data(run: RunDir, spec: JobSpec) -> tuple[TokenSet, TokenSet]:

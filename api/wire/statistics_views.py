@@ -63,6 +63,8 @@ class StatisticsView(BaseModel):
     validation: FileStatisticsView | None
     overlap: LinesView
     """Samples of the validation file that are trained on too."""
+    items: int
+    """That training.batch_size counts: samples or pairs, of documents rows of training.max_length tokens."""
     steps: int
     trained_tokens: int
     """Over all steps, about."""

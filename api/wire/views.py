@@ -218,6 +218,16 @@ class QueueView(BaseModel):
     jobs of like priority those start first whose project has the smaller part."""
 
 
+class MembershipView(BaseModel):
+    """A job's part in a sweep."""
+
+    id: str
+    values: dict[str, Any]
+    """What it has of its own: dotted option → value."""
+    stopped: str | None
+    """Why the sweep stopped it; null: it did not."""
+
+
 class JobView(BaseModel):
     id: str
     object: Literal["fine_tuning.job"] = "fine_tuning.job"
@@ -270,6 +280,8 @@ class JobView(BaseModel):
     evaluation: dict[str, Any] | None
     chosen: dict[str, str]
     """Options that were "auto" → why they are what they are."""
+    sweep: MembershipView | None
+    """The sweep that it is one of."""
 
 
 class EventView(BaseModel):
@@ -401,6 +413,7 @@ def job_view(
         checkpoint=spec.checkpoint.model_dump(),
         evaluation={**spec.evaluation.model_dump(), "prompts": spec.evaluation.count} if spec.evaluation else None,
         chosen=spec.chosen,
+        sweep=_membership(job),
     )
 
 
@@ -439,6 +452,12 @@ def permission_view(permission: Permission) -> PermissionView:
     return PermissionView(id=permission.id, created_at=int(permission.created_at), project_id=permission.grantee)
 
 
+def _membership(job: Job) -> MembershipView | None:
+    if job.sweep_id is None:
+        return None
+    return MembershipView(id=job.sweep_id, values=job.sweep_values or {}, stopped=job.stopped)
+
+
 def _method(spec: JobSpec, hyperparameters: HyperparametersView) -> MethodView:
     if spec.dpo is None:
         return MethodView(supervised=SupervisedView(hyperparameters=hyperparameters))
@@ -449,8 +468,8 @@ def _method(spec: JobSpec, hyperparameters: HyperparametersView) -> MethodView:
 def _hyperparameters(spec: JobSpec) -> HyperparametersView:
     training, of_one = spec.training, LEARNING_RATE if spec.dpo is None else DPO_LEARNING_RATE
     return HyperparametersView(
-        n_epochs=training.n_epochs if training.max_steps is None else None,
-        batch_size=training.batch_size,
+        n_epochs=training.epochs if training.max_steps is None else None,
+        batch_size=training.batch,
         # Back to the number the user wrote: 1e-4 / 2e-4 and its kind carry the noise of two roundings.
         learning_rate_multiplier=float(f"{training.rate / of_one:.12g}"),
     )

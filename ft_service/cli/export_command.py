@@ -13,7 +13,7 @@ import typer
 
 from ft_service.cli.jobs.naming import find_job
 from ft_service.cli.merge_command import adapter_of_job, base_here, find_adapter, shown_losses
-from ft_service.cli.output import Json, connect, print_fields, print_json
+from ft_service.cli.output import Json, connect, print_fields, print_json, say
 from ft_service.client.client import Client
 from ft_service.errors import FtError, SpecError
 from ft_service.rundir.exports import ExportFormat
@@ -52,6 +52,8 @@ def export(
         if isinstance(place, Path):
             if faults := verify(place).faults:
                 raise FtError(f"{source} is not what was written ({faults[0]}): see ft verify.")
+            if to is not ExportFormat.PEFT:
+                say("Writing it, and reading it again to compare.")
             report = write_export(place, out.absolute(), to, base, samples)
         else:
             report = _fetch(*place, to, out)

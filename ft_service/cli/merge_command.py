@@ -16,7 +16,7 @@ import typer
 from ft_service.bases.catalogue import Catalogue
 from ft_service.cli.jobs.naming import find_job
 from ft_service.cli.local_store import settings_with_models
-from ft_service.cli.output import Json, connect, load_settings, print_fields, print_json
+from ft_service.cli.output import Json, connect, load_settings, print_fields, print_json, say
 from ft_service.errors import FtError, SpecError
 from ft_service.rundir.manifest import MANIFEST, spec_beside
 from ft_service.rundir.verify import CONFIG, read_manifest, verify
@@ -51,6 +51,8 @@ def merge(
         options = ["--to", to.value, "--max-file-gib", str(max_file_gib), "--samples", str(samples)]
         found = base or base_here(folder)
         options += ["--base", str(found.absolute())] if found else []
+        then = f", then compare losses over up to {samples} samples" if samples else ""
+        say(f"Merging base and adapter, a file at a time{then}. That takes a minute or more.")
         report = run_worker("workers.tasks.merge", [str(folder), str(out.absolute()), *options])
     if as_json:
         print_json({"out": str(out.absolute()), **report})

@@ -11,9 +11,10 @@ import typer
 from ft_service.bases import hub
 from ft_service.bases.origin import read_origin
 from ft_service.cli.local_store import SAMPLES, settings_with_models
-from ft_service.cli.output import Json, complain, connect, local_time, print_json, print_table
+from ft_service.cli.output import Json, complain, connect, local_time, print_json, print_table, say, sentence
 from ft_service.control.base_facts import base_facts, refuse_untrainable
 from ft_service.errors import FtError, SpecError
+from ft_service.spec import is_tuned
 
 INTERRUPTED = 130
 
@@ -30,8 +31,8 @@ def models(as_json: Json = False) -> None:
     if as_json:
         print_json([model.model_dump() for model in known])
         return
-    bases = [(model, model.base) for model in known if model.base is not None]
-    tuned = [model for model in known if model.base is None]
+    bases = [(model, model.base or {}) for model in known if not is_tuned(model.id)]
+    tuned = [model for model in known if is_tuned(model.id)]
     if bases:
         titles = ("BASE", "FAMILY", "SIZE", "FORMAT", "CONTEXT", "CHAT", "LICENCE", "TUNES")
         print_table(titles, [_row(model.id, facts) for model, facts in bases], notes=("WHY NOT", [_why(f) for _, f in bases]))
@@ -61,11 +62,11 @@ def pull(
     there = read_origin(folder / called)
     target = folder / called
     if there is not None and (there.repository, there.commit) == (repository, found.commit):
-        _say(f"{called} is there already, at {found.commit[:12]}.")
+        say(f"{called} is there already, at {found.commit[:12]}.")
     else:
         try:
             target = hub.pull(
-                found, folder, called, lambda staged: _judge(staged, called, anyway), _say, shows_bars=sys.stderr.isatty()
+                found, folder, called, lambda staged: _judge(staged, called, anyway), say, shows_bars=sys.stderr.isatty()
             )
         except KeyboardInterrupt:
             return complain(f"stopped. What has arrived is kept; go on with: ft pull {model}", INTERRUPTED)
@@ -73,8 +74,12 @@ def pull(
     if as_json:
         print_json({"name": called, "path": str(target), "commit": found.commit, "licence": found.licence})
     else:
-        licence = f", licence {found.licence}" if found.licence else ""
-        print(f"{called} is in {target} ({_size(facts.parameters)} parameters{licence}).\nTrain on it: model: {called}")
+        told = [
+            f"{size} parameters" if (size := _size(facts.parameters)) else "",
+            f"licence {found.licence}" if found.licence else "",
+        ]
+        print(sentence(f"{called} is in {target} ({', '.join(filter(None, told)) or 'no licence is named'})."))
+        print(f"Train on it: model: {called}" if facts.trainable else sentence(f"It cannot be tuned here: {facts.why_not}"))
     return 0
 
 
@@ -99,10 +104,6 @@ def _judge(staged: Path, called: str, anyway: bool) -> None:
             raise SpecError(message, param="model", code=error.code) from None
 
 
-def _say(sentence: str) -> None:
-    print(sentence, file=sys.stderr)
-
-
 def _row(name: str, facts: dict[str, Any]) -> tuple[str, ...]:
     context = facts.get("context")
     return (
@@ -111,18 +112,23 @@ def _row(name: str, facts: dict[str, Any]) -> tuple[str, ...]:
         _size(facts.get("parameters")),
         facts.get("format") or "",
         f"{context:,}" if context else "",
-        "yes" if facts.get("chat_template") else "no",
+        _yes(facts.get("chat_template")),
         facts.get("licence") or "",
-        "yes" if facts.get("trainable") else "no",
+        _yes(facts.get("trainable")),
     )
 
 
 def _why(facts: dict[str, Any]) -> str | None:
-    return None if facts.get("trainable") else facts.get("why_not")
+    return facts.get("why_not")
+
+
+def _yes(known: bool | None) -> str:
+    """Nothing where a server of an earlier version does not say."""
+    return "" if known is None else "yes" if known else "no"
 
 
 def _size(parameters: int | None) -> str:
     if not parameters:
-        return "?"
+        return ""
     unit, letter = next(((unit, letter) for unit, letter in ((1e9, "B"), (1e6, "M")) if parameters >= unit), (1e3, "K"))
     return f"{parameters / unit:.3g}{letter}"

@@ -153,6 +153,33 @@ class RemoteJob(Answer):
         return (self.error or {}).get("message")
 
 
+class RemoteSweep(Answer):
+    """A sweep, with its jobs best first."""
+
+    model: str
+    status: str
+    created_at: int
+    finished_at: int | None = None
+    suffix: str | None = None
+    options: list[str] = []
+    """Those that are tried, dotted."""
+    rungs: list[float] = []
+    counts: dict[str, int] = {}
+    best: dict[str, Any] | None = None
+    """job_id, valid_loss, step, values, fine_tuned_model; so far, until it is over."""
+    jobs: list[dict[str, Any]] = []
+    """Each with id, values, status, phase, stopped, error, step, total_steps, valid_loss, best_step, fine_tuned_model."""
+
+    @property
+    def over(self) -> bool:
+        return self.status != "running"
+
+    @property
+    def counts_text(self) -> str:
+        """`2 succeeded, 1 running`."""
+        return ", ".join(f"{number} {status.replace('_', ' ')}" for status, number in self.counts.items())
+
+
 class RemoteEvent(Answer):
     """OpenAI's FineTuningJobEvent."""
 

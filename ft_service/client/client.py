@@ -28,6 +28,7 @@ from ft_service.client.answers import (
     RemoteFile,
     RemoteJob,
     RemoteModel,
+    RemoteSweep,
 )
 from ft_service.client.connection import START_HINT, Connection
 from ft_service.errors import (
@@ -267,6 +268,26 @@ class Client:
             top = entries[0] if len(entries) == 1 and entries[0].is_dir() else unpacked  # the archive's own folder
             top.replace(out)
         return out
+
+    # Sweeps
+
+    def create_sweep(self, body: dict[str, Any]) -> RemoteSweep:
+        """Create a sweep with its jobs. `body`: of a job, with `sweep`."""
+        return RemoteSweep.model_validate(self._call("POST", "/fine_tuning/sweeps", json=body))
+
+    def sweeps(self, limit: int = 20) -> list[RemoteSweep]:
+        """The newest `limit` sweeps, newest first."""
+        return list(islice(self._pages("/fine_tuning/sweeps", RemoteSweep, min(limit, PAGE)), limit))
+
+    def sweep(self, sweep_id: str) -> RemoteSweep:
+        return RemoteSweep.model_validate(self._call("GET", f"/fine_tuning/sweeps/{_part(sweep_id)}"))
+
+    def cancel_sweep(self, sweep_id: str) -> RemoteSweep:
+        return RemoteSweep.model_validate(self._call("POST", f"/fine_tuning/sweeps/{_part(sweep_id)}/cancel"))
+
+    def delete_sweep(self, sweep_id: str, *, keep_best: bool = False) -> None:
+        """Delete a sweep that is over, with the tuned models of its jobs; `keep_best`: all but the best one's."""
+        self._call("DELETE", f"/fine_tuning/sweeps/{_part(sweep_id)}", params={"keep_best": keep_best})
 
     # Answers
 

@@ -101,6 +101,8 @@ class Statistics:
     validation: FileStatistics | None
     overlap: Lines
     """Samples of the validation file whose very tokens are trained on."""
+    items: int
+    """That training.batch_size counts: samples or pairs, of documents rows of training.max_length tokens."""
     steps: int
     """Optimizer steps."""
     trained_tokens: int
@@ -158,10 +160,10 @@ class Records:
 
 def without_base(training: Records, validation: Records | None, options: TrainingOptions) -> Statistics:
     """What is known of a job's files before any tokenizer has seen them."""
-    steps = options.max_steps or options.n_epochs * -(-training.count // options.batch_size)
+    steps = options.max_steps or options.epochs * -(-training.count // options.batch)
     overlap = validation.overlap(training) if validation is not None else Lines()
     held_out = validation.statistics() if validation is not None else None
-    return Statistics(training.statistics(), held_out, overlap, steps, trained_tokens=0, padding_saved=0.0)
+    return Statistics(training.statistics(), held_out, overlap, training.count, steps, trained_tokens=0, padding_saved=0.0)
 
 
 Level = Literal["info", "warn"]
@@ -177,6 +179,14 @@ def messages(found: Statistics, asked: Measure) -> Iterator[tuple[Level, str]]:
             f"for validation (validation_split {asked.validation_split:g}, seed {asked.seed}).",
         )
     lengths = training.lengths
+    if lengths.most > asked.training.max_length and not training.cut.count:
+        yield (
+            "info",
+            f"{training.name}: what is longer than training.max_length = {asked.training.max_length} tokens is split into "
+            "windows, and nothing is lost.",
+        )
+    if found.items < training.samples:
+        yield "info", f"{training.name}: {training.samples:,} samples fill {found.items:,} rows, which batch_size counts."
     yield (
         "info",
         f"{found.steps:,} steps over {training.samples:,} samples, half of them no longer than {lengths.median:,} tokens, 99 % "
@@ -236,11 +246,11 @@ def _about_steps(found: Statistics, options: TrainingOptions) -> Iterator[str]:
     samples, steps = found.training.samples, found.steps
     if samples < FEW_SAMPLES:
         yield f"{found.training.name}: only {_samples(samples)} to train on. Give at least {FEW_SAMPLES}, better hundreds."
-    elif options.batch_size > samples:
-        yield f"training.batch_size = {options.batch_size}: every step takes all {samples} samples. Lower it."
+    elif options.batch > samples:
+        yield f"training.batch_size = {options.batch}: every step takes all {samples} samples. Lower it."
     elif steps < FEW_STEPS:
         yield (
-            f"Training has only {steps} steps of {options.batch_size} samples. Lower training.batch_size, or raise "
+            f"Training has only {steps} steps of {options.batch} samples. Lower training.batch_size, or raise "
             f"{'training.n_epochs' if options.max_steps is None else 'training.max_steps'}."
         )
     if found.validation is not None and options.eval_steps is not None and options.eval_steps > steps:

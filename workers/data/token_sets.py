@@ -25,6 +25,7 @@ from ft_service.data.tokens.render import writes_date
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.tokenize import file_samples, load_tokenizer, trainable
 from ft_service.data.tokens.training_set.split import Split, split_off
+from ft_service.data.tokens.training_set.windows import are_whole, in_windows
 from ft_service.errors import DataError
 from ft_service.rundir.directory import RunDir
 from ft_service.spec import DataFileRef, JobSpec
@@ -48,10 +49,16 @@ def job_samples(run: RunDir, spec: JobSpec) -> tuple[TokenSet, TokenSet]:
     if (split := Split.of(spec)) is not None:
         file = spec.training_data
         training, validation = split_off(training, split, file.name, pairs=pairs)
-    used = trainable(training, spec.training_data, length, pairs=pairs)
+    used = trainable(_whole(training, spec), spec.training_data, length, pairs=pairs)
     if file is None or validation is None:
         return used, TokenSet.of([])
-    return used, trainable(validation, file, length, pairs=pairs)
+    return used, trainable(_whole(validation, spec), file, length, pairs=pairs)
+
+
+def _whole(samples: TokenSet, spec: JobSpec) -> TokenSet:
+    """What is learned whole in windows, of which none is cut; other samples as they are."""
+    split = spec.windows and spec.dpo is None and are_whole(samples)
+    return in_windows(samples, spec.training.max_length) if split else samples
 
 
 def remove_own(run: RunDir) -> None:

@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from ft_service.bases.origin import portable_name
 from ft_service.data.tokenizer_files import tokenizer_files
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Result
+from ft_service.rundir.evaluations import SERVED, Served
 from ft_service.rundir.events import Event, Metrics
 from ft_service.rundir.fence import Fence
 from ft_service.rundir.manifest import MANIFEST
@@ -78,19 +79,21 @@ def publish(
     built: BuiltModel,
     job: JobState,
     chosen: Chosen,
-    probe: Callable[[], list[Probe]],
+    probes: list[Probe],
+    served: Served | None,
 ) -> None:
     """Write the outcome of a finished job. Called by all ranks together; rank 0 writes.
 
-    `probe`: measures the model as it is; called by all ranks. Raises ExportError on rank 0 if the disk refuses the adapter or
-    reads back another one, and SealedError there if the attempt is over.
+    `probes`, `served`: what was measured of it. Raises ExportError on rank 0 if the disk refuses the adapter or reads back
+    another one, and SealedError there if the attempt is over.
     """
-    probes = Probes(step=job.step, probes=probe())
     if dist.get_rank() == 0:
         reported = with_evaluations(steps_of_all_attempts(run, fence.attempt), run)
         rows = [event.metrics for event in reported if event.metrics is not None]
         try:
-            write_document(run, PROBES, probes, fence)
+            write_document(run, PROBES, Probes(step=job.step, probes=probes), fence)
+            if served is not None:
+                write_document(run, SERVED, served, fence)
             _write_outcome(run, fence, spec, built, job, reported, chosen.checkpoint)
         except OSError as error:
             fence.check()  # a later attempt removes what this one has not finished

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+from ft_service.data.tokenizer_files import stops_of
 from ft_service.data.tokens.tokenize import load_tokenizer
 from ft_service.errors import SpecError
 from workers.serving.tool_calls import call_format
@@ -80,12 +80,7 @@ def _ends(tokenizer: Any, folder: Path) -> frozenset[int]:
     """The tokenizer's end, those that generation_config.json names, and what the template writes behind an answer if that is
     one special token: what training taught the model to end with.
     """
-    ends = {tokenizer.eos_token_id}
-    try:
-        given = json.loads((folder / "generation_config.json").read_text()).get("eos_token_id")
-        ends |= set(given) if isinstance(given, list) else {given}
-    except (OSError, ValueError, AttributeError):
-        pass
+    ends = {tokenizer.eos_token_id, *stops_of(folder)}
     try:
         talk = [{"role": "user", "content": "ft_question"}, {"role": "assistant", "content": _WORDS}]
         text = tokenizer.apply_chat_template(talk, tokenize=False)

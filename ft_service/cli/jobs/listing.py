@@ -120,7 +120,9 @@ def checkpoints(job_id: JobId, as_json: Json = False) -> None:
             )
             for point in points
         ]
-        print_table(("STEP", "LOSS", "VALID", "CREATED", "MODEL"), rows)
+        titles = ("STEP", "LOSS", "VALID", "CREATED", "MODEL")
+        shown_columns = len(titles) - is_terminal()  # names of models that differ at their end only, which would be cut
+        print_table(titles[:shown_columns], [row[:shown_columns] for row in rows])
     else:
         print("No checkpoints yet.")
 
@@ -132,7 +134,7 @@ def files(limit: Newest = 20, as_json: Json = False) -> None:
     if as_json:
         print_json([file.model_dump() for file in known])
     elif known:
-        rows = [(f.id, f.filename, bytes_text(f.bytes), f.purpose, local_time(f.created_at)) for f in known]
+        rows = [(_short_file(f.id), f.filename, bytes_text(f.bytes), f.purpose, local_time(f.created_at)) for f in known]
         print_table(("ID", "NAME", "SIZE", "PURPOSE", "CREATED"), rows)
     else:
         print("No files yet. `ft submit SPEC` uploads those that a SPEC names.")
@@ -144,6 +146,11 @@ def _row(job: RemoteJob) -> tuple[str, ...]:
     name = job.id.removeprefix(PREFIX)[:_SHORT] if is_terminal() else job.id
     status = "stopping" if job.status == "running" and job.phase == "stopping" else job.status
     return name, job.suffix or "", job.base, status, step, _valid(job) or "", clock(job.seconds(time.time()))
+
+
+def _short_file(file_id: str) -> str:
+    """As `ft rm` knows it."""
+    return file_id[: len("file-") + _SHORT] if is_terminal() else file_id
 
 
 def _note(job: RemoteJob) -> str | None:

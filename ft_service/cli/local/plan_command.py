@@ -62,7 +62,7 @@ def plan(
     plan_job(resolved, machine, to_train=False)  # a base that cannot be used is told of before the data is read
     data = examine_data(resolved, settings, lambda sentence: print(sentence, file=sys.stderr), need_counts=False)
     its_plan = plan_job(resolved, machine, data.lengths, to_train=False)
-    examples = data.statistics.training.samples if data.statistics else data.reports["training_file"].examples
+    examples = data.statistics.items if data.statistics else data.reports["training_file"].examples
     duration = training_time(its_plan, resolved, examples)
     if as_json:
         counts = {param: report.counts and asdict(report.counts) for param, report in data.reports.items()}

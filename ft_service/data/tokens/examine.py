@@ -47,6 +47,7 @@ from ft_service.data.data_file import (
     answers,
 )
 from ft_service.data.formats.reading import DataReader, open_data
+from ft_service.data.formats.recognise import Format
 from ft_service.data.line_errors import Fault
 from ft_service.data.samples import Page, SamplePage, ShownSample
 from ft_service.data.statistics import Measure, Statistics
@@ -206,7 +207,7 @@ def examine(
     if found is not None:
         data.look()
         findings.examples = len(found.samples) // (2 if pairs else 1)
-        counts, exceeded = _counts_of(found.samples, max_length, pairs=pairs), 0
+        counts, exceeded = _counts_of(found.samples, _kept_of(data, max_length, options, pairs=pairs), pairs=pairs), 0
         found.entry.close()
     else:
         with _recording(keep, data) as recording:
@@ -252,12 +253,18 @@ def _read(
             else:
                 own = [sample for sample in of_line if isinstance(sample, Tokens)]
                 findings.examples += 1
-                counts = _counted(counts, own, max_length)
+                counts = _counted(counts, own, _kept_of(data, max_length, options, pairs=pairs))
                 if recording is not None:
                     for sample in own:
                         recording.add(sample)
             teller.at(findings.examples + findings.faults_total, reader)
     return counts, exceeded
+
+
+def _kept_of(data: DataReader, max_length: int, options: TokenOptions, *, pairs: bool) -> int:
+    """Tokens that are kept of a sample: all of what is learned whole, in windows."""
+    whole = not pairs and (data.shape.format is Format.TEXT or options.train_on == "everything")
+    return sys.maxsize if whole else max_length
 
 
 def _counts_of(samples: TokenSet, max_length: int, *, pairs: bool = False) -> Counts:

@@ -32,7 +32,7 @@ from tests.support.page.browser import (
 )
 from tests.support.page.place import Place
 from tests.support.page.seeded import DATA, NOW, seed_checkpoints, seed_files, seed_job, seed_log, seed_steps
-from tests.support.page.teams import evaluation_messages, seed_messages, seed_use
+from tests.support.page.teams import evaluation_messages, seed_evaluation, seed_messages, seed_use
 
 HOSTILE = (
     '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>',
@@ -156,7 +156,8 @@ def hostile_views(place: Place) -> list[str]:
         seed_log(place.settings, job, HOSTILE)
     succeeded = {"state": "succeeded", "reason": "succeeded", "attempt": 1, "finished_at": NOW}
     done = seed_job(place.settings, place.store, place.holder, asked, **succeeded)
-    seed_messages(place.store, done, evaluation_messages([(*HOSTILE, HOSTILE[0])], 12))
+    seed_evaluation(place.settings, done, [(*HOSTILE, HOSTILE[0])], 12)
+    seed_messages(place.store, jobs[0], evaluation_messages([(*HOSTILE, HOSTILE[0])], 12))
     project = place.store.create_project(name=HOSTILE[0], organization="local", limits=Limits(bases=HOSTILE)).id
     key, _ = place.store.create_key(project_id=project, name=HOSTILE[0], scope="user")
     seed_use(place.store, project, key.id, 9, 1.0)

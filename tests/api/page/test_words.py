@@ -145,22 +145,26 @@ def test_answers_of_a_job_of_before_are_those_of_its_newest_evaluation() -> None
     assert found is not None
     assert (found.steps, found.shown) == ((10,), 10)
     assert found.scores == {"exact_match": (0.0, 0.83), "json_valid": (0.17, 1.0)}
-    assert found.prompts == tuple(answers.Answered(*texts) for texts in asked)
+    assert found.prompts == tuple(answers.Answered((("", prompt),), *texts) for prompt, *texts in asked)
     assert answers.from_messages(["Asked: a\nExpected: b", "Step 1/2"]) is None
 
 
 def test_answers_at_a_step_beside_those_before_training() -> None:
     def evaluation(step: int, score: float, tuned: str | None) -> dict[str, Any]:
-        sample = {"prompt": "p", "messages": None, "reference": None, "base": "b", "tuned": tuned}
+        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": []}] if step == 8 else None
+        sample = {"prompt": "p", "messages": messages, "reference": None, "base": "b", "tuned": tuned}
         base = {"rouge_l": 0.1} if step else {}
         return {"step": step, "metrics": {"rouge_l": score}, "base_metrics": base, "samples": [sample]}
 
     listed = [evaluation(8, 0.9, "later"), evaluation(4, 0.5, "half"), evaluation(0, 0.1, None)]
     found = answers.from_evaluations(listed, 4)
-    assert found == answers.Answers((4, 8), 4, {"rouge_l": (0.1, 0.5, 0.9)}, (answers.Answered("p", None, "b", "half"),))
+    assert found == answers.Answers(
+        (4, 8), 4, {"rouge_l": (0.1, 0.5, 0.9)}, (answers.Answered((("", "p"),), None, "b", "half"),)
+    )
     newest, begun = answers.from_evaluations(listed, 5), answers.from_evaluations(listed[2:], None)
     assert newest is not None
     assert newest.shown == 8
+    assert newest.prompts[0].turns == (("user", "Hi"), ("assistant", "null"))
     assert begun is not None
     assert (begun.shown, begun.scores) == (None, {"rouge_l": (0.1,)})
     assert answers.from_evaluations([], None) is None

@@ -138,7 +138,6 @@ def test_a_failure_is_told_with_the_exit_code_of_the_attempt(ft: Ft, spec: Path,
     ended = ft("run", spec)
     assert ended.code == exit_of(reason, "It ended.", error).code == code
     assert ended.err.startswith("ft: precision.overrides: 'q' matches no module.\n  More.\n  The logs are in ")
-    assert ended.err.count("\n") == 1
 
 
 def test_a_directory_in_use_is_one_line(ft: Ft, spec: Path, train: Any) -> None:

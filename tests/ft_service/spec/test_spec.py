@@ -251,7 +251,7 @@ def test_a_refusal_names_every_field_at_fault_and_no_class_of_ours() -> None:
     assert caught.value.message.splitlines() == [
         "3 options are at fault.",
         "lora.r = 0: must be at least 1.",
-        "training.n_epochs = 0: must be at least 1.",
+        "training.n_epochs = 0: must be at least 1 or auto.",
         "checkpoint = 3: must be an object with options of its own.",
     ]
     assert caught.value.param == "lora.r"

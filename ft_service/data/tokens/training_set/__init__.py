@@ -2,5 +2,6 @@
 
 contents      samples that are the same
 split         samples set aside for validation
+windows       documents, in windows and rows
 measure       lengths, targets, doubles and overlap (ft_service/data/statistics.py)
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -9,6 +11,7 @@ from ft_service.data.statistics import NEAR_EMPTY, SHOWN_LINES, Bucket, FileStat
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.training_set.contents import content_digests
 from ft_service.data.tokens.training_set.split import Split, set_aside
+from ft_service.data.tokens.training_set.windows import are_whole, in_rows, in_windows
 from ft_service.spec import TrainingOptions
 
 BUCKETS = 12
@@ -28,9 +31,12 @@ class Part:
         self.samples, self.word, self.name = samples, word, name
         self.contents = content_digests(samples, together=self.together)
         self.ending = _ending(samples)
+        self.is_whole = not pairs and are_whole(samples)
+        """It is split into windows rather than cut."""
 
     def measured(self, chosen: np.ndarray, max_length: int) -> FileStatistics:
         """`chosen`: bool [records], those that are looked at."""
+        max_length = sys.maxsize if self.is_whole else max_length
         numbers = np.flatnonzero(chosen) + 1
         samples = self.samples.some(chosen.repeat(self.together))
         targets, lengths = samples.targets_within(max_length), samples.lengths
@@ -73,16 +79,23 @@ def measure(asked: Measure, training: Part, validation: Part | None) -> Statisti
         aside = set_aside(training.contents, Split(asked.validation_split, asked.seed), training.name)
         held_out, used = training.measured(aside, options.max_length), ~aside
     trained = training.measured(used, options.max_length)
-    steps = options.max_steps or options.n_epochs * -(-trained.samples // options.batch_size)
-    mean = trained.tokens / max(1, trained.samples)
+    samples = training.samples.some(used.repeat(training.together))
+    if training.is_whole:
+        samples = in_windows(samples, options.max_length)
+    lengths = np.minimum(samples.lengths, options.max_length)
+    items = trained.samples
+    if training.is_whole:
+        items = len(in_rows(lengths.tolist(), options.max_length)) if options.packing else len(lengths)
+    steps = options.max_steps or options.epochs * -(-items // options.batch)
+    mean = trained.tokens / max(1, items)
     epochs_whole = options.max_steps is None
-    lengths = np.minimum(training.samples.some(used.repeat(training.together)).lengths, options.max_length)
     return Statistics(
         training=trained,
         validation=held_out,
         overlap=overlap,
+        items=items,
         steps=steps,
-        trained_tokens=options.n_epochs * trained.tokens if epochs_whole else int(steps * options.batch_size * mean),
+        trained_tokens=options.epochs * trained.tokens if epochs_whole else int(steps * options.batch * mean),
         padding_saved=padding(lengths, options),
     )
 
@@ -107,7 +120,7 @@ def histogram(lengths: np.ndarray) -> tuple[Bucket, ...]:
 def padding(lengths: np.ndarray, options: TrainingOptions) -> float:
     """Share of padding, were each batch of training.batch_size samples, drawn anyhow, padded to its longest."""
     drawn = np.random.default_rng(0).permutation(lengths)
-    starts = np.arange(0, len(drawn), options.batch_size)
+    starts = np.arange(0, len(drawn), options.batch)
     if not len(starts) or not drawn.sum():
         return 0.0
     sizes = np.diff(np.append(starts, len(drawn)))

@@ -122,7 +122,14 @@ FINE = FileStatistics("a.jsonl", "line", 400, 40_000, 9_000, Spread(5, 100, 90, 
 
 
 def found(training: FileStatistics = FINE, validation: FileStatistics | None = None, **changed: Any) -> Statistics:
-    known: dict[str, Any] = {"overlap": Lines(), "steps": 150, "trained_tokens": 120_000, "padding_saved": 0.4, **changed}
+    known: dict[str, Any] = {
+        "overlap": Lines(),
+        "items": 400,
+        "steps": 150,
+        "trained_tokens": 120_000,
+        "padding_saved": 0.4,
+        **changed,
+    }
     return Statistics(training, validation, **known)
 
 

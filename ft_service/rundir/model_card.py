@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ft_service.bases.origin import is_published, portable_name
+from ft_service.bases.origin import is_published, licence_of, portable_name
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.events import Metrics
 from ft_service.rundir.manifest import Manifest, manifest_of, write_manifest
@@ -72,20 +72,6 @@ def model_card(manifest: Manifest, base: str, licence: str | None = None) -> str
         "`ft verify` checks it.",
     )
     return "\n\n".join(sections) + "\n"
-
-
-def licence_of(folder: Path) -> str | None:
-    """The licence that a base's own card names. None: it has no card, or that names none."""
-    try:
-        text = (folder / CARD).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    head = text.split("---")[1] if text.startswith("---") else ""
-    for line in head.splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "license" and value.strip():
-            return value.strip().strip("\"'")
-    return None
 
 
 def metadata_of(base: str, *, library: str, licence: str | None) -> Iterator[str]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ft_service.bases.origin import licence_of
 from ft_service.rundir.evaluations import Answered, Evaluation, evaluation_key
 from ft_service.rundir.export_card import CURVE_ROWS, export_card, thinned
 from ft_service.rundir.exports import ExportFormat
 from ft_service.rundir.manifest import Manifest
-from ft_service.rundir.model_card import licence_of
 from tests.support.run_directories import finished_run
 
 

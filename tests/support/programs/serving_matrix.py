@@ -38,7 +38,7 @@ SIZE = {"hidden_size": 64, "vocab_size": 1040, "eos_token_id": 2, "bos_token_id"
 FITTING: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3_text": {"query_pre_attn_scalar": 16},
-    "mistral": {"sliding_window": None},
+    "mistral": {"sliding_window": None, "head_dim": 16},
     "qwen3": {"head_dim": 16},
 }
 """What published models of a family have, and the tiny ones of other tests have not."""

@@ -130,7 +130,7 @@ def training_time(plan: Plan, spec: JobSpec, examples: int) -> dict[str, Any]:
     length.
     """
     options = spec.training
-    steps = options.max_steps or options.n_epochs * -(-examples // options.batch_size)
+    steps = options.max_steps or options.epochs * -(-examples // options.batch)
     most, likely = (
         None if cost is None or cost.speed is None else steps * cost.speed.step_seconds for cost in (plan, plan.likely)
     )
@@ -278,8 +278,8 @@ def _warnings(base: BaseShape, spec: JobSpec, layout: Layout, adapters: list[Ada
             f"training.max_length = {spec.training.max_length}: the base was made for {longest} positions "
             "(max_position_embeddings). Lower it, or expect worse results of longer samples."
         )
-    if layout.world > spec.training.batch_size:
+    if layout.world > spec.training.batch:
         yield (
             f"training.batch_size = {spec.training.batch_size}: {layout.world} ranks share it, so that "
-            f"{layout.world - spec.training.batch_size} of them have nothing to do. Raise it, or ask for fewer ranks."
+            f"{layout.world - spec.training.batch} of them have nothing to do. Raise it, or ask for fewer ranks."
         )

@@ -27,7 +27,7 @@ from ft_service.serving.preview import WORKER
 from tests.support.page.browser import attribute, browsing, find, press, sized, until
 from tests.support.page.place import Place
 from tests.support.page.seeded import DATA, seed_all
-from tests.support.page.teams import seed_teams
+from tests.support.page.teams import seed_host, seed_teams
 
 ROOT = Path(__file__).parents[3]
 WIDTHS = {"wide": 1600, "narrow": 360}
@@ -47,13 +47,14 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as home:
         run = options.run or _trained(Path(home) / "trained")
-        place = Place(Path(home), preview_command=WORKER)
+        place = Place(Path(home), preview_command=WORKER, moves=False)
         try:
             made = seed_all(place.settings, place.store, place.holder)
             for part in ("adapter", EVALUATIONS):
                 there = place.settings.runs_dir / made["succeeded"] / part
                 shutil.copytree(run / part, there, dirs_exist_ok=True)
-            made |= seed_teams(place.store)
+            made |= seed_teams(place.store, place.holder.key_id)
+            seed_host(place.store, made["running"])
             with browsing(Path(home)) as driver:
                 _take_all(driver, place, made, options.folder)
         finally:

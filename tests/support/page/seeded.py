@@ -121,6 +121,14 @@ def seed_steps(
         connection.execute(insert(events), rows)
 
 
+def seed_event(store: Store, job: Job, message: str, metrics: Mapping[str, Any]) -> None:
+    """One more step that a job reports now."""
+    row = {"id": new_id("ftevent-"), "project_id": job.project_id, "job_id": job.id, "created_at": time.time(), "level": "info"}
+    own = {"attempt": job.attempt, "segment": metrics["step"], "line": 0, "message": message, "metrics": dict(metrics)}
+    with store.writing() as connection:
+        connection.execute(insert(events), [row | own])
+
+
 def seed_checkpoints(settings: Settings, store: Store, job: Job, steps: Sequence[int]) -> None:
     run = Places.of(settings).run(job.id)
     for step in steps:

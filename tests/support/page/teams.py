@@ -14,7 +14,7 @@ from ft_service.settings import Settings
 from ft_service.storage.locations import Places
 from ft_service.store.records import Limits
 from ft_service.store.sql import Store
-from ft_service.store.tables import events, projects
+from ft_service.store.tables import events, projects, slots
 from ft_service.store.tenants.audit import Actor, acting
 from ft_service.store.tenants.usage import DAY_SECONDS, add_use
 from tests.support.page.seeded import NOW
@@ -32,8 +32,13 @@ def seed_use(store: Store, project: str, key_id: str, days: int, scale: float, s
                 add_use(connection, project, key_id, moment, jobs=noise.randint(1, 6), **amounts)
 
 
-def seed_teams(store: Store, organization: str = "local") -> dict[str, str]:
-    """Two more projects with limits, keys and use. Returns their names → ids."""
+def seed_teams(store: Store, admin: str, organization: str = "local") -> dict[str, str]:
+    """Two more projects with limits, keys and use, made by the key `admin`. Returns their names → ids."""
+    with acting(Actor(admin, "10.0.3.17")):
+        return _seed_teams(store, organization)
+
+
+def _seed_teams(store: Store, organization: str) -> dict[str, str]:
     found = {}
     for number, (name, limits) in enumerate(
         {
@@ -53,10 +58,16 @@ def seed_teams(store: Store, organization: str = "local") -> dict[str, str]:
         with store.writing() as connection:
             used = {"used": 3600.0 * (9 - 6 * number), "used_at": NOW}
             connection.execute(update(projects).where(projects.c.id == project.id).values(**used))
-    with acting(Actor(None, "10.0.3.17")):
-        old, _ = store.create_key(project_id="default", name="laptop of before", scope="submit")
-        store.revoke_key("default", old.id)
+    old, _ = store.create_key(project_id="default", name="laptop of before", scope="submit")
+    store.revoke_key("default", old.id)
     return found
+
+
+def seed_host(store: Store, job_id: str) -> None:
+    """A host of one slot, which a job holds: whoever is queued waits for it."""
+    store.tell_host("h", 1)
+    with store.writing() as connection:
+        connection.execute(insert(slots).values(host="h", slot=0, job_id=job_id, project_id="default", attempt=1))
 
 
 def seed_messages(store: Store, job: Job, messages: Sequence[str]) -> None:

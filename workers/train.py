@@ -25,10 +25,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_service.bases.cache_folder import Cache
+from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.tokenize import load_tokenizer
 from ft_service.rundir.attempt import Attempt
-from ft_service.rundir.checkpoints import newest_checkpoint, set_damaged_aside
+from ft_service.rundir.checkpoints import newest_checkpoint, set_damaged_aside, step_of
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, OutcomeKind
 from ft_service.rundir.evaluations import evaluated_steps
@@ -46,21 +47,23 @@ from workers.model.activation_checkpointing import checkpoint_activations
 from workers.model.build import BuiltModel, balance_note, build, token_rows
 from workers.model.compiling import compile_layers
 from workers.output import checkpoint
+from workers.output.event_files import FOLDER, EventFile
 from workers.output.export import publish, use_best
 from workers.output.probes import measure
 from workers.output.report import Reporter
 from workers.output.saver import WITH_ADAPTERS, Saver
 from workers.ranks import fencing
 from workers.ranks.runtime import COMPUTE_DTYPE, Runtime, enter, leave, report_failure, with_spec
-from workers.ranks.sharding import shard
+from workers.ranks.sharding import make_mesh, shard
 from workers.training.answers import Evaluator
 from workers.training.guards import AdapterWatch, check_gathered_weights, check_ids
 from workers.training.loop import Schedule, Trainer
-from workers.training.objective import Objective, Preference, Supervised
+from workers.training.objective import Objective, Preference, Supervised, supervised
 from workers.training.packing import settle_limits
-from workers.training.questions import questions_of
+from workers.training.questions import ends_of, questions_of, questions_of_prompts
 from workers.training.reference import INDEX as REFERENCE
 from workers.training.reference import compute_reference, find_reference, key_of_reference
+from workers.training.served import Comparison
 from workers.training.stop import StopRequest
 
 
@@ -70,7 +73,8 @@ def main(run: RunDir, attempt: int) -> int:
         fence = Fence(run, attempt)
         fencing.watch(fence)  # first: a rank may wait for the others for ever
         runtime = enter(run, attempt, fence)
-        with Reporter(run, attempt, active=runtime.rank == 0, fence=fence) as reporter:
+        event_file = _event_file(runtime) if runtime.rank == 0 and runtime.spec.tensorboard else None
+        with Reporter(run, attempt, active=runtime.rank == 0, fence=fence, event_file=event_file) as reporter:
             outcome = train(runtime, reporter)
         if runtime.rank == 0:
             Attempt(run, attempt).write_outcome(outcome)
@@ -79,6 +83,13 @@ def main(run: RunDir, attempt: int) -> int:
         report_failure(run, attempt, error)
         return 1
     return 0
+
+
+def _event_file(runtime: Runtime) -> EventFile:
+    """For TensorBoard, of this attempt."""
+    start = runtime.start
+    done = step_of(start.checkpoint) if start.checkpoint else 0
+    return EventFile(runtime.run.path(FOLDER), f"attempt-{start.attempt}", first_step=done + 1)
 
 
 def train(runtime: Runtime, reporter: Reporter) -> Outcome:
@@ -142,10 +153,12 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
         last = from_first(newest_checkpoint(runtime.run))
         reporter.message(f"Stopped after step {steps}, while the model was asked the prompts of the evaluation.")
         return Outcome(kind=OutcomeKind.STOPPED, checkpoint=last)
+    reporter.message("The last step is done; the adapter is being written, and read again to compare.")
     reporter.flush()  # the metrics table is made from the events
     probed = valid_set if len(valid_set) else train_set
-    probe = partial(measure, built.peft_model, probed, runtime.device)
-    publish(runtime.run, runtime.fence, spec, built, job, chosen, probe)
+    probes = measure(built.peft_model, probed, runtime.device)
+    served = Comparison(runtime, built, valid_data, limits, reporter, evaluator, partial(_anew, runtime)).measured(job.step)
+    publish(runtime.run, runtime.fence, spec, built, job, chosen, probes, served)
     if runtime.rank == 0:
         remove_own(runtime.run)
     which = "" if job.step == steps else f" of step {job.step}, with the lowest validation loss,"
@@ -165,7 +178,7 @@ def _objectives(
     """Training and validation data with what the loss is taken of. None: the job was stopped meanwhile."""
     options = runtime.spec.dpo
     if options is None:
-        return Supervised(train), Supervised(valid)
+        return supervised(train, runtime.spec, packed=limits.packed), Supervised(valid)
     key = key_of_reference(runtime.run, runtime.spec, train, valid)
     found = find_reference(runtime.run, key, train, valid)
     if found is None:
@@ -179,14 +192,17 @@ def _objectives(
 def _evaluator(
     runtime: Runtime, built: BuiltModel, samples: TokenSet, limits: Limits, reporter: Reporter, stop: StopRequest
 ) -> Evaluator | None:
-    """The prompts of the job: the first samples, each up to its last answer; of each pair the preferred one."""
+    """The prompts of the job: its own, or the first samples, each up to its last answer; of each pair the preferred one."""
     spec = runtime.spec
     if spec.evaluation is None:
         return None
-    tokenizer = load_tokenizer(spec.model.path)
-    chosen = [samples[i] for i in range(0, len(samples), 1 if spec.dpo is None else 2)[: spec.evaluation.prompts]]
-    parts = (runtime, built.peft_model, questions_of(chosen, tokenizer), tokenizer, spec.evaluation, reporter, stop.agreed)
-    return Evaluator(*parts, packed=limits.packed)
+    options = TokenOptions.of(spec)
+    tokenizer = load_tokenizer(spec.model.path, options.chat_template)
+    chosen = [samples[i] for i in range(0, len(samples), 1 if spec.dpo is None else 2)[: spec.evaluation.count]]
+    learned = questions_of(chosen, tokenizer)
+    asked = questions_of_prompts(spec.evaluation.given, tokenizer, options) or learned
+    parts = (runtime, built.peft_model, asked, tokenizer, spec.evaluation, reporter, stop.agreed)
+    return Evaluator(*parts, packed=limits.packed, ends=ends_of(learned, tokenizer))
 
 
 def construct(
@@ -215,6 +231,12 @@ def construct(
         cache=cache,
     )
     return replace(built, loaded=loaded)
+
+
+def _anew(runtime: Runtime, spec: JobSpec) -> BuiltModel:
+    """The model of another spec, sharded over all ranks."""
+    mesh = make_mesh(runtime.device.type, runtime.world, 1)
+    return construct(spec, mesh, runtime.device, warn=lambda text: None)
 
 
 def _data(run: RunDir, spec: JobSpec) -> tuple[TokenSet, TokenSet]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from ft_service.spec import EvaluationOptions, JobOptions, JobRequest
+from ft_service.spec import AUTO, LEARNING_RATE, EvaluationOptions, JobOptions, JobRequest
 
 SECTIONS = ("training", "lora", "precision", "distributed", "checkpoint", "evaluation")
 FIRST: Mapping[str, str] = {
@@ -100,7 +100,8 @@ def fields_of(body: Mapping[str, Any]) -> dict[str, str]:
         fields |= {f"{section}.{name}": _scalar(value) for name, value in (body.get(section) or {}).items()}
     for name, value in _hyperparameters(body).items():
         rate = name == "learning_rate_multiplier"
-        fields["training.learning_rate" if rate else f"training.{name}"] = _scalar(value * 2e-4 if rate else value)
+        ours = value * LEARNING_RATE if rate and value != AUTO else value
+        fields["training.learning_rate" if rate else f"training.{name}"] = _scalar(ours)
     metadata = dict(body.get("metadata") or {})
     fields["name"] = str(metadata.pop("name", ""))
     fields["metadata"] = "\n".join(f"{key}={value}" for key, value in metadata.items())
@@ -142,8 +143,7 @@ def python_text(body: Mapping[str, Any], base_url: str) -> str:
 
 def _hyperparameters(body: Mapping[str, Any]) -> dict[str, Any]:
     method = (body.get("method") or {}).get("supervised") or {}
-    given = {**(body.get("hyperparameters") or {}), **(method.get("hyperparameters") or {})}
-    return {name: value for name, value in given.items() if value != "auto"}
+    return {**(body.get("hyperparameters") or {}), **(method.get("hyperparameters") or {})}
 
 
 def _metadata(form: Mapping[str, str]) -> dict[str, str]:

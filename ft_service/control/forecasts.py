@@ -7,7 +7,7 @@ import time
 
 from ft_service.jobs.estimates import Paces
 from ft_service.jobs.forecast import Forecast, Place, forecast
-from ft_service.jobs.queue import Line
+from ft_service.jobs.line import Line
 from ft_service.jobs.states import Job
 from ft_service.store.sql import Store
 

@@ -8,11 +8,13 @@ A step that was trained again counts as its newest attempt saw it. Step 0 is bef
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ft_service.rundir.directory import RunDir
+
+Document = TypeVar("Document", bound=BaseModel)
 
 EVALUATIONS = "evaluations"
 MOST_BYTES = 64 * 1024**2
@@ -59,6 +61,36 @@ def by_name(metrics: dict[str, float]) -> dict[str, float]:
     return {f"evaluation/{name}": value for name, value in metrics.items()}
 
 
+SERVED = "served.json"
+"""In the run directory, with the outcome."""
+AS_TRAINED, ADAPTER_ON_BF16, MERGED = "as_trained", "adapter_on_bf16_base", "merged"
+
+
+class Served(BaseModel):
+    """What the adapter is worth by how it is served: `as_trained`, `adapter_on_bf16_base` (of a base that was trained on in
+    another format) and `merged` (in bf16)."""
+
+    model_config = ConfigDict(frozen=True)
+
+    step: int
+    """Of the adapter."""
+    samples: int
+    """Of the validation file, the same each time."""
+    loss: dict[str, float]
+    """Validation loss."""
+    bound: float
+    """Nats: one that is higher than as trained by more is told of by a warning."""
+    answers: dict[str, list[str]]
+    """To the prompts of the job's evaluation, in their order; empty without one."""
+    metrics: dict[str, dict[str, float]]
+    """Their scores."""
+
+    @property
+    def beyond(self) -> list[str]:
+        """Ways to serve it that are worse than as trained by more than the bound."""
+        return [way for way, loss in self.loss.items() if loss - self.loss[AS_TRAINED] > self.bound]
+
+
 def evaluation_key(step: int, attempt: int) -> str:
     return f"{EVALUATIONS}/step-{step}-a{attempt}.json"
 
@@ -75,9 +107,18 @@ def evaluated_steps(run: RunDir) -> dict[int, str]:
 
 def read_evaluation(run: RunDir, key: str) -> Evaluation | None:
     """One of them. None: it is gone, or no such document."""
+    return _read(run, key, Evaluation)
+
+
+def read_served(run: RunDir) -> Served | None:
+    """None: it was not compared, or not yet."""
+    return _read(run, SERVED, Served)
+
+
+def _read(run: RunDir, key: str, model: type[Document]) -> Document | None:
     if (run.size(key) or 0) > MOST_BYTES:
         return None
     try:
-        return run.read(key, Evaluation)
+        return run.read(key, model)
     except ValidationError:
         return None

@@ -37,9 +37,10 @@ from ft_service.rundir.checkpoints import (
 )
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Result
-from ft_service.rundir.evaluations import EVALUATIONS
+from ft_service.rundir.evaluations import EVALUATIONS, SERVED
 from ft_service.rundir.events import parse_event
 from ft_service.rundir.fence import Fence, SealedError
+from ft_service.rundir.probes import PROBES
 from ft_service.spec import JobSpec
 from ft_service.storage.locations import ObjectRunDir
 from ft_service.storage.object_store import ObjectStore
@@ -55,7 +56,7 @@ FLUSH_SECONDS = 60.0
 """How long the flush waits for the other nodes' shards of the last checkpoint."""
 TRIES = 4
 """How often storage that does not answer is tried, after 2, 4 and 8 seconds."""
-_OUTCOME = ("adapter", "metrics.csv", "manifest.json")
+_OUTCOME = ("adapter", "metrics.csv", "manifest.json", PROBES, SERVED)
 
 
 class Sync:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import openai
 import pytest
 
-from ft_service.rundir.evaluations import Answered, Evaluation, evaluation_key
+from ft_service.rundir.evaluations import SERVED, Answered, Evaluation, Served, evaluation_key
 from tests.support.rest.service import TRAINING, Service, run_dir
 
 
@@ -33,6 +33,8 @@ def test_evaluations_are_listed_newest_first(service: Service) -> None:
     for step, attempt, tuned in ((0, 1, None), (4, 1, "Hi"), (8, 1, "of an attempt that was replaced"), (8, 2, "Hello")):
         run.write(evaluation_key(step, attempt), evaluation(step, tuned, float(tuned == "Hello")))
     run.put("evaluations/step-9-a2.json", b"{}")
+    loss, metrics = {"as_trained": 1.0, "merged": 1.25}, {"merged": {"exact_match": 0.0}}
+    run.write(SERVED, Served(step=8, samples=3, loss=loss, bound=0.02, answers={"merged": ["Hullo"]}, metrics=metrics))
     answer = service.http("GET", path).json()
     assert [own["step"] for own in answer["data"]] == [8, 4, 0], "what is no evaluation is left out"
     newest = answer["data"][0]
@@ -47,8 +49,17 @@ def test_evaluations_are_listed_newest_first(service: Service) -> None:
             "tuned": "Hello",
             "scores": {"exact_match": 1.0},
             "base_scores": {"exact_match": 0.0},
+            "served": {"merged": "Hullo"},
         }
     ]
+    assert newest["served"] == {
+        "loss": {"as_trained": 1.0, "merged": 1.25},
+        "samples": 3,
+        "bound": 0.02,
+        "beyond": ["merged"],
+        "metrics": {"merged": {"exact_match": 0.0}},
+    }
+    assert answer["data"][1]["served"] is None, "another step's adapter"
     page = service.http("GET", path, params={"after": newest["id"], "limit": 1}).json()
     assert ([own["step"] for own in page["data"]], page["has_more"]) == ([4], True)
     assert service.http("GET", path, params={"after": "fteval-none"}).status_code == 404

@@ -54,12 +54,14 @@ class Evaluator:
         stops: Callable[[], bool],
         *,
         packed: bool,
+        ends: Collection[int] = (),
     ) -> None:
-        """`stops`: asked often, on all ranks, whether to stop. `packed`: how samples are put together."""
+        """`stops`: asked often, on all ranks, whether to stop. `packed`: how samples are put together. `ends`: tokens that end
+        an answer, beside those of the questions."""
         self._runtime, self._model, self._tokenizer, self._options = runtime, model, tokenizer, options
         self._reporter, self._stops, self._packed = reporter, stops, packed
         self._questions = list(questions)
-        self._ends = ends_of(questions, tokenizer)
+        self._ends = ends_of(questions, tokenizer) | set(ends)
         self._begun: Evaluation | None = None
         self._told_at = 0.0
 
@@ -75,7 +77,7 @@ class Evaluator:
             answers = self.ask(0)
             if answers is None:
                 return False
-            scores = self._scores(answers)
+            scores = self.scores(answers)
             rows = [
                 Answered(**self._told(question), base=answer, tuned=None, scores=own, base_scores=own)
                 for question, answer, own in zip(self._questions, answers, scores, strict=True)
@@ -93,7 +95,7 @@ class Evaluator:
         answers = self.ask(step)
         if answers is None:
             return None
-        scores, begun = self._scores(answers), self._begun
+        scores, begun = self.scores(answers), self._begun
         rows = [
             before.model_copy(update={"tuned": answer, "scores": own})
             for before, answer, own in zip(begun.samples, answers, scores, strict=True)
@@ -105,17 +107,17 @@ class Evaluator:
             self._reporter.message(sentence)
         return self._write(found).metrics
 
-    def ask(self, step: int) -> list[str] | None:
-        """An answer to every prompt by the model as it stands. None: it was stopped meanwhile."""
-        runtime = self._runtime
+    def ask(self, step: int, model: nn.Module | None = None) -> list[str] | None:
+        """An answer to every prompt by the model as it stands, or by another one. None: it was stopped meanwhile."""
+        runtime, model = self._runtime, model or self._model
         own = [question.ids for question in self._questions[runtime.rank :: runtime.world]]
         self._told_at = time.monotonic()
-        training = self._model.training
-        self._model.eval()
+        training = model.training
+        model.eval()
         with torch.compiler.set_stance("force_eager"):  # every token is of another length
             most = self._options.max_new_tokens
-            written = greedy(runtime, self._model, own, most, self._ends, packed=self._packed, goes_on=self._goes_on(step))
-        self._model.train(training)
+            written = greedy(runtime, model, own, most, self._ends, packed=self._packed, goes_on=self._goes_on(step))
+        model.train(training)
         if written is None:
             return None
         by_rank = from_all([text_of(tokens, self._tokenizer) for tokens in written])
@@ -133,9 +135,10 @@ class Evaluator:
 
         return goes_on
 
-    def _scores(self, answers: Sequence[str]) -> list[dict[str, float]]:
+    def scores(self, answers: Sequence[str]) -> list[dict[str, float]]:
+        """Of an answer to every prompt."""
         pairs = zip(answers, self._questions, strict=True)
-        return [score(answer, question.reference, self._options.metrics) for answer, question in pairs]
+        return [score(answer, own.reference, self._options.metrics, own.item) for answer, own in pairs]
 
     def _known(self, step: int) -> Evaluation | None:
         """This attempt's evaluation of a step; of step 0 any attempt's, if the questions are the same."""

@@ -161,3 +161,42 @@ def test_a_job_shows_answers_before_and_after(world: int, tmp_path: Path) -> Non
     told = [event.message for _, events in read_segments(run, 1) for event in events]
     assert any(message.startswith("Evaluation after step 30, 3 prompts: exact_match") for message in told)
     assert sum("\nBefore: " in message for message in told) == 3
+
+
+@pytest.mark.slow
+def test_a_job_is_asked_prompts_of_its_own(tmp_path: Path) -> None:
+    base = save_chat_base(tmp_path / "base")
+    checked = {"type": "string_check", "name": "right", "input": "{{ sample.output_text }}", "operation": "eq"}
+    spec = spec_for(
+        base,
+        save_chats(tmp_path / "train.jsonl", 8),
+        ranks=2,
+        precision={"compute": "fp32"},
+        training={"max_steps": 30, "batch_size": 8, "learning_rate": 2e-2},
+        lora={"r": 8},
+        evaluation={
+            "prompts": [
+                {"messages": [{"role": "user", "content": "say 0"}], "item": {"wanted": "it is 0"}},
+                {"messages": [{"role": "user", "content": "say 1"}], "reference": "it is 7!", "item": {"wanted": "it is 7!"}},
+                {"prompt": "once"},
+            ],
+            "max_new_tokens": 16,
+            "metrics": ["exact_match", {**checked, "reference": "{{ item.wanted }}"}],
+        },
+    )
+    run = RunDir(tmp_path / "run")
+    run.write("spec.json", spec)
+    assert run_attempt(run, 1, 2) == Outcome(kind=OutcomeKind.SUCCEEDED)
+    found = run.read(evaluation_key(30, 1), Evaluation)
+    assert found is not None
+    assert [(own.prompt, own.reference) for own in found.samples] == [
+        ("user\nsay 0\nassistant", None),
+        ("user\nsay 1\nassistant", "it is 7!"),
+        ("once", None),
+    ]
+    assert [own.scores.keys() for own in found.samples] == [{"right"}, {"exact_match", "right"}, set()]
+    wanted = ("it is 0", "it is 7!")
+    right = [float(own.tuned == text) for own, text in zip(found.samples, wanted, strict=False)]
+    assert found.metrics == {"right": sum(right) / 2, "exact_match": right[1]}
+    assert all(own.tuned and "assistant" not in own.tuned for own in found.samples[:2]), "an answer, and no further turn"
+    assert found.samples[1].messages == [{"role": "user", "content": "say 1"}]

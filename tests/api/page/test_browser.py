@@ -32,7 +32,7 @@ from tests.support.page.browser import (
 )
 from tests.support.page.place import Place
 from tests.support.page.seeded import DATA, NOW, seed_checkpoints, seed_files, seed_job, seed_log, seed_steps
-from tests.support.page.teams import evaluation_messages, seed_evaluation, seed_messages, seed_use
+from tests.support.page.teams import evaluation_messages, seed_evaluation, seed_messages, seed_sweep, seed_use
 
 HOSTILE = (
     '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>',
@@ -116,7 +116,7 @@ def test_the_life_of_a_job(driver: webdriver.Chrome, place: Place, downloads: Pa
 
     # Its samples as the model sees them; checkpoints, what comes of it, and beside another job
     click(driver, ".tabs a[href$='/samples']")
-    assert '"intent"' in text_of(driver, ".sample .t-learned")
+    assert '{"intent"' in text_of(driver, ".sample .tokens")
     driver.back()
     click(driver, "#job-head .verbs a[href$='/adapter']")
     archive = until(lambda: next(downloads.glob("*.tar"), None))
@@ -164,6 +164,7 @@ def hostile_views(place: Place) -> list[str]:
     project = place.store.create_project(name=HOSTILE[0], organization="local", limits=Limits(bases=HOSTILE)).id
     key, _ = place.store.create_key(project_id=project, name=HOSTILE[0], scope="user")
     seed_use(place.store, project, key.id, 9, 1.0)
+    sweep = seed_sweep(place.settings, place.store, place.holder, asked)
     first, second = (job.id for job in jobs)
     tabs = ("", "/logs", "/settings", "/checkpoints", "/events", "/answers")
     return [
@@ -171,7 +172,7 @@ def hostile_views(place: Place) -> list[str]:
         *(f"/jobs/{first}{tab}" for tab in tabs),
         *(f"/jobs/{done.id}", f"/jobs/{done.id}/answers", "/projects", f"/projects/{project}", "/usage", "/changes"),
         *(f"/new?again={first}", f"/compare?job={first}&job={second}", "/jobs/ftjob-%3Cimg%20onerror%3D1%3E"),
-        *("/try?model=tiny-llama&beside=tiny-llama", "/try?model=%3Cimg%20onerror%3D1%3E"),
+        *("/sweeps", f"/sweeps/{sweep}", "/try?model=tiny-llama&beside=tiny-llama", "/try?model=%3Cimg%20onerror%3D1%3E"),
     ]
 
 

@@ -41,7 +41,7 @@ def test_what_the_form_has_no_field_for_goes_through_it_unchanged() -> None:
 def test_openais_hyperparameters_become_the_forms_own_fields() -> None:
     fields = job_form.fields_of({"method": {"supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": "auto"}}}})
     assert fields["training.n_epochs"] == "2"
-    assert "training.batch_size" not in fields
+    assert fields["training.batch_size"] == "auto"
     assert job_form.fields_of({"hyperparameters": {"learning_rate_multiplier": 2}})["training.learning_rate"] == "0.0004"
 
 

@@ -27,7 +27,7 @@ from ft_service.serving.preview import WORKER
 from tests.support.page.browser import attribute, browsing, find, press, sized, until
 from tests.support.page.place import Place
 from tests.support.page.seeded import DATA, seed_all
-from tests.support.page.teams import seed_host, seed_teams
+from tests.support.page.teams import seed_host, seed_sweep, seed_teams
 
 ROOT = Path(__file__).parents[3]
 WIDTHS = {"wide": 1600, "narrow": 360}
@@ -54,6 +54,8 @@ def main() -> None:
                 there = place.settings.runs_dir / made["succeeded"] / part
                 shutil.copytree(run / part, there, dirs_exist_ok=True)
             made |= seed_teams(place.store, place.holder.key_id)
+            body = {"model": "tiny-llama", "training_file": made["file train"], "metadata": {"name": "how fast to learn"}}
+            made["sweep"] = seed_sweep(place.settings, place.store, place.holder, body)
             seed_host(place.store, made["running"])
             with browsing(Path(home)) as driver:
                 _take_all(driver, place, made, options.folder)
@@ -113,6 +115,8 @@ def views(made: dict[str, str]) -> dict[str, str]:
         "events": f"/jobs/{done}/events",
         "new-job": f"/new?again={done}",
         "compare": "/compare?" + "&".join(f"job={made[name]}" for name in compared),
+        "sweep": f"/sweeps/{made['sweep']}",
+        "sweeps": "/sweeps",
         "models": "/models",
         "data": "/data",
         "file": f"/data/{made['file train']}",

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sqlalchemy import insert, update
 
+from ft_service.bases.catalogue import Catalogue
+from ft_service.control.sweeps.admission import create_sweep
 from ft_service.ids import new_id
 from ft_service.jobs.states import Job
 from ft_service.rundir.evaluations import Answered, Evaluation, evaluation_key
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
-from ft_service.store.records import Limits
+from ft_service.store.records import Limits, Principal
 from ft_service.store.sql import Store
-from ft_service.store.tables import events, projects, slots
+from ft_service.store.tables import events, jobs, projects, slots
 from ft_service.store.tenants.audit import Actor, acting
 from ft_service.store.tenants.usage import DAY_SECONDS, add_use
 from tests.support.page.seeded import NOW
@@ -68,6 +71,27 @@ def seed_host(store: Store, job_id: str) -> None:
     store.tell_host("h", 1)
     with store.writing() as connection:
         connection.execute(insert(slots).values(host="h", slot=0, job_id=job_id, project_id="default", attempt=1))
+
+
+def seed_sweep(settings: Settings, store: Store, holder: Principal, body: Mapping[str, Any]) -> str:
+    """A sweep over learning rates that is over: three jobs to their end, one stopped on the way. Returns its id."""
+    rates = (1e-4, 3e-4, 1e-3, 3e-3)
+    asked = {**body, "validation_file": body["training_file"], "sweep": {"training.learning_rate": list(rates)}}
+    catalogue = Catalogue.from_settings(settings)
+    sweep = create_sweep(asked, principal=holder, store=store, settings=settings, catalogue=catalogue, sweep_id=None)
+    with store.writing() as connection:
+        for number, job in enumerate(store.jobs_of_sweeps([sweep.id])[sweep.id]):
+            loss, step = (0.61, 0.44, 0.37, 0.92)[number], 75 if number == 3 else 300
+            course = {"step": step, "total_steps": 300, "valid_loss": loss, "best_loss": loss, "best_step": step, "rungs": {}}
+            over = {
+                "state": "succeeded",
+                "reason": "succeeded",
+                "attempt": 1,
+                "created_at": NOW - 5400,
+                "finished_at": NOW - 3000,
+            }
+            connection.execute(update(jobs).where(jobs.c.id == job.id).values(**over, sweep_course=course, looked_at=NOW + 1e9))
+    return sweep.id
 
 
 def seed_messages(store: Store, job: Job, messages: Sequence[str]) -> None:

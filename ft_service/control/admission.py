@@ -71,7 +71,7 @@ def read(body: object, *, principal: Principal, store: Store, settings: Settings
     if request.evaluation is not None:
         check_metrics(request.evaluation.metrics)
     if request.integrations:
-        refuse_unless_possible(settings)
+        refuse_unless_possible(settings, request.integrations)
     base, parent = request.model, None
     if is_tuned(base):
         before, parent = _find_parent(base, principal, store, settings)

@@ -50,7 +50,8 @@ class JobRequest(JobOptions):
     """Decides adapter initialisation and sample order; None: drawn at submission and shown in the job."""
     metadata: Metadata | None = None
     integrations: Integrations | None = None
-    """Where else the metrics are sent. For jobs of a server that has FT_WANDB_API_KEY; `ft run` refuses it."""
+    """Where else the metrics are sent: W&B for a server that has FT_WANDB_API_KEY, MLflow for one that has
+    FT_MLFLOW_TRACKING_URI; `ft run` refuses it."""
 
     @model_validator(mode="after")
     def _one_place_per_value(self) -> JobRequest:

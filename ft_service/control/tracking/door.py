@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.util import find_spec
 
 from ft_service.errors import SpecError
 from ft_service.settings import Settings
+from ft_service.spec import Integration
 
 _LEAVE_OUT = "or leave integrations out: the metrics are in the job's events and in its result file too"
 
 
-def installed() -> bool:
-    """Whether W&B's SDK is there. It is not imported."""
-    return find_spec("wandb") is not None
+NAMES = {"wandb": "Weights & Biases", "mlflow": "MLflow"}
+"""Type of an integration → what people call it."""
+_SETTING = {"wandb": "FT_WANDB_API_KEY", "mlflow": "FT_MLFLOW_TRACKING_URI"}
 
 
-def refuse_unless_possible(settings: Settings) -> None:
-    """Raises SpecError with what to set or to install if this server cannot send metrics."""
-    if settings.wandb_api_key is None:
-        raise _refusal(f"this server has no key for Weights & Biases. Set FT_WANDB_API_KEY where it runs, {_LEAVE_OUT}.")
-    if not installed():
-        raise _refusal(
-            f"the server's package for Weights & Biases is missing. Install it (pip install 'ft-service[wandb]'), {_LEAVE_OUT}."
-        )
+def configured(settings: Settings) -> list[str]:
+    """Types of integrations that the settings name."""
+    given = {"wandb": settings.wandb_api_key, "mlflow": settings.mlflow_tracking_uri}
+    return [kind for kind, value in given.items() if value is not None]
+
+
+def installed(kind: str) -> bool:
+    """Whether the package for a type is there. It is not imported."""
+    return find_spec(kind) is not None
+
+
+def refuse_unless_possible(settings: Settings, integrations: Iterable[Integration]) -> None:
+    """Raises SpecError with what to set or to install if this server cannot send metrics there."""
+    for kind in dict.fromkeys(integration.type for integration in integrations):
+        if kind not in configured(settings):
+            what = "key for Weights & Biases" if kind == "wandb" else "address of an MLflow server"
+            raise _refusal(f"this server has no {what}. Set {_SETTING[kind]} where it runs, {_LEAVE_OUT}.")
+        if not installed(kind):
+            install = f"Install it (pip install 'ft-service[{kind}]'), {_LEAVE_OUT}."
+            raise _refusal(f"the server's package for {NAMES[kind]} is missing. {install}")
 
 
 def refuse_without_server() -> None:

@@ -29,7 +29,7 @@ from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.tokenize import load_tokenizer
 from ft_service.rundir.attempt import Attempt
-from ft_service.rundir.checkpoints import newest_checkpoint, set_damaged_aside
+from ft_service.rundir.checkpoints import newest_checkpoint, set_damaged_aside, step_of
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, OutcomeKind
 from ft_service.rundir.evaluations import evaluated_steps
@@ -47,6 +47,7 @@ from workers.model.activation_checkpointing import checkpoint_activations
 from workers.model.build import BuiltModel, balance_note, build, token_rows
 from workers.model.compiling import compile_layers
 from workers.output import checkpoint
+from workers.output.event_files import FOLDER, EventFile
 from workers.output.export import publish, use_best
 from workers.output.probes import measure
 from workers.output.report import Reporter
@@ -57,7 +58,7 @@ from workers.ranks.sharding import make_mesh, shard
 from workers.training.answers import Evaluator
 from workers.training.guards import AdapterWatch, check_gathered_weights, check_ids
 from workers.training.loop import Schedule, Trainer
-from workers.training.objective import Objective, Preference, Supervised
+from workers.training.objective import Objective, Preference, Supervised, supervised
 from workers.training.packing import settle_limits
 from workers.training.questions import ends_of, questions_of, questions_of_prompts
 from workers.training.reference import INDEX as REFERENCE
@@ -72,7 +73,8 @@ def main(run: RunDir, attempt: int) -> int:
         fence = Fence(run, attempt)
         fencing.watch(fence)  # first: a rank may wait for the others for ever
         runtime = enter(run, attempt, fence)
-        with Reporter(run, attempt, active=runtime.rank == 0, fence=fence) as reporter:
+        event_file = _event_file(runtime) if runtime.rank == 0 and runtime.spec.tensorboard else None
+        with Reporter(run, attempt, active=runtime.rank == 0, fence=fence, event_file=event_file) as reporter:
             outcome = train(runtime, reporter)
         if runtime.rank == 0:
             Attempt(run, attempt).write_outcome(outcome)
@@ -81,6 +83,13 @@ def main(run: RunDir, attempt: int) -> int:
         report_failure(run, attempt, error)
         return 1
     return 0
+
+
+def _event_file(runtime: Runtime) -> EventFile:
+    """For TensorBoard, of this attempt."""
+    start = runtime.start
+    done = step_of(start.checkpoint) if start.checkpoint else 0
+    return EventFile(runtime.run.path(FOLDER), f"attempt-{start.attempt}", first_step=done + 1)
 
 
 def train(runtime: Runtime, reporter: Reporter) -> Outcome:
@@ -144,6 +153,7 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
         last = from_first(newest_checkpoint(runtime.run))
         reporter.message(f"Stopped after step {steps}, while the model was asked the prompts of the evaluation.")
         return Outcome(kind=OutcomeKind.STOPPED, checkpoint=last)
+    reporter.message("The last step is done; the adapter is being written, and read again to compare.")
     reporter.flush()  # the metrics table is made from the events
     probed = valid_set if len(valid_set) else train_set
     probes = measure(built.peft_model, probed, runtime.device)
@@ -168,7 +178,7 @@ def _objectives(
     """Training and validation data with what the loss is taken of. None: the job was stopped meanwhile."""
     options = runtime.spec.dpo
     if options is None:
-        return Supervised(train), Supervised(valid)
+        return supervised(train, runtime.spec, packed=limits.packed), Supervised(valid)
     key = key_of_reference(runtime.run, runtime.spec, train, valid)
     found = find_reference(runtime.run, key, train, valid)
     if found is None:

@@ -22,6 +22,16 @@ class Answer(BaseModel):
     id: str
 
 
+class RemoteExport(Answer):
+    """A form of a job's outcome that was asked for."""
+
+    status: str
+    """queued, running, succeeded or failed."""
+    bytes: int | None = None
+    error: str | None = None
+    report: dict[str, Any] = {}
+
+
 class RemoteFile(Answer):
     """OpenAI's FileObject."""
 
@@ -143,6 +153,33 @@ class RemoteJob(Answer):
         return (self.error or {}).get("message")
 
 
+class RemoteSweep(Answer):
+    """A sweep, with its jobs best first."""
+
+    model: str
+    status: str
+    created_at: int
+    finished_at: int | None = None
+    suffix: str | None = None
+    options: list[str] = []
+    """Those that are tried, dotted."""
+    rungs: list[float] = []
+    counts: dict[str, int] = {}
+    best: dict[str, Any] | None = None
+    """job_id, valid_loss, step, values, fine_tuned_model; so far, until it is over."""
+    jobs: list[dict[str, Any]] = []
+    """Each with id, values, status, phase, stopped, error, step, total_steps, valid_loss, best_step, fine_tuned_model."""
+
+    @property
+    def over(self) -> bool:
+        return self.status != "running"
+
+    @property
+    def counts_text(self) -> str:
+        """`2 succeeded, 1 running`."""
+        return ", ".join(f"{number} {status.replace('_', ' ')}" for status, number in self.counts.items())
+
+
 class RemoteEvent(Answer):
     """OpenAI's FineTuningJobEvent."""
 
@@ -187,6 +224,8 @@ class RemoteModel(Answer):
 
     created: int
     owned_by: str
+    base: dict[str, Any] | None = None
+    """Of a base: family, parameters, format, context, chat_template, licence, trainable, why_not."""
 
 
 class LogLine(BaseModel):

@@ -24,9 +24,11 @@ from ft_service.client.answers import (
     RemoteCheckpoint,
     RemoteEvaluation,
     RemoteEvent,
+    RemoteExport,
     RemoteFile,
     RemoteJob,
     RemoteModel,
+    RemoteSweep,
 )
 from ft_service.client.connection import START_HINT, Connection
 from ft_service.errors import (
@@ -243,6 +245,17 @@ class Client:
             raise NotFoundError(f"Job {job_id} has no checkpoint at step {step}; it has: {steps}.", param="checkpoint")
         return self._download_folder(f"{_job(job_id)}/checkpoints/{_part(chosen.id)}/adapter", out)
 
+    def start_export(self, job_id: str, to: str) -> RemoteExport:
+        """Have a succeeded job's outcome made into another form; one that is made or under way is answered as it is."""
+        return RemoteExport.model_validate(self._call("POST", f"{_job(job_id)}/exports", json={"format": to}))
+
+    def export(self, job_id: str, to: str) -> RemoteExport:
+        return RemoteExport.model_validate(self._call("GET", f"{_job(job_id)}/exports/{_part(to)}"))
+
+    def download_export(self, job_id: str, to: str, out: Path) -> Path:
+        """The files of an export, as `download_adapter`."""
+        return self._download_folder(f"{_job(job_id)}/exports/{_part(to)}/content", out)
+
     def _download_folder(self, path: str, out: Path) -> Path:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise SpecError(f"{out} exists already. Name another folder with --out.", param="out")
@@ -255,6 +268,26 @@ class Client:
             top = entries[0] if len(entries) == 1 and entries[0].is_dir() else unpacked  # the archive's own folder
             top.replace(out)
         return out
+
+    # Sweeps
+
+    def create_sweep(self, body: dict[str, Any]) -> RemoteSweep:
+        """Create a sweep with its jobs. `body`: of a job, with `sweep`."""
+        return RemoteSweep.model_validate(self._call("POST", "/fine_tuning/sweeps", json=body))
+
+    def sweeps(self, limit: int = 20) -> list[RemoteSweep]:
+        """The newest `limit` sweeps, newest first."""
+        return list(islice(self._pages("/fine_tuning/sweeps", RemoteSweep, min(limit, PAGE)), limit))
+
+    def sweep(self, sweep_id: str) -> RemoteSweep:
+        return RemoteSweep.model_validate(self._call("GET", f"/fine_tuning/sweeps/{_part(sweep_id)}"))
+
+    def cancel_sweep(self, sweep_id: str) -> RemoteSweep:
+        return RemoteSweep.model_validate(self._call("POST", f"/fine_tuning/sweeps/{_part(sweep_id)}/cancel"))
+
+    def delete_sweep(self, sweep_id: str, *, keep_best: bool = False) -> None:
+        """Delete a sweep that is over, with the tuned models of its jobs; `keep_best`: all but the best one's."""
+        self._call("DELETE", f"/fine_tuning/sweeps/{_part(sweep_id)}", params={"keep_best": keep_best})
 
     # Answers
 

@@ -19,8 +19,10 @@ def refuse_beyond(limits: Limits, request: JobRequest, spec: JobSpec) -> None:
     refuse_too_many_ranks(limits, spec)
     allowed = limits.wandb_entities
     for number, integration in enumerate(request.integrations or ()):
-        entity = integration.wandb.entity if integration.wandb else None
-        if integration.wandb and allowed is not None and entity not in allowed:
+        if integration.wandb is None:
+            continue
+        entity = integration.wandb.entity
+        if allowed is not None and entity not in allowed:
             place = f"integrations.{number}.wandb.entity"
             raise ForbiddenError(
                 f"{place} = {entity!r}: this project may send metrics to {_listed(allowed)}.",

@@ -17,7 +17,7 @@ import yaml
 from ft_service.bases.catalogue import Catalogue
 from ft_service.data.answer_metrics import check_metrics
 from ft_service.data.formats.folders import dataset_files
-from ft_service.data.formats.reading import open_data
+from ft_service.data.formats.reading import count_samples, open_data
 from ft_service.errors import SpecError
 from ft_service.host.hardware import gpu_count
 from ft_service.local.parent import find_local
@@ -34,6 +34,8 @@ from ft_service.spec import (
     read_prompts,
     resolve,
 )
+from ft_service.spec.rates import COUNTED
+from ft_service.sweeps.asked import parse_sweep
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,11 @@ class SpecFile:
         return (self.path.parent / Path(name).expanduser()).resolve()
 
 
-def load_spec_file(path: Path) -> SpecFile:
-    """Read and validate. Raises SpecError naming file and line, or field, value and limit."""
+def load_spec_file(path: Path, *, sweep: bool = False) -> SpecFile:
+    """Read and validate. `sweep`: it is one of a sweep, and `request` that of its first job.
+
+    Raises SpecError naming file and line, or field, value and limit.
+    """
     if path.suffix == ".jsonl":
         raise SpecError(f"{path} holds data, by its name: write a SPEC (YAML) that names it as training_file.")
     try:
@@ -101,7 +106,7 @@ def load_spec_file(path: Path) -> SpecFile:
     except UnicodeDecodeError:
         raise SpecError(f"{path} is not a text file in UTF-8.") from None
     body = _with_prompts(_with_template(parse_yaml(text, str(path)), path.parent), path.parent)
-    request = parse_request(body)
+    request = parse_sweep(body).jobs[0].request if sweep else parse_request(body)
     if request.evaluation is not None:
         check_metrics(request.evaluation.metrics)
     return SpecFile(path=path.absolute(), body=body, request=request)
@@ -143,17 +148,19 @@ def resolve_spec_file(spec: SpecFile, settings: Settings, *, job_id: str, seed: 
     """
     request, model, parent = _model(spec, settings, to_train)
     validation = spec.validation_file
+    training = spec.training_file
     return resolve(
         request,
         job_id=job_id,
         organization=settings.organization,
         model=model,
-        training_data=spec.training_file.ref(),
+        training_data=training.ref(),
         validation_data=validation.ref() if validation else None,
         seed=seed,
         gpus=gpu_count(),
         parent=parent,
         date=datetime.now(UTC).date().isoformat(),
+        samples=count_samples(training.path, training.files, most=COUNTED) if request.counts_samples else None,
     )
 
 
@@ -176,7 +183,8 @@ def parse_yaml(text: str, name: str) -> dict[str, Any]:
         body = yaml.load(text, Loader=_UniqueKeyLoader)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise SpecError(f"{name}{line}: {error.problem}.") from None
+        problem = str(error.problem).replace("'<stream end>'", "the end of the file")
+        raise SpecError(f"{name}{line}: {problem}.") from None
     except yaml.YAMLError as error:
         raise SpecError(f"{name}: {' '.join(str(error).split())}") from None
     if not isinstance(body, dict):

@@ -84,7 +84,7 @@ def _fault(place: str, faults: list[Any], model: type[BaseModel]) -> OptionFault
     if first["type"] == "missing":
         return OptionFault(place, f"{place} is required.", "missing_required_parameter")
     choices: list[str] = [choice for fault in faults for choice in _choices(fault)]
-    said = list(dict.fromkeys(_words(fault) for fault in faults if fault["type"] != "literal_error"))
+    said = list(dict.fromkeys(words_of(fault) for fault in faults if fault["type"] != "literal_error"))
     message = _one_of([*said, *choices])
     if choices and not said:
         message = f"must be {message}"
@@ -95,7 +95,8 @@ def _fault(place: str, faults: list[Any], model: type[BaseModel]) -> OptionFault
     return OptionFault(place, f"{place} = {shown_value(first['input'])}: {message}{hint}")
 
 
-def _words(fault: Any) -> str:
+def words_of(fault: Any) -> str:
+    """What is wrong with a value, by one of pydantic's faults: `must be a whole number`."""
     context = fault.get("ctx") or {}
     template = _PATTERNS.get(context.get("pattern", "")) or _WORDS.get(fault["type"])
     if template is None:

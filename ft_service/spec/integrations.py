@@ -1,10 +1,11 @@
-"""OpenAI's `integrations` of a job: where else its metrics are sent. OpenAI has W&B alone."""
+"""OpenAI's `integrations` of a job: where else its metrics go."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
+from pydantic_core import PydanticKnownError
 
 from ft_service.spec.values import Strict
 
@@ -45,26 +46,25 @@ def _is_none(value: object) -> bool:
 class Integration(Strict):
     """One of them, by its type."""
 
-    type: Literal["wandb", "mlflow"]
+    type: Literal["wandb", "mlflow", "tensorboard"]
+    """wandb, mlflow: a run there, sent by the server. tensorboard: files for TensorBoard, which the job writes; no settings."""
     wandb: Annotated[Wandb | None, Field(exclude_if=_is_none)] = None
     mlflow: Annotated[Mlflow | None, Field(exclude_if=_is_none)] = None
 
-    @field_validator("wandb", "mlflow")
+    @field_validator("wandb", "mlflow", mode="before")
     @classmethod
-    def _of_its_type(cls, value: object, info: ValidationInfo) -> object:
+    def _settings_of_its_type(cls, value: object, info: ValidationInfo) -> object:
         kind = info.data.get("type")
-        if kind is not None and (value is not None) != (info.field_name == kind):
-            raise ValueError(
-                f"is required with type {kind!r}" if value is None else f"has no place with type {kind!r}: leave it out"
-            )
+        if kind == info.field_name and value is None:
+            raise PydanticKnownError("missing")
+        if kind is not None and kind != info.field_name and value is not None:
+            raise ValueError(f"belongs to type: {info.field_name}; leave it out, or give that type")
         return value
 
     @property
-    def own(self) -> Wandb | Mlflow:
-        """The section of its type."""
-        section = self.wandb or self.mlflow
-        assert section is not None, "validated"
-        return section
+    def sent(self) -> Wandb | Mlflow | None:
+        """What the server sends its metrics by; None: it sends nothing."""
+        return self.wandb or self.mlflow
 
 
 Integrations = Annotated[list[Integration], Field(max_length=5)]

@@ -42,19 +42,23 @@ class Schedule:
     keep_every: int | None = None
     keeps_best: bool = False
     patience: int | None = None
+    rungs: tuple[int, ...] = ()
+    """Where a sweep compares its jobs."""
 
     @classmethod
     def of(cls, spec: JobSpec, samples: int) -> Schedule:
         """`samples`: or pairs, what training.batch_size counts."""
         options = spec.training
+        steps = total_steps(samples, options.batch, options.epochs, options.max_steps)
         return cls(
-            total_steps=total_steps(samples, options.batch_size, options.n_epochs, options.max_steps),
-            steps_per_epoch=steps_per_epoch(samples, options.batch_size),
+            total_steps=steps,
+            steps_per_epoch=steps_per_epoch(samples, options.batch),
             eval_steps=options.eval_steps,
             save_steps=spec.checkpoint.save_steps,
             keep_every=spec.checkpoint.keep_every,
             keeps_best=keeps_best(spec),
             patience=options.early_stopping_patience,
+            rungs=spec.rung_steps(steps),
         )
 
     def ends_at(self, step: int, validations: Validations) -> bool:
@@ -62,7 +66,8 @@ class Schedule:
         return step >= self.total_steps or (self.patience is not None and validations.without_progress >= self.patience)
 
     def validates_at(self, step: int) -> bool:
-        return step == self.total_steps or step % (self.eval_steps or self.steps_per_epoch) == 0
+        due = step == self.total_steps or step % (self.eval_steps or self.steps_per_epoch) == 0
+        return due or step in self.rungs
 
     def saves_at(self, step: int, validations: Validations) -> bool:
         """Whether a checkpoint is due. The last step always has one besides."""
@@ -157,7 +162,7 @@ class Trainer:
     def _begin(self, began: Moment) -> StepBegun:
         options, distributed = self.runtime.spec.training, self.runtime.spec.distributed
         lengths = self._item_lengths if options.group_by_length else None
-        batch = batch_of_step(self.job.step, len(self.train), options.batch_size, self.runtime.spec.seed, lengths)
+        batch = batch_of_step(self.job.step, len(self.train), options.batch, self.runtime.spec.seed, lengths)
         rate = learning_rate_at(self.job.step, self.schedule.total_steps, options)
         tokens = int(self.train.samples.lengths[self.train.members(batch)].sum())
         if distributed.prefetch is not None:

@@ -99,7 +99,8 @@ def events(job_id: JobId, limit: Newest = 50, as_json: Json = False) -> None:
         return
     for event in known:
         level = "" if event.level == "info" else f"{event.level}: "
-        print(f"{local_time(event.created_at, seconds_too=True)}  {level}{event.message}")
+        first, *more = event.message.splitlines() or [""]
+        print("\n    ".join([f"{local_time(event.created_at, seconds_too=True)}  {level}{first}", *more]))
 
 
 def checkpoints(job_id: JobId, as_json: Json = False) -> None:
@@ -119,7 +120,9 @@ def checkpoints(job_id: JobId, as_json: Json = False) -> None:
             )
             for point in points
         ]
-        print_table(("STEP", "LOSS", "VALID", "CREATED", "MODEL"), rows)
+        titles = ("STEP", "LOSS", "VALID", "CREATED", "MODEL")
+        shown_columns = len(titles) - is_terminal()  # names of models that differ at their end only, which would be cut
+        print_table(titles[:shown_columns], [row[:shown_columns] for row in rows])
     else:
         print("No checkpoints yet.")
 
@@ -131,7 +134,7 @@ def files(limit: Newest = 20, as_json: Json = False) -> None:
     if as_json:
         print_json([file.model_dump() for file in known])
     elif known:
-        rows = [(f.id, f.filename, bytes_text(f.bytes), f.purpose, local_time(f.created_at)) for f in known]
+        rows = [(_short_file(f.id), f.filename, bytes_text(f.bytes), f.purpose, local_time(f.created_at)) for f in known]
         print_table(("ID", "NAME", "SIZE", "PURPOSE", "CREATED"), rows)
     else:
         print("No files yet. `ft submit SPEC` uploads those that a SPEC names.")
@@ -145,10 +148,15 @@ def _row(job: RemoteJob) -> tuple[str, ...]:
     return name, job.suffix or "", job.base, status, step, _valid(job) or "", clock(job.seconds(time.time()))
 
 
+def _short_file(file_id: str) -> str:
+    """As `ft rm` knows it."""
+    return file_id[: len("file-") + _SHORT] if is_terminal() else file_id
+
+
 def _note(job: RemoteJob) -> str | None:
     """Why a job failed, or waits."""
     if job.error_text or job.pending_reason:
-        return job.error_text or job.pending_reason
+        return " ".join((job.error_text or job.pending_reason or "").split())
     text = job.waiting_text
     return text.removeprefix("queued: ") if text and text != "queued" else None
 

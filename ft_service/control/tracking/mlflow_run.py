@@ -24,7 +24,7 @@ AT_ONCE = 900
 PARAMS_AT_ONCE = 100
 LONGEST_PARAM = 500
 """Characters: what servers of earlier versions take of a parameter."""
-OURS, STEP = "ft_service.run", "ft_service.step"
+OURS, STEP, SWEEP = "ft_service.run", "ft_service.step", "ft_service.sweep"
 _SAID = 300
 _STATUS = {0: "FINISHED", 1: "FAILED", 255: "KILLED"}
 
@@ -93,7 +93,7 @@ class MlflowRun:
             self._client.set_terminated(self._id, _STATUS.get(exit_code, "FAILED"))
 
     def _begun(self, experiment: str, run: RunDescription) -> Any:
-        tags = {OURS: run.id, **dict.fromkeys(run.tags or (), "")}
+        tags = {OURS: run.id, **dict.fromkeys(run.tags or (), ""), **({SWEEP: run.group} if run.group else {})}
         begun = self._client.create_run(experiment, run_name=run.name or run.id, tags=tags)
         params = [Param(name, text[:LONGEST_PARAM]) for name, text in flat(run.config or {}).items()]
         for first in range(0, len(params), PARAMS_AT_ONCE):

@@ -37,6 +37,8 @@ class RunDescription:
     entity: str | None
     name: str | None
     """This and the rest: None for a run that was begun before, since somebody may have changed it there."""
+    group: str | None
+    """Of the jobs of one sweep; None: it is of none."""
     tags: tuple[str, ...] | None
     config: dict[str, Any] | None
 
@@ -55,7 +57,8 @@ def exit_code(job: Job) -> int:
 
 def describe(integration: JobIntegration, job: Job) -> RunDescription:
     asked = Integration.model_validate(integration.settings)
-    own = asked.own
+    own = asked.sent
+    assert own is not None, "only what is sent has a row"
     spec = job.spec
     begun = integration.url is not None
     return RunDescription(
@@ -64,6 +67,7 @@ def describe(integration: JobIntegration, job: Job) -> RunDescription:
         project=own.project if isinstance(own, Wandb) else own.experiment,
         entity=own.entity if isinstance(own, Wandb) else None,
         name=None if begun else own.name or job.id,
+        group=None if begun else job.sweep_id,
         tags=None if begun else _tags(own.tags, spec),
         config=None if begun else config(job, spec),
     )

@@ -9,7 +9,7 @@ import pytest
 
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.evaluations import Evaluation, evaluation_key
-from ft_service.rundir.events import Metrics, read_segments
+from ft_service.rundir.events import Event, Metrics, read_segments
 from tests.support.attempts import wait_for
 from workers.output import report
 from workers.output.report import Reporter, metrics_csv, metrics_of_all_attempts, with_evaluations
@@ -137,7 +137,9 @@ def test_the_result_file_has_full_validations_and_what_answers_scored(tmp_path: 
     scored = Evaluation(step=2, time=0, metrics={"exact_match": 0.5}, base_metrics={}, samples=[])
     run.write(evaluation_key(2, 1), scored)
     rows = [row(1, 2.5), row(2, 2.0).model_copy(update={"valid_loss": 3.0, "valid_mean_token_accuracy": 0.25})]
-    first, second = csv.DictReader(metrics_csv(with_evaluations(rows, run)).splitlines())
+    events = with_evaluations([Event(kind="metrics", time=0, message="", metrics=each) for each in rows], run)
+    text = metrics_csv([event.metrics for event in events if event.metrics is not None])
+    first, second = csv.DictReader(text.splitlines())
     assert (first["full_valid_loss"], first["evaluation/exact_match"]) == ("", "")
     assert (second["full_valid_loss"], second["full_valid_mean_token_accuracy"]) == ("3.0", "0.25")
     assert second["evaluation/exact_match"] == "0.5"

@@ -13,7 +13,7 @@ from ft_service.control.tracking.door import refuse_unless_possible
 from ft_service.control.tracking.points import RunDescription, flat
 from ft_service.errors import SpecError
 from ft_service.settings import Settings
-from ft_service.spec import Integration
+from ft_service.spec import Integration, JobRequest
 
 PROGRAM = """
 import sys, warnings
@@ -27,7 +27,7 @@ store = "file://" + sys.argv[1]
 account = MlflowAccount(store, "se-cret", 3600.0)
 account.enter()
 config = {"lora": {"r": 4}, "seed": 7}
-asked = dict(kind="mlflow", id="ftjob-1", project="tuning", entity=None)
+asked = dict(kind="mlflow", id="ftjob-1", project="tuning", entity=None, group="sweep-1")
 run = MlflowRun(account, RunDescription(**asked, name="mine", tags=("a/b",), config=config))
 assert run.next_step == 0
 for step in range(1, 1002):
@@ -50,7 +50,7 @@ again.finish(0)
 (found,) = client.search_runs([experiment])
 assert (found.info.status, found.info.run_name) == ("FINISHED", "mine")
 assert found.data.params == {"lora.r": "4", "seed": "7"}
-assert found.data.tags["a/b"] == ""
+assert (found.data.tags["a/b"], found.data.tags["ft_service.sweep"]) == ("", "sweep-1")
 history = client.get_metric_history(found.info.run_id, "train_loss")
 assert [point.step for point in history] == list(range(1, 1003)), "each step once, in order"
 assert history[0].timestamp == 1_000_000_001_000
@@ -81,23 +81,27 @@ def test_options_become_parameters_by_dotted_name() -> None:
 
 
 def test_mlflow_is_refused_by_name_where_it_is_not_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = [Integration.model_validate({"type": "mlflow", "mlflow": {"experiment": "tuning"}})]
+    def asking(*kinds: str) -> JobRequest:
+        sections = {"mlflow": {"experiment": "tuning"}, "wandb": {"project": "p"}}
+        given = [{"type": kind, kind: sections[kind]} for kind in kinds]
+        return JobRequest.model_validate({"model": "m", "training_file": "f", "integrations": given})
+
     with pytest.raises(SpecError, match="FT_MLFLOW_TRACKING_URI"):
-        refuse_unless_possible(Settings(), asked)
+        refuse_unless_possible(asking("mlflow"), Settings())
     there = Settings(mlflow_tracking_uri="http://127.0.0.1:1")
     monkeypatch.setattr("ft_service.control.tracking.door.find_spec", lambda name: None)
     with pytest.raises(SpecError, match=r"pip install 'ft-service\[mlflow\]'"):
-        refuse_unless_possible(there, asked)
+        refuse_unless_possible(asking("mlflow"), there)
     monkeypatch.setattr("ft_service.control.tracking.door.find_spec", lambda name: object())
-    refuse_unless_possible(there, asked)
+    refuse_unless_possible(asking("mlflow"), there)
     with pytest.raises(SpecError, match="FT_WANDB_API_KEY"):
-        refuse_unless_possible(there, [*asked, Integration.model_validate({"type": "wandb", "wandb": {"project": "p"}})])
+        refuse_unless_possible(asking("mlflow", "wandb"), there)
 
 
 def test_an_integration_has_the_section_of_its_type_alone() -> None:
-    assert RunDescription(id="a", project="p", entity=None, name=None, tags=None, config=None).kind == "wandb"
+    assert RunDescription(id="a", project="p", entity=None, group=None, name=None, tags=None, config=None).kind == "wandb"
     given = {"type": "mlflow", "mlflow": {"experiment": "tuning", "name": None, "tags": []}}
     assert Integration.model_validate(given).model_dump() == given, "OpenAI's own has no section of ours"
     for wrong in ({**given, "wandb": {"project": "p"}}, {"type": "wandb", "mlflow": given["mlflow"]}):
-        with pytest.raises(ValidationError, match=r"type '(wandb|mlflow)'"):
+        with pytest.raises(ValidationError, match="wandb"):
             Integration.model_validate(wrong)

@@ -35,7 +35,9 @@ FAILED = 1
 WRONG = 64
 INTERRUPTED = 130
 
-app = typer.Typer(pretty_exceptions_enable=False, context_settings={"help_option_names": ["--help", "-h"]})
+HELP = ["--help", "-h"]
+
+app = typer.Typer(pretty_exceptions_enable=False, context_settings={"help_option_names": HELP})
 
 
 def version(as_json: Json = False) -> None:
@@ -110,7 +112,7 @@ def without_types_of_flags(command: Any) -> Any:
     for parameter in command.params:
         if getattr(parameter, "is_flag", False):
             parameter.metavar = ""
-    command.get_help_option(typer.Context(command)).metavar = ""
+    command.get_help_option(typer.Context(command, help_option_names=HELP)).metavar = ""
     for below in getattr(command, "commands", {}).values():
         without_types_of_flags(below)
     return command

@@ -102,7 +102,7 @@ class Talk:
     def __init__(self, client: Client, partners: list[Partner], options: dict[str, Any], begin: list[dict[str, Any]]) -> None:
         self._client, self._partners, self._options, self._begin = client, partners, options, begin
         self._said: dict[str, list[dict[str, Any]]] = {}
-        self._console = Console(highlight=False)
+        self._console = Console(highlight=False, emoji=False)
         self.forget()
 
     def forget(self) -> None:

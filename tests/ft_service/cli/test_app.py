@@ -21,6 +21,7 @@ COMMANDS = {
     *("version", "serve", "run", "submit", "jobs", "get", "watch", "logs"),
     *(
         "audit",
+        "pull",
         "projects",
         "export",
         "chat",

@@ -31,11 +31,13 @@ class Settings(BaseSettings):
     """YAML file: name that clients send → name of a base."""
     storage: str = Field(default="", pattern=r"^((s3|gs)://.+)?$")
     """Object storage for run directories and files: s3://bucket/prefix or gs://bucket/prefix, with the credentials that s3fs or
-    gcsfs find. Empty: they are in FT_HOME, which pods must share. Only with FT_LAUNCHER = kubernetes."""
+    gcsfs find. Empty: they are in FT_HOME, which pods and other hosts must share. Not with FT_LAUNCHER = local."""
     metrics_port: int | None = Field(default=None, ge=1, le=65535)
     """Where `ft reconcile` shows Prometheus its counters, without a key; None: nowhere. `ft serve` has /metrics for them."""
-    launcher: Literal["local", "kubernetes"] = "local"
-    """Where jobs run: as processes of this host, or as pods of a cluster."""
+    launcher: Literal["local", "kubernetes", "agents"] = "local"
+    """Where jobs run: as processes of this host, as pods of a cluster, or on several hosts with an agent each (`ft agent`)."""
+    host_lease_seconds: float = Field(default=30.0, ge=5, le=3600)
+    """For how long the agent of a host may be silent before its jobs go on elsewhere. The same for all processes."""
     pod_profile: Path | None = None
     """YAML file: how worker pods look. Needed by FT_LAUNCHER = kubernetes."""
     bootstrap_key_file: Path | None = None
@@ -138,18 +140,18 @@ class Settings(BaseSettings):
         if self.launcher == "local":
             if self.storage:
                 raise ValueError(
-                    "FT_STORAGE needs FT_LAUNCHER = kubernetes: processes of this host keep their files in FT_HOME"
+                    "FT_STORAGE needs FT_LAUNCHER = kubernetes or agents: processes of this host keep their files in FT_HOME"
                 )
             return self
         if self.storage and (self.keep_runs_days, self.keep_checkpoints_days, self.keep_files_days) != (None, None, None):
             raise ValueError(
                 "FT_KEEP_…_DAYS removes files of FT_HOME only; with FT_STORAGE use the storage's own lifecycle rules"
             )
-        if self.pod_profile is None:
+        if self.pod_profile is None and self.launcher == "kubernetes":
             raise ValueError("FT_LAUNCHER = kubernetes needs FT_POD_PROFILE, which says how worker pods look")
         if not self.database_url_file and not self.database_url.startswith("postgresql"):
             raise ValueError(
-                "FT_LAUNCHER = kubernetes needs PostgreSQL in FT_DATABASE_URL: SQLite's locks do not work between hosts"
+                f"FT_LAUNCHER = {self.launcher} needs PostgreSQL in FT_DATABASE_URL: SQLite's locks do not work between hosts"
             )
         return self
 

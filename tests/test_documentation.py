@@ -15,13 +15,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("ft_service", "api", "workers")
 MODULES_OF_A_FOLDER = 14
-FOLDERS_OF_THE_CORE = 28
+FOLDERS_OF_THE_CORE = 29
 
 _PATH = re.compile(r"(?<![\w<>*$/.{-])((?:\.\./)*(?:[\w.-]+/)*[\w.-]+\.(?:py|md|toml))\b(?![/<*({])")
 _YAML = re.compile(r"(?<![\w<>*$/.{-])((?:\.\./)*(?:deploy|docs|examples|tests)/[\w./-]+\.(?:yaml|yml|jsonl))\b")
 _MODULE = re.compile(r"`((?:ft_service|api|workers)(?:\.\w+)+)")
 _LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
-_ELSEWHERE = {"runtime/config.py", "api.wandb.ai", "llama.cpp/convert_hf_to_gguf.py"}
+_ELSEWHERE = {"runtime/config.py", "api.wandb.ai"}
 """Files and hosts of others that ours speak of."""
 
 

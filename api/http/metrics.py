@@ -47,13 +47,20 @@ class _Now(Collector):
         lag = "How long the running or validating job that was looked at longest ago has not been looked at."
         yield _gauge("ft_reconciler_lag_seconds", lag, statistics.overdue_seconds)
         yield _in_use(statistics.slots_in_use)
-        yield _gauge("ft_slots", "Slots that jobs of this service can hold in all.", capacity_of(self._settings).slots)
+        yield _gauge("ft_slots", "Slots that jobs of this service can hold in all.", _slots(self._settings, self._store))
         yield _gauge("ft_file_bytes", "Bytes of uploaded and result files.", statistics.file_bytes)
         yield _gauge("ft_webhooks_waiting", "Webhook deliveries neither made nor given up.", statistics.webhooks_waiting)
         disk = shutil.disk_usage(self._settings.home)
         yield _gauge("ft_disk_total_bytes", "Of the file system that holds FT_HOME.", disk.total)
         yield _gauge("ft_disk_free_bytes", "The same, free.", disk.free)
         yield _gauge("ft_statistics_seconds", "How long the database took for this scrape.", seconds)
+
+
+def _slots(settings: Settings, store: Store) -> int:
+    """All that the service has; of hosts with agents those that are there."""
+    if settings.launcher != "agents":
+        return capacity_of(settings).slots
+    return sum(host.slots for host in store.fleet() if host.silent_seconds < settings.host_lease_seconds)
 
 
 def _jobs(counts: dict[tuple[str, str], int]) -> Iterable[Metric]:

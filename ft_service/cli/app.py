@@ -15,6 +15,7 @@ import typer
 
 from ft_service import __version__
 from ft_service.cli import (
+    agents,
     chat_command,
     convert_command,
     export_command,
@@ -26,7 +27,7 @@ from ft_service.cli import (
     verify_command,
 )
 from ft_service.cli.data_files import commands
-from ft_service.cli.jobs import comparing, fetching, following, listing, submit, verbs
+from ft_service.cli.jobs import comparing, evaluations, fetching, following, listing, submit, sweeps, verbs
 from ft_service.cli.local import plan_command, run_command
 from ft_service.cli.output import Json, complain, print_json
 from ft_service.errors import DataError, FtError, SpecError
@@ -62,10 +63,10 @@ def options(
 
 
 PANELS = {
-    "Jobs": (submit, listing, following, comparing, verbs, fetching),
+    "Jobs": (submit, listing, following, comparing, evaluations, verbs, fetching),
     "Before and without a server": (plan_command, run_command, convert_command),
     "Models": (models, chat_command, merge_command, export_command, verify_command),
-    "The service": (serve, prune_command, tenants),
+    "The service": (serve, agents, prune_command, tenants),
 }
 """Title in `ft --help` → modules, whose commands stand there in the order in which they register them."""
 
@@ -83,6 +84,8 @@ for panel, parts in PANELS.items():
     for part in parts:
         _register(panel, part.register)
 _register("The service", lambda typer_app: typer_app.command()(version))
+app.add_typer(sweeps.app, name="sweep", rich_help_panel="Jobs")
+app.add_typer(agents.agent, name="agent", rich_help_panel="The service")
 app.add_typer(tenants.keys, name="keys", rich_help_panel="The service")
 app.add_typer(tenants.projects, name="projects", rich_help_panel="The service")
 app.add_typer(commands.app, name="data", rich_help_panel="Before and without a server")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ft_service.errors import SpecError
+from ft_service.errors import SpecError, UnavailableError
 from ft_service.host import hardware
 from ft_service.launcher.kubernetes.profile import QUEUE_SLOTS, PodProfile, load_profile
-from ft_service.plan.machines import Machine, find_machine
+from ft_service.plan.machines import Machine, find_machine, host_cpu, machine_of_gpu, machine_of_model
 from ft_service.settings import Settings
 from ft_service.spec import JobSpec
+from ft_service.store.fleet.hosts import HostRow, HostStore
 
 
 @dataclass(frozen=True)
@@ -24,15 +27,44 @@ class Capacity:
     machine: Machine | None
     """Of the nodes; None: this host's."""
     several_nodes: bool
+    machines: tuple[Machine, ...] = ()
+    """All kinds of nodes, the commonest first; empty: there is one."""
 
 
-def capacity_of(settings: Settings) -> Capacity:
-    """Raises SpecError if the pod profile cannot be used."""
+def capacity_now(settings: Settings, store: HostStore) -> Capacity:
+    """The same, asking which hosts there are where agents tell of them. Raises UnavailableError if none ever has."""
+    return capacity_of(settings, store.fleet() if settings.launcher == "agents" else ())
+
+
+def capacity_of(settings: Settings, fleet: Sequence[HostRow] = ()) -> Capacity:
+    """`fleet`: all hosts with agents. Raises SpecError if the pod profile cannot be used, UnavailableError if there should be
+    hosts with agents and none is."""
+    if settings.launcher == "agents":
+        return _of_fleet(fleet)
     if settings.launcher == "kubernetes":
         assert settings.pod_profile is not None, "the settings demand one"
         return _of_profile(load_profile(settings.pod_profile))
     slots = settings.slots or hardware.default_slots()
     return Capacity("this host", slots, slots, min(hardware.gpu_count(), slots), None, several_nodes=False)
+
+
+def _of_fleet(fleet: Sequence[HostRow]) -> Capacity:
+    """Those that are drained or do not answer now count too: they may be back before the job's turn."""
+    if not fleet:
+        raise UnavailableError("No host has joined this service yet (FT_LAUNCHER = agents): start `ft agent` on each host.")
+    kinds: Counter[tuple[str, int, int | None]] = Counter()
+    for host in fleet:
+        kinds[host.kind, host.gpus, host.memory] += host.slots
+    machines = tuple(dict.fromkeys(_machine(*kind) for kind, _ in kinds.most_common()))
+    gpus = Counter(host.gpus for host in fleet).most_common(1)[0][0]
+    most, slots = max(host.slots for host in fleet), sum(host.slots for host in fleet)
+    return Capacity("a host of this service", slots, most, gpus, machines[0], several_nodes=True, machines=machines)
+
+
+def _machine(kind: str, gpus: int, memory: int | None) -> Machine:
+    if not gpus:
+        return replace(host_cpu(), memory=memory)
+    return machine_of_model(kind) if memory is None else machine_of_gpu(kind, memory)
 
 
 def _of_profile(profile: PodProfile) -> Capacity:
@@ -50,7 +82,7 @@ def refuse_too_many(spec: JobSpec, capacity: Capacity) -> None:
     if nodes > 1 and not capacity.several_nodes:
         raise SpecError(
             f"distributed.nnodes = {nodes}: this service runs jobs on its own host. Leave it out; or run the job without the "
-            "service, with `ft run` on each host, or on a cluster (FT_LAUNCHER = kubernetes).",
+            "service, with `ft run` on each host, or on several hosts (FT_LAUNCHER = agents or kubernetes).",
             param="distributed.nnodes",
         )
     if ranks > capacity.ranks_per_node:

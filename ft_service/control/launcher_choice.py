@@ -6,11 +6,13 @@ import logging
 
 from ft_service.errors import SpecError
 from ft_service.host.hardware import default_slots
+from ft_service.launcher.agents import AgentsLauncher
 from ft_service.launcher.base import Launcher
 from ft_service.launcher.kubernetes.manifests import Site
 from ft_service.launcher.kubernetes.profile import load_profile, own_namespace
 from ft_service.launcher.local import LocalLauncher
 from ft_service.settings import Settings
+from ft_service.store.sql import Store
 from ft_service.supervisor.warm_start import Standby
 
 log = logging.getLogger(__name__)
@@ -19,12 +21,14 @@ SERVICE_STORAGE_SECRET = "ft-storage"
 """What `deploy/` calls the Secret with which API and reconciler use FT_STORAGE."""
 
 
-def new_launcher(settings: Settings) -> Launcher:
+def new_launcher(settings: Settings, store: Store) -> Launcher:
     """Raises SpecError if the cluster cannot be used as the pod profile asks for it."""
     if settings.launcher == "local":
         grace = settings.stop_grace_seconds
         standby = Standby(grace) if settings.warm_start else None  # it ends with this process
         return LocalLauncher(settings.slots or default_slots(), stop_grace_seconds=grace, standby=standby)
+    if settings.launcher == "agents":
+        return AgentsLauncher(store, settings.host_lease_seconds)
     return _kubernetes(settings)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ft_service.bases.catalogue import Catalogue
 from ft_service.control.admission import file_ids, read, resolve_asked
-from ft_service.control.capacity import capacity_of
+from ft_service.control.capacity import capacity_now
 from ft_service.errors import SpecError
 from ft_service.jobs.states import Job
 from ft_service.plan.job import Plan, bounded, plan_job, training_time
@@ -37,7 +37,7 @@ def plan_body(
     if isinstance(body, dict) and not known:
         body = body | {"training_file": _UNKNOWN}
     asked = read(body, principal=principal, store=store, settings=settings)
-    capacity = capacity_of(settings)
+    capacity = capacity_now(settings, store)
     files = store.find_files(set(file_ids(asked.request)))
     spec = resolve_asked(asked, files, settings, catalogue, capacity, data=known)
     size = files[asked.request.training_file].bytes if known else None
@@ -45,11 +45,11 @@ def plan_body(
     return _document(bounded(spec), capacity.machine or this_host(), path, size)
 
 
-def plan_of_job(job: Job, settings: Settings, places: Places) -> dict[str, Any]:
+def plan_of_job(job: Job, store: Store, settings: Settings, places: Places) -> dict[str, Any]:
     """The plan by which a job runs. Raises SpecError if its base is gone."""
     path = places.file(job.request["training_file"])
     size = path.stat().st_size if path.is_file() else None
-    return _document(job.spec, capacity_of(settings).machine or this_host(), path if size is not None else None, size)
+    return _document(job.spec, capacity_now(settings, store).machine or this_host(), path if size is not None else None, size)
 
 
 def _document(spec: JobSpec, machine: Machine, path: Path | None, size: int | None) -> dict[str, Any]:

@@ -11,19 +11,17 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Protocol, assert_never
 
 from ft_service.control.checks.data_checks import Check, Checks, check_data
 from ft_service.control.intake import Intake, collect_result, note_event, read_report
+from ft_service.control.placing import Placing
 from ft_service.errors import NotFoundError
 from ft_service.jobs import decisions, reasons
 from ft_service.jobs.decisions import Become, Kill, Launch, Place, Signal, Validate, Wait
-from ft_service.jobs.estimates import Paces
-from ft_service.jobs.queue import Line, displaced, next_start
-from ft_service.jobs.slot_choice import choose_slots
 from ft_service.jobs.states import Absent, Ended, Job, Observation, Running, State
 from ft_service.launcher.base import Launcher, LaunchError
 from ft_service.logs import about, fields
@@ -33,7 +31,6 @@ from ft_service.rundir.checkpoints import newest_checkpoint, newest_step
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Control, Start
 from ft_service.storage.locations import Places
-from ft_service.store.queue import HOST_SECONDS
 from ft_service.store.records import Claim, File, JobChange, NewEvent
 from ft_service.store.sql import Store
 
@@ -47,10 +44,6 @@ LEASE_SECONDS = 30.0
 """How long a job is left alone after its turn ended in an error."""
 DROP_SECONDS = 0.5
 """How often it is asked whether a job whose files are being read still wants that."""
-TELL_SECONDS = 5.0
-"""How often jobs are looked for that this host can never start."""
-DISPLACE_SECONDS = 1.0
-"""How often jobs are looked for that must make room."""
 MAX_REST_SECONDS = 10.0
 GUEST_SECONDS = 0.05
 """Between asking whether a job's slots are free of whoever else uses them."""
@@ -92,15 +85,10 @@ class Reconciler:
         self._meters.place_away.set_function(lambda: launcher.away_seconds)
         self._idle_seconds = idle_seconds
         self._lease_seconds = lease_seconds
-        self._displace_after = displace_after
-        self._displace_at = 0.0
         self._owner = f"{platform.node()}:{os.getpid()}"
+        self._placing = Placing(store, launcher, owner=self._owner, lease_seconds=lease_seconds, displace_after=displace_after)
         self._wake = store.stirred
         self._queue_first = False
-        self._tell_at = 0.0
-        self._host_at = 0.0
-        self._paces = Paces()
-        self._expected_seconds: float | None = None
         self._drop_at = 0.0
         self._warm = check is None
         self._checks = Checks(check or partial(check_data, places=places), self.wake, places.tokens_dir)
@@ -174,8 +162,8 @@ class Reconciler:
         """A job that holds something or waits to; the two kinds come first in turn, so that neither keeps the other waiting."""
         self._queue_first = not self._queue_first
         if self._queue_first:
-            return self._claim_queued() or self._claim_active()
-        return self._claim_active() or self._claim_queued()
+            return self._placing.claim() or self._claim_active()
+        return self._claim_active() or self._placing.claim()
 
     def _claim_active(self) -> Claim | None:
         return self._store.claim(
@@ -184,43 +172,6 @@ class Reconciler:
             lease_seconds=self._lease_seconds,
             idle_seconds=self._idle_seconds,
         )
-
-    def _claim_queued(self) -> Claim | None:
-        host = self._launcher.host
-        total = self._launcher.slots
-        who = {"host": host, "owner": self._owner, "lease_seconds": self._lease_seconds}
-        if time.monotonic() >= self._tell_at:
-            if claim := self._store.claim_too_large(**who, host_slots=total):
-                return claim
-            self._tell_at = time.monotonic() + TELL_SECONDS
-        self._tell_host(host, total)
-        may_displace = self._displace_after is not None and time.monotonic() >= self._displace_at
-        if not may_displace and not self._store.free_slots(host, total):
-            return None
-        line = self._store.line_for(host, total, self._paces)
-        start = next_start(line)
-        if start is None:
-            if may_displace:
-                self._make_room(line)
-            return None
-        self._expected_seconds = start.job.seconds
-        return self._store.claim_queued(start.job.id, **who, host_slots=total)
-
-    def _make_room(self, line: Line) -> None:
-        """Ask jobs to stop that the head of the queue may displace."""
-        assert self._displace_after is not None, "nobody may be displaced"
-        self._displace_at = time.monotonic() + DISPLACE_SECONDS
-        head, holdings = displaced(line, after_seconds=self._displace_after) or (None, [])
-        for holding in holdings:
-            if head and self._store.displace(head, holding.id):
-                log.info("job makes room for %s", head.id, extra={"job_id": holding.id})
-
-    def _tell_host(self, host: str, total: int) -> None:
-        """Now and then: say that the host is there, and look at how long jobs take."""
-        if time.monotonic() >= self._host_at:
-            self._host_at = time.monotonic() + HOST_SECONDS / 6
-            self._store.tell_host(host, total)
-            self._paces = Paces(self._store.measured_jobs())
 
     def _reconcile(self, claim: Claim) -> None:
         run = self._places.run(claim.job.id)
@@ -276,22 +227,19 @@ class Reconciler:
             waits = decisions.too_large(job)
             self._apply(claim, report, waits, [NewEvent(level="warn", message=f"The job waits. {waits.pending}")])
             return
-        slots = choose_slots(job.slots, self._store.free_slots(self._launcher.host, self._launcher.slots))
-        if slots is None:
+        placed = self._placing.place(job, claim.now)
+        if placed is None:
             self._apply(claim, report, job)
             return
-        expected = self._expected_seconds
-        placed = replace(decisions.placed(job, self._launcher.host), ends_at=None if expected is None else claim.now + expected)
-        # That training starts is for the ranks to say.
-        message = f"Attempt {placed.attempt} is placed on {job.slots} slot{'s' if job.slots > 1 else ''}."
-        if self._apply(claim, report, placed, [NewEvent(level="info", message=message)], take_slots=slots):
+        if self._apply(claim, report, placed.job, [NewEvent(level="info", message=placed.told)], take_slots=placed.slots):
             self._meters.attempts.inc()
             self._meters.queue_wait.observe(max(0.0, claim.now - (job.queued_at or claim.now)))
 
     def _launch(self, claim: Claim, report: Intake, run: RunDir) -> None:
         job = report.job
         spec = job.spec
-        slots = self._store.held_slots(job.id)
+        held = self._store.held_slots(job.id)
+        slots = [slot for numbers in held.values() for slot in numbers]
         if self._guest is not None and not self._guest.make_way(slots):
             if self._apply(claim, report, job):
                 self._store.look_again(job.id)
@@ -304,8 +252,10 @@ class Reconciler:
             world_size=job.slots,
             generation=job.generation,
             checkpoint=newest_checkpoint(run),
-            slots=slots,
-            nodes=spec.distributed.nnodes,
+            slots=slots if len(held) == 1 else [],
+            nodes=job.nodes or spec.distributed.nnodes,
+            hosts=[] if list(held) == [self._launcher.host] else list(held),
+            node_slots=list(held.values()) if len(held) > 1 else [],
         )
         attempt = _attempt(run, job)
         attempt.settle_start(start)
@@ -353,7 +303,7 @@ class Reconciler:
         events: Sequence[NewEvent] = (),
         *,
         files: Sequence[File] = (),
-        take_slots: Sequence[int] = (),
+        take_slots: Mapping[str, Sequence[int]] | None = None,
         release_slots: bool = False,
     ) -> bool:
         change = JobChange(
@@ -361,7 +311,7 @@ class Reconciler:
             events=[*report.events, *events],
             checkpoints=report.checkpoints,
             files=files,
-            take_slots=take_slots,
+            take_slots=take_slots or {},
             release_slots=release_slots,
         )
         if not self._store.apply(claim, change):

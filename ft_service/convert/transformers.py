@@ -41,7 +41,7 @@ _TRACKERS = refused(
 _HUB = unless_off("nothing is published: `ft download`, then upload the folder", changes_result=False)
 _DDP = needless("it belongs to DistributedDataParallel; training is sharded by FSDP2")
 _LOADER = needless("tokens are in memory before the first step")
-_COLUMNS = needless("data files are OpenAI chat lines")
+_COLUMNS = needless("a data file's columns are known by their names")
 _EVALUATION = needless("validation reports the mean loss and accuracy over all target tokens")
 _PRECISE = needless("validation computes as training does")
 _FP16 = unless_off("there is no loss scaling here: bf16, with fp32 masters of what is trained, is the default")

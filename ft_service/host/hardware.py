@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from functools import lru_cache
 from pathlib import Path
 
@@ -19,6 +20,19 @@ def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
 def _device_files(devices: Path) -> int:
     """The number of NVIDIA device files, counted once: GPUs do not come and go under a running process."""
     return sum(path.name.removeprefix("nvidia").isdigit() for path in devices.glob("nvidia[0-9]*"))
+
+
+def gpu_memory() -> tuple[str, int] | None:
+    """(name, bytes) of this host's first GPU as its driver tells them; None: it has none, or nobody tells."""
+    if not gpu_count():
+        return None
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+        name, _, mebibytes = said[0].rpartition(",")
+        return name.strip(), int(mebibytes) * 2**20
+    except (OSError, subprocess.SubprocessError, IndexError, ValueError):
+        return None
 
 
 def gpu_count(devices: Path = Path("/dev")) -> int:

@@ -16,9 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from ft_service.jobs.queue import Waiting
+from ft_service.jobs.line import Shape, Waiting
 from ft_service.jobs.reasons import ERROR_CODE, RETRY, USER_TEXT, Reason, Retry, failure_text, reason_of
-from ft_service.jobs.states import Absent, Ended, Halt, Job, Level, Observation, Phase, Running, State, Unknown
+from ft_service.jobs.states import TERMINAL, Absent, Ended, Halt, Job, Level, Observation, Phase, Running, State, Unknown
 from ft_service.rundir.documents import Desired, ErrorInfo
 
 MAX_FAILURES = 3
@@ -135,6 +135,8 @@ def _decide_running(job: Job, seen: Observation, now: float) -> Action:
     match seen:
         case Unknown():
             return _tell_unseen(job, seen) if _is_news(job, seen) else Wait()
+        case Absent() if _is_stopped_by_sweep(job):
+            return _swept(job, now)
         case Absent():
             return Launch() if job.desired is Desired.RUN else Become(_at_rest(job), release=True)
         case Running():
@@ -150,6 +152,9 @@ def _decide_alive(job: Job, seen: Running, now: float) -> Action:
         return Signal()
     if job.wish is Desired.RUN and job.is_out_of_time(now):
         return Become(halted(job, Halt.TIME_LIMIT), message=f"{_TIME_IS_UP} It stops at a checkpoint.", level="warn")
+    if job.wish is Desired.RUN and seen.leaving is not None:
+        leaves = halted(job, Halt.DRAINED, f"{seen.leaving}: it stops at a checkpoint, and goes on elsewhere.")
+        return Become(leaves, message=leaves.pending, level="warn")
     if seen.silent_seconds > SILENCE_LIMIT_SECONDS:
         return Kill(Reason.STALLED)
     if job.phase in (Phase.LAUNCHING, Phase.WAITING) and not seen.admitted:
@@ -183,8 +188,10 @@ def _decide_ended(job: Job, seen: Ended, now: float) -> Action:
     job = replace(job, pending=None)
     reason = reason_of(seen.exit)
     if reason is Reason.SUCCEEDED:
-        done = replace(job, state=State.SUCCEEDED, phase=None, reason=reason, finished_at=now)
+        done = replace(job, state=State.SUCCEEDED, phase=None, reason=reason, finished_at=now, stopped=None)
         return Become(done, release=True, message=USER_TEXT[reason])
+    if _is_stopped_by_sweep(job):
+        return _swept(job, now)
     if job.halt is Halt.TIME_LIMIT and job.desired is Desired.RUN:
         return _out_of_time(job, now)
     if reason is None:
@@ -210,6 +217,35 @@ def _after_stop(job: Job, seen: Ended, now: float) -> Become:
 
 def _out_of_time(job: Job, now: float) -> Become:
     return Become(fail(job, Reason.TIME_LIMIT, None, now), release=True, message=USER_TEXT[Reason.TIME_LIMIT])
+
+
+def _is_stopped_by_sweep(job: Job) -> bool:
+    return job.halt is Halt.SWEEP and job.desired is Desired.RUN
+
+
+def _swept(job: Job, now: float) -> Become:
+    ended = replace(
+        job,
+        state=State.CANCELLED,
+        phase=None,
+        halt=None,
+        signalled=job.generation,
+        reason=Reason.SWEEP_STOPPED,
+        pending=None,
+        finished_at=now,
+    )
+    return Become(ended, release=True, message=USER_TEXT[Reason.SWEEP_STOPPED])
+
+
+def stopped_by_sweep(job: Job, why: str, now: float) -> Job:
+    """The job when its sweep stops it: at a checkpoint if an attempt of it runs, else at once. Itself, if it is over, stops
+    already, or stops because its user wants it to. `why`: for the user."""
+    if job.state in TERMINAL or job.halt is Halt.SWEEP:
+        return job
+    if job.state is State.RUNNING:
+        stops = replace(halted(job, Halt.SWEEP, f"It stops at a checkpoint: {why}."), stopped=why)
+        return stops if job.desired is Desired.RUN else job
+    return _swept(replace(job, stopped=why), now).job
 
 
 def halted(job: Job, halt: Halt, why: str | None = None) -> Job:
@@ -240,15 +276,21 @@ def _after_failure(job: Job, checkpoint_step: int, reason: Reason, error: ErrorI
         return Become(fail(job, reason, error, now, text), release=True, message=text)
     delay = BACKOFF_SECONDS * 2 ** (failures - 1)
     where = f"from step {checkpoint_step}" if checkpoint_step >= 0 else "from the beginning"
-    left_seconds = job.left_seconds if checkpoint_step >= 0 else None
-    rest = replace(_at_rest(job), reason=reason, not_before=now + delay, left_seconds=left_seconds)
+    rest = replace(_at_rest(job), reason=reason, not_before=now + delay)
+    if checkpoint_step < 0:
+        rest = replace(rest, left_seconds=None)
     return Become(rest, release=True, message=f"{text} The job goes on {where}.", level="error")
 
 
 def _at_rest(job: Job) -> Job:
     """Where a job goes whose attempt has ended before its time."""
     state = State.PAUSED if job.desired is Desired.PAUSE else State.QUEUED
-    return replace(job, state=state, phase=None, halt=None, signalled=job.generation, pending=None)
+    job = replace(job, state=state, phase=None, halt=None, signalled=job.generation, pending=None, stopped=None)
+    if not job.shapes:
+        return job
+    fewest = job.shapes[-1]  # with which it waits, whatever it had
+    left = None if job.left_seconds is None else job.left_seconds * job.slots / fewest.ranks
+    return replace(job, slots=fewest.ranks, nodes=fewest.nodes, left_seconds=left)
 
 
 def fail(job: Job, reason: Reason, error: ErrorInfo | None, now: float, text: str | None = None) -> Job:
@@ -264,13 +306,17 @@ def fail(job: Job, reason: Reason, error: ErrorInfo | None, now: float, text: st
 def validated(job: Job, error: ErrorInfo | None, now: float) -> Job:
     """The job after its data files were read: failed, or on its way."""
     if error is not None:
-        reason = Reason.INVALID_FILE if error.param in ("training_file", "validation_file") else Reason.PERMANENT_ERROR
+        of_data = error.param in ("training_file", "validation_file", "validation_split")
+        reason = Reason.INVALID_FILE if of_data else Reason.PERMANENT_ERROR
         return fail(job, reason, error, now, error.message)
     return replace(job, state=State.PAUSED if job.desired is Desired.PAUSE else State.QUEUED)
 
 
-def placed(job: Job, host: str) -> Job:
-    """The job with a new attempt on a host, whose slots it holds."""
+def placed(job: Job, host: str, shape: Shape | None = None) -> Job:
+    """The job with a new attempt on a host or in a place, whose slots it holds. `shape`: of a job that may have
+    several, the one that it got."""
+    if job.shapes and shape is not None:
+        job = replace(job, slots=shape.ranks, nodes=shape.nodes)
     return replace(
         job,
         state=State.RUNNING,

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ft_service.jobs.queue import Line, Room, Waiting
+from ft_service.jobs.line import Line, Waiting
+from ft_service.jobs.queue import Room
 
 SIMULATED = 1000
 """Starts that are played through. Those after them are estimated by the slots that all before them need."""
@@ -56,7 +57,7 @@ def _played(line: Line) -> list[tuple[Waiting, float | None]]:
             started.append((start.job, room.now))
         goes_on = room.advance()
     left = [*room.in_order(), *room.later()]
-    slots = sum(line.hosts.values())
+    slots = sum(host.slots for host in line.hosts.values())
     if not goes_on or not slots or any(job.seconds is None for job in left):
         return [*started, *((job, None) for job in left)]
     at = room.now
@@ -79,7 +80,9 @@ def _reasons(line: Line, order: Sequence[Waiting]) -> list[str]:
         elif job.not_before > line.now:
             reasons.append(f"The next attempt is made in {job.not_before - line.now:.0f} s.")
         elif not line.hosts:
-            reasons.append("No process moves jobs now: `ft serve` or `ft reconcile` does.")
+            reasons.append(
+                "No process moves jobs now: `ft serve` or `ft reconcile` does, and on hosts of their own `ft agent`."
+            )
         elif not room.hosts_for(job):
             reasons.append(_no_host(job, line))
         elif room.over_limit(job):
@@ -91,8 +94,7 @@ def _reasons(line: Line, order: Sequence[Waiting]) -> list[str]:
         elif about_to and about_to.job.id == job.id:
             reasons.append("It is about to start.")
         elif head and head.id == job.id:
-            free = max(0, max(room.free[host] for host in room.hosts_for(job)))
-            reasons.append(f"It is next. It needs {_count(job.slots, 'slot')}, and {free} {'is' if free == 1 else 'are'} free.")
+            reasons.append(_next(job, room))
         else:
             reasons.append(_behind(job, higher, same))
         higher[job.priority] += 1
@@ -101,9 +103,26 @@ def _reasons(line: Line, order: Sequence[Waiting]) -> list[str]:
 
 
 def _no_host(job: Waiting, line: Line) -> str:
-    if job.host is not None and job.host not in line.hosts:
+    if job.host is not None and all(job.host not in (name, host.place) for name, host in line.hosts.items()):
         return f"Its host, {job.host}, does not answer now."
-    return f"It needs {_count(job.slots, 'slot')} on one host, and no host has so many now."
+    if job.memory is not None and Room(line).hosts_for(replace(job, memory=None)):
+        return f"Each of its ranks needs {job.memory / 2**30:.1f} GiB, and no host that answers now has so much for one."
+    return f"It needs {_needs(job)}, and no host has so many now."
+
+
+def _next(job: Waiting, room: Room) -> str:
+    """What the head of the queue waits for."""
+    each, number = room.spread(room.hosts_for(job)[0], job.smallest)
+    most = sorted((max(0, room.free[host]) for host in room.hosts_for(job)), reverse=True)[:number]
+    if number == 1:
+        return f"It is next. It needs {_count(job.slots, 'slot')}, and {most[0]} {'is' if most[0] == 1 else 'are'} free."
+    return f"It is next. It needs {each} on each of {number} hosts, and {', '.join(map(str, most))} are free."
+
+
+def _needs(job: Waiting) -> str:
+    if job.nodes == 1:
+        return f"{_count(job.slots, 'slot')} on one host"
+    return f"{_count(job.smallest.per_node, 'slot')} on each of {job.nodes} hosts of one kind"
 
 
 def _behind(job: Waiting, before: Counter[int], same: Counter[tuple[int, str]]) -> str:

@@ -9,6 +9,9 @@ as it may is passed over until one of its jobs ends.
 The first job in this order that is not passed over is the head. If too few slots are free for it, it is waited for, and later
 jobs start in its place only if that does not move its estimated start: because they are expected to end before it, or because
 they leave enough slots for it.
+
+A job that may run on more or fewer ranks (`Waiting.shapes`) is waited for, and charged, as its smallest shape. When its turn
+has come it starts on the largest that is free then, and waits for no more.
 """
 
 from __future__ import annotations
@@ -18,83 +21,14 @@ import heapq
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-HALF_LIFE_SECONDS = 3 * 86_400.0
+from ft_service.jobs.line import Holding, Line, Shape, Start, Waiting, accrued
+
 LOOK_AHEAD = 64
 """Jobs behind the head that are looked at to fill its gap."""
 UNKNOWN_SECONDS = 3600.0
 """What a job of unknown length counts as in its project's use, until it has ended."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Waiting:
-    """A queued job. Times are seconds since the epoch in database time."""
-
-    id: str
-    project: str
-    number: int
-    """Rises with creation."""
-    slots: int
-    priority: int = 0
-    seconds: float | None = None
-    """How long it is expected to hold its slots; None: not known."""
-    not_before: float = 0.0
-    host: str | None = None
-    """The only host that may start it; None: any."""
-    note: str | None = None
-    """Why it waits although its turn has come, for its user."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Holding:
-    """A job that holds slots."""
-
-    id: str
-    project: str
-    host: str
-    slots: int
-    priority: int = 0
-    ends_at: float | None = None
-    """When it is expected to give them back; None: not known."""
-    taken_at: float = 0.0
-    movable: bool = False
-    """It trains, and can be asked to stop at a checkpoint."""
-    halting: bool = False
-    """It was asked to stop and has not yet."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Share:
-    """A project in the queue."""
-
-    used: float = 0.0
-    """Slot-seconds up to now, what runs now included, as far as they are not forgotten."""
-    max_slots: int | None = None
-    """Ranks that it may run at once; None: no limit."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """Everything that waits and runs, at one moment."""
-
-    now: float
-    hosts: Mapping[str, int]
-    """Host → all its slots."""
-    waiting: Sequence[Waiting]
-    holdings: Sequence[Holding]
-    shares: Mapping[str, Share] = field(default_factory=dict)
-
-    def share_of(self, project: str) -> float:
-        """A project's part of what all projects have used, from 0 to 1; 0: nobody has used anything."""
-        total = sum(share.used for share in self.shares.values())
-        return self.shares[project].used / total if total and project in self.shares else 0.0
-
-
-@dataclass(frozen=True)
-class Start:
-    job: Waiting
-    host: str
 
 
 @dataclass(frozen=True)
@@ -104,20 +38,8 @@ class _Reserved:
     head: Waiting
     at: float
     """Its estimated start; infinite: not known."""
-    host: str
-    extra: int
-    """Slots of that host that are then free beside it."""
-
-
-def remembered(slot_seconds: float, ago: float) -> float:
-    """What is left of use after `ago` seconds."""
-    return slot_seconds * 0.5 ** (max(0.0, ago) / HALF_LIFE_SECONDS)
-
-
-def accrued(slots: int, seconds: float) -> float:
-    """Slot-seconds of `slots` held for `seconds` up to now, less what is forgotten of them meanwhile."""
-    lifetime = HALF_LIFE_SECONDS / math.log(2)
-    return slots * lifetime * -math.expm1(-max(0.0, seconds) / lifetime)
+    extra: Mapping[str, int]
+    """Host → its slots that are then free beside the head."""
 
 
 def next_start(line: Line) -> Start | None:
@@ -135,16 +57,24 @@ def displaced(line: Line, *, after_seconds: float) -> tuple[Waiting, list[Holdin
     head = room.head()
     if head is None:
         return None
-    for host in room.hosts_for(head):
-        there = [holding for holding in line.holdings if holding.host == host]
-        short = head.slots - room.free[host] - sum(holding.slots for holding in there if holding.halting)
-        if short <= 0:
-            return None
-        may = [h for h in there if h.movable and not h.halting and h.priority < head.priority]
-        found = _enough([h for h in may if line.now - h.taken_at >= after_seconds], short)
-        if found:
-            return head, found
+    for group in room.groups_for(head, head.smallest):
+        each, number = room.spread(group[0], head.smallest)
+        ways = [way for host in group if (way := _way(room, line, head, host, each, after_seconds)) is not None]
+        chosen = sorted(ways, key=lambda way: sum(holding.slots for holding in way))[:number]
+        if len(chosen) == number:
+            found = [holding for way in chosen for holding in way]
+            return (head, found) if found else None
     return None
+
+
+def _way(room: Room, line: Line, head: Waiting, host: str, slots: int, after_seconds: float) -> list[Holding] | None:
+    """Who must leave a host so that it has `slots` free for the head; None: that cannot be had."""
+    there = [holding for holding in line.holdings if holding.host == host]
+    short = slots - room.free[host] - sum(holding.slots for holding in there if holding.halting)
+    if short <= 0:
+        return []
+    may = [h for h in there if h.movable and not h.halting and h.priority < head.priority]
+    return _enough([h for h in may if line.now - h.taken_at >= after_seconds], short) or None
 
 
 def _enough(candidates: Sequence[Holding], short: int) -> list[Holding]:
@@ -169,8 +99,8 @@ class Room:
 
     def __init__(self, line: Line) -> None:
         self.now = line.now
-        self.free = dict(line.hosts)
-        self._total = dict(line.hosts)
+        self.free = {name: host.slots for name, host in line.hosts.items()}
+        self._hosts = line.hosts
         self._ends: dict[str, list[tuple[float, str, int]]] = {host: [] for host in line.hosts}
         self._shares = line.shares
         self.running: dict[str, int] = defaultdict(int)
@@ -210,15 +140,27 @@ class Room:
                 following = queue[-place - 1]
                 heapq.heappush(heap, (-following.priority, charged + _charge(job), following.number, project, place + 1))
 
+    def spread(self, host: str, shape: Shape) -> tuple[int, int]:
+        """(slots of each host, hosts) that a shape takes where a host is."""
+        return (shape.ranks, 1) if self._hosts[host].place is None else (shape.per_node, shape.nodes)
+
+    def groups_for(self, job: Waiting, shape: Shape) -> list[list[str]]:
+        """Hosts that are large enough for a job of this shape and may start it, as groups of which enough are alike."""
+        groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for name, host in self._hosts.items():
+            where = job.host is None or job.host in (name, host.place)
+            if where and host.holds(self.spread(name, shape)[0], job.memory):
+                groups[host.place or name, host.kind].append(name)
+        return [group for group in groups.values() if len(group) >= self.spread(group[0], shape)[1]]
+
     def hosts_for(self, job: Waiting) -> list[str]:
         """Hosts that are large enough for a job and may start it."""
-        hosts = self._total if job.host is None else [job.host]
-        return [host for host in hosts if self._total.get(host, 0) >= job.slots]
+        return [host for group in self.groups_for(job, job.smallest) for host in group]
 
-    def over_limit(self, job: Waiting) -> bool:
-        """Whether the job's project would run more ranks than it may."""
+    def over_limit(self, job: Waiting, ranks: int | None = None) -> bool:
+        """Whether the job's project would run more ranks than it may. `ranks`: None: the fewest that the job may have."""
         limit = self._limit(job.project)
-        return limit is not None and self.running[job.project] + job.slots > limit
+        return limit is not None and self.running[job.project] + (ranks or job.slots) > limit
 
     def _limit(self, project: str) -> int | None:
         return self._shares[project].max_slots if project in self._shares else None
@@ -242,52 +184,73 @@ class Room:
         reserved: _Reserved | None = None
         looked_at = 0
         for job in self.in_order(passed_over):
-            hosts = self.hosts_for(job)
-            if not hosts:
+            groups = self.groups_for(job, job.smallest)
+            if not groups:
                 continue
             if self.over_limit(job):
                 passed_over.add(job.project)
                 continue
-            fitting = [host for host in hosts if self.free[host] >= job.slots]
-            if reserved is None:
-                if fitting:
-                    return Start(job, fitting[0])
-                reserved = min((self._reserve(job, host) for host in hosts), key=lambda kept: kept.at)
-                continue
-            looked_at += 1
-            if looked_at > LOOK_AHEAD:
-                return None
-            for host in fitting:
-                if self._does_not_delay(job, host, reserved):
-                    return Start(job, host)
+            if reserved is not None:
+                looked_at += 1
+                if looked_at > LOOK_AHEAD:
+                    return None
+            if start := self._start_of(job, reserved):
+                return start
+            reserved = reserved or min((self._reserve(job, group) for group in groups), key=lambda kept: kept.at)
         return None
 
-    def _reserve(self, job: Waiting, host: str) -> _Reserved:
-        """When a host is expected to have enough slots for a job, and how many more."""
-        free, at = self.free[host], self.now
-        for end, _, slots in self._ends[host]:
-            if free >= job.slots and end > at:
-                break
-            free, at = free + slots, end
-        return _Reserved(job, at, host, free - job.slots)
+    def _start_of(self, job: Waiting, reserved: _Reserved | None) -> Start | None:
+        """How a job may start now, in the largest shape for which enough is free. `reserved`: what it must leave alone."""
+        for shape in job.shapes or (job.smallest,):
+            if self.over_limit(job, shape.ranks):
+                continue
+            for group in self.groups_for(job, shape):
+                each, number = self.spread(group[0], shape)
+                free = [host for host in group if self.free[host] >= each]
+                if reserved is not None:
+                    free = [host for host in free if self._does_not_delay(job, shape, host, each, reserved)]
+                if len(free) >= number:  # the fullest first, so that what is free stays together
+                    return Start(job, tuple(sorted(free, key=lambda host: (self.free[host], host))[:number]), shape)
+        return None
 
-    def _does_not_delay(self, job: Waiting, host: str, reserved: _Reserved) -> bool:
-        """Whether the head starts as early as before, if a job starts before it."""
+    def _reserve(self, job: Waiting, group: Sequence[str]) -> _Reserved:
+        """When enough hosts of a group are expected to have the slots that a job needs, and how many more."""
+        each, number = self.spread(group[0], job.smallest)
+        first = sorted((self._free_from(host, each), host) for host in group)[:number]
+        at = first[-1][0]
+        return _Reserved(job, at, {host: self._free_at(host, at) - each for _, host in first})
+
+    def _free_from(self, host: str, slots: int) -> float:
+        """When a host is expected to have so many slots free."""
+        free, at = self.free[host], self.now
+        for end, _, freed in self._ends[host]:
+            if free >= slots:
+                break
+            free, at = free + freed, end
+        return at
+
+    def _free_at(self, host: str, moment: float) -> int:
+        return self.free[host] + sum(slots for end, _, slots in self._ends[host] if end <= moment)
+
+    def _does_not_delay(self, job: Waiting, shape: Shape, host: str, slots: int, reserved: _Reserved) -> bool:
+        """Whether the head starts as early as before, if a job takes `slots` of a host before it."""
         if math.isinf(reserved.at):
             return False
-        if job.seconds is not None and self.now + job.seconds <= reserved.at:
+        seconds = job.seconds_on(shape.ranks)
+        if seconds is not None and self.now + seconds <= reserved.at:
             return True
         limit = self._limit(job.project)
-        both = self.running[job.project] + job.slots + reserved.head.slots
+        both = self.running[job.project] + shape.ranks + reserved.head.slots
         if job.project == reserved.head.project and limit is not None and both > limit:
             return False
-        return host != reserved.host or job.slots <= reserved.extra
+        return slots <= reserved.extra.get(host, slots)
 
     def start(self, start: Start) -> None:
         """Let a job begin."""
         job = start.job
         self._queues[job.project].remove(job)
-        self._hold(job.project, start.host, job.slots, None if job.seconds is None else self.now + job.seconds)
+        for host in start.hosts:
+            self._hold(job.project, host, start.on_each, None if start.seconds is None else self.now + start.seconds)
 
     def advance(self) -> bool:
         """Go on to when the next job is expected to end, or to become due. False: nothing is expected any more."""

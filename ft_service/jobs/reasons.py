@@ -22,6 +22,8 @@ class Reason(StrEnum):
     """A rank or torchrun was killed from outside (out of memory, by hand)."""
     SUPERVISOR_LOST = "supervisor_lost"
     """The supervisor vanished without an exit record (killed, or the host restarted)."""
+    HOST_LOST = "host_lost"
+    """A host that it ran on does not answer any more."""
     STALLED = "stalled"
     """The attempt lived, and said nothing for longer than allowed."""
     STOP_TIMEOUT = "stop_timeout"
@@ -30,6 +32,8 @@ class Reason(StrEnum):
     """It made room for a job of higher priority."""
     TIME_LIMIT = "time_limit"
     """It held its slots for as long as it may (`max_seconds`)."""
+    SWEEP_STOPPED = "sweep_stopped"
+    """Its sweep found it hopeless."""
     LAUNCH_FAILED = "launch_failed"
     """The launcher could not start the attempt."""
 
@@ -50,10 +54,12 @@ RETRY: dict[Reason, Retry] = {
     Reason.WORKER_ERROR: Retry.COUNTED,
     Reason.WORKER_KILLED: Retry.COUNTED,
     Reason.SUPERVISOR_LOST: Retry.COUNTED,
+    Reason.HOST_LOST: Retry.COUNTED,
     Reason.STALLED: Retry.COUNTED,
     Reason.STOP_TIMEOUT: Retry.COUNTED,
     Reason.PREEMPTED: Retry.UNCOUNTED,
     Reason.TIME_LIMIT: Retry.NEVER,
+    Reason.SWEEP_STOPPED: Retry.NEVER,
     Reason.LAUNCH_FAILED: Retry.COUNTED,
 }
 
@@ -65,10 +71,12 @@ ERROR_CODE: dict[Reason, str] = {
     Reason.WORKER_ERROR: "training_failed",
     Reason.WORKER_KILLED: "worker_killed",
     Reason.SUPERVISOR_LOST: "worker_lost",
+    Reason.HOST_LOST: "worker_lost",
     Reason.STALLED: "worker_stalled",
     Reason.STOP_TIMEOUT: "worker_stalled",
     Reason.PREEMPTED: "preempted",
     Reason.TIME_LIMIT: "time_limit",
+    Reason.SWEEP_STOPPED: "sweep_stopped",
     Reason.LAUNCH_FAILED: "launch_failed",
 }
 """`error.code` of a failed job, unless the worker gave a more precise one."""
@@ -81,10 +89,12 @@ USER_TEXT: dict[Reason, str] = {
     Reason.WORKER_ERROR: "Training stopped with an error.",
     Reason.WORKER_KILLED: "A training process was killed from outside; often the host ran out of memory.",
     Reason.SUPERVISOR_LOST: "The training processes vanished; the host may have restarted.",
+    Reason.HOST_LOST: "A host that the job ran on was lost.",
     Reason.STALLED: "Training reported nothing for too long and was stopped.",
     Reason.STOP_TIMEOUT: "Training did not stop when asked and was killed.",
     Reason.PREEMPTED: "The job made room for one of higher priority, at a checkpoint.",
     Reason.TIME_LIMIT: "The job has used the time that it may take (max_seconds). Its checkpoints stay.",
+    Reason.SWEEP_STOPPED: "The job was stopped by its sweep. Its checkpoints stay.",
     Reason.LAUNCH_FAILED: "The training processes could not be started.",
 }
 
@@ -102,6 +112,7 @@ _REASON: dict[ExitReason, Reason | None] = {
     ExitReason.WORKER_KILLED: Reason.WORKER_KILLED,
     ExitReason.STOP_TIMEOUT: Reason.STOP_TIMEOUT,
     ExitReason.STALLED: Reason.STALLED,
+    ExitReason.HOST_LOST: Reason.HOST_LOST,
 }
 
 

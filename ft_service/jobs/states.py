@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
+from ft_service.jobs.line import Shape
 from ft_service.jobs.reasons import Reason
 from ft_service.rundir.documents import Desired, Exit
 from ft_service.spec import JobSpec, StoredSpec, TunedName
@@ -45,6 +46,10 @@ class Halt(StrEnum):
     """It makes room for a job of higher priority, and is queued again."""
     TIME_LIMIT = "time_limit"
     """It has held its slots for as long as it may (`max_seconds`), and the job ends."""
+    SWEEP = "sweep"
+    """Its sweep has found it hopeless, and the job ends."""
+    DRAINED = "drained"
+    """Its host is to be left, and it is queued again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +70,20 @@ class Job:
     signalled: int = 1
     priority: int = 0
     slots: int = 1
-    """Slots of one host that an attempt needs: its ranks."""
+    """Ranks of an attempt, of all its nodes together. Of a job with `shapes`: those of its attempt while it has one, else the
+    fewest that it may have."""
+    nodes: int | None = None
+    """Hosts that these are spread over evenly; None: as the spec says."""
+    shapes: tuple[Shape, ...] = ()
+    """Shapes that it may have, the largest first; empty: only that of `slots` and `nodes`."""
+    memory: int | None = None
+    """Bytes that a rank needs, as planned; None: not known."""
     max_seconds: int | None = None
     """For how long it may hold slots, over all its attempts; None: no limit."""
     halt: Halt | None = None
     """Why the newest attempt is to stop although its user wants it to run; None: it is not."""
     host: str | None = None
-    """The host whose processes the newest attempt's are; None before the first."""
+    """The host, or the place, whose processes the newest attempt's are; None before the first."""
     attempt: int = 0
     """Number of the newest attempt; 0: none yet."""
     failures: int = 0
@@ -111,6 +123,14 @@ class Job:
     """The same times the number of slots: what it has used."""
     seen_tokens: int = 0
     """Tokens trained, as far as its attempts have reported; steps repeated after a resume count once."""
+    sweep_id: str | None = None
+    """The sweep that it is one of; None: it is alone."""
+    sweep_values: dict[str, Any] | None = None
+    """What it has of its own in the sweep: dotted option → value."""
+    sweep_course: dict[str, Any] | None = None
+    """How far it has come, as its sweep compares it (ft_service/sweeps/course.py); None: it has reported no step."""
+    stopped: str | None = None
+    """Why its sweep stops it, for the user; None: it does not."""
     version: int = 1
     """Raised by every write; a write names the version it read and changes nothing if another came first."""
 
@@ -165,6 +185,8 @@ class Running:
     """Level of the note."""
     admitted: bool = True
     """False: its place keeps it waiting, and it does not train yet."""
+    leaving: str | None = None
+    """Why its host is to be left, for the user; None: it may stay."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,9 @@ def request(job: Job, verb: Verb, now: float, slots: int | None = None) -> Job:
     wish = {Verb.CANCEL: Desired.CANCEL, Verb.PAUSE: Desired.PAUSE, Verb.RESUME: Desired.RUN}[verb]
     if job.desired is wish:
         return job
-    job = replace(job, desired=wish, generation=job.generation + 1, pending=None, slots=slots or job.slots)
+    job = replace(job, desired=wish, generation=job.generation + 1, pending=None)
+    if slots is not None:
+        job = replace(job, slots=slots, shapes=())
     if wish is Desired.CANCEL:
         phase = Phase.STOPPING if job.state is State.RUNNING else None
         return replace(job, state=State.CANCELLED, phase=phase, reason=Reason.USER_CANCELLED, finished_at=now)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
+from ft_service.jobs.line import Host
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Observation
 from ft_service.rundir.attempt import Attempt
@@ -26,6 +28,11 @@ class Launcher(Protocol):
     @property
     def slots(self) -> int:
         """How many ranks this place runs at once."""
+        ...
+
+    @property
+    def hosts(self) -> Mapping[str, Host]:
+        """The hosts on which it may place ranks now, by their names in the table of slots. May ask the store."""
         ...
 
     @property

@@ -6,8 +6,9 @@ Nothing happens by itself. A test says what the workers would do (`report`, `end
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from ft_service.jobs.line import Host
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Absent, Ended, Observation, Running
 from ft_service.launcher.base import LaunchError
@@ -45,6 +46,10 @@ class FakeLauncher:
     @property
     def slots(self) -> int:
         return self._slots
+
+    @property
+    def hosts(self) -> Mapping[str, Host]:
+        return {self.host: Host(slots=self._slots)}
 
     def start(self, attempt: Attempt, spec: JobSpec | None = None) -> None:
         if self.refusal is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -33,6 +34,27 @@ class Admitted:
     """(level, message) of its first events."""
     work: Work | None = None
     """What the training is likely to be; None: the size of its data is not known."""
+    memory: int | None = None
+    """Bytes that a rank needs: all that it may take where that fits the machine, else what it surely takes."""
+    fits: bool | None = None
+    """Whether all that it may take fits the machine; None: not known."""
+
+
+def admit_on(machines: Sequence[Machine | None], spec: JobSpec, data_bytes: int | None = None) -> Admitted:
+    """`admit` for whichever of several machines will train: the first that it fits, with what it needs where it needs least.
+    Raises SpecError if it fits none."""
+    found: list[Admitted] = []
+    refused: list[SpecError] = []
+    for machine in machines:
+        try:
+            found.append(admit(spec, machine, data_bytes))
+        except SpecError as error:
+            refused.append(error)
+    if not found:
+        raise refused[0]
+    fitting = [one for one in found if one.fits] or found
+    needs = [one.memory for one in fitting if one.memory is not None]
+    return replace(fitting[0], memory=min(needs, default=None))
 
 
 def admit(spec: JobSpec, machine: Machine | None = None, data_bytes: int | None = None) -> Admitted:
@@ -52,7 +74,7 @@ def admit(spec: JobSpec, machine: Machine | None = None, data_bytes: int | None 
     lengths = None if data_bytes is None else Lengths.of_size(data_bytes)
     admitted = _admitted(contents, given, machine or this_host(), lengths)
     sections = {name: getattr(admitted.spec, name) for name in ("precision", "training", "distributed", "chosen")}
-    return Admitted(spec.model_copy(update=sections), admitted.told, admitted.work)
+    return replace(admitted, spec=spec.model_copy(update=sections))
 
 
 @lru_cache(maxsize=128)
@@ -63,8 +85,11 @@ def _admitted(base: BaseContents, options: str, machine: Machine, lengths: Lengt
     _refuse_what_cannot_fit(plan)
     ways = "; ".join(change_text(change) for change in plan.changes if change.fits)
     chosen = f"Chosen: {' '.join(plan.chosen)}" if plan.chosen else ""
+    memory = plan.rank.total if plan.fits else plan.rank.resident
     told: Told = ("warn" if plan.fits is False else "info", " ".join(filter(None, (summary(plan), ways, chosen))))
-    return Admitted(spec, (told, *(("warn", warning) for warning in plan.warnings)), _work(spec, plan, lengths))
+    return Admitted(
+        spec, (told, *(("warn", warning) for warning in plan.warnings)), _work(spec, plan, lengths), memory, plan.fits
+    )
 
 
 def _work(spec: JobSpec, plan: Plan, lengths: Lengths | None) -> Work | None:

@@ -28,6 +28,10 @@ class Start(_Document):
     """Slots of the host that the ranks hold: the GPUs they see, on a host with GPUs. Empty: nobody shares the host."""
     nodes: int = 1
     """Hosts that the ranks are spread over evenly."""
+    hosts: list[str] = []
+    """Names of the hosts, node by node, where each has an agent. Empty: the host of whoever starts it, or pods."""
+    node_slots: list[list[int]] = []
+    """Of several such hosts, the slots that the ranks hold on each, in place of `slots`."""
 
 
 class Desired(StrEnum):
@@ -102,6 +106,8 @@ class ExitReason(StrEnum):
     """It was asked to stop, did not, and was killed."""
     STALLED = "stalled"
     """It said nothing for longer than allowed, and was killed."""
+    HOST_LOST = "host_lost"
+    """A host that it ran on does not answer any more."""
 
 
 class Exit(_Document):

@@ -124,7 +124,7 @@ def _one_of(ways: Sequence[str]) -> str:
 def _place(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
     """A dotted field name from pydantic's location, without the names of union branches and validators."""
     parts: list[str] = []
-    current: type[BaseModel] | None = model
+    current: Sequence[type[BaseModel]] = [model]
     keyed = False
     for part in loc:
         if isinstance(part, int):
@@ -132,25 +132,24 @@ def _place(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
         elif keyed:
             parts.append(part[:80])
             keyed = False
-        elif current is not None and part in current.model_fields:
+        elif field := next((own.model_fields[part] for own in current if part in own.model_fields), None):
             parts.append(part)
-            annotation = current.model_fields[part].annotation
-            current = _model_of(annotation)
-            keyed = _is_mapping(annotation)
-        elif current is not None:
+            current = _models_of(field.annotation)
+            keyed = _is_mapping(field.annotation)
+        elif len(current) == 1:  # of several models the part names one
             parts.append(part[:80])
-            current = None
+            current = []
     return ".".join(parts)
 
 
-def _model_of(annotation: Any) -> type[BaseModel] | None:
-    """The model that a field holds, by itself or as a list's items (or none); None if it holds something else."""
+def _models_of(annotation: Any) -> Sequence[type[BaseModel]]:
+    """The model that a field holds, by itself or as a list's items (or none), or the models that it chooses from; empty if it
+    holds something else."""
     union = get_origin(annotation) in (Union, UnionType)
-    inner = [part for part in get_args(annotation) if part is not NoneType] if union else [annotation]
-    held = _bare(inner[0]) if len(inner) == 1 else None
-    if get_origin(held) is list:
-        held = get_args(held)[0]
-    return held if isinstance(held, type) and issubclass(held, BaseModel) else None
+    inner = [_bare(part) for part in get_args(annotation) if part is not NoneType] if union else [_bare(annotation)]
+    if len(inner) == 1 and get_origin(inner[0]) is list:
+        inner = [get_args(inner[0])[0]]
+    return inner if all(isinstance(held, type) and issubclass(held, BaseModel) for held in inner) else []
 
 
 def _is_mapping(annotation: Any) -> bool:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Double, Select, and_, bindparam, delete, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.sql.dml import ReturningUpdate
 
-from ft_service.jobs.queue import accrued, remembered
+from ft_service.jobs.line import accrued, remembered
 from ft_service.jobs.states import Job, State
 from ft_service.store.database import Database, database_time, upsert
 from ft_service.store.records import Claim, JobChange
@@ -117,14 +117,24 @@ class LeaseStore(Database):
 
     def free_slots(self, host: str, total: int) -> list[int]:
         """Slot numbers in 0..total-1 that nobody holds on a host, ascending."""
-        with self.reading() as connection:
-            held = set(connection.scalars(select(slots.c.slot).where(slots.c.host == host)))
-        return [slot for slot in range(total) if slot not in held]
+        return self.free_slots_of({host: total})[host]
 
-    def held_slots(self, job_id: str) -> list[int]:
-        """Slot numbers that a job holds on its host, ascending."""
+    def free_slots_of(self, totals: Mapping[str, int]) -> dict[str, list[int]]:
+        """The same of several hosts. `totals`: host → all its slots."""
         with self.reading() as connection:
-            return list(connection.scalars(select(slots.c.slot).where(slots.c.job_id == job_id).order_by(slots.c.slot)))
+            rows = connection.execute(select(slots.c.host, slots.c.slot).where(slots.c.host.in_(totals))).all()
+        held = {(row.host, row.slot) for row in rows}
+        return {host: [slot for slot in range(total) if (host, slot) not in held] for host, total in totals.items()}
+
+    def held_slots(self, job_id: str) -> dict[str, list[int]]:
+        """Host → slot numbers that a job holds there, ascending; the hosts by name."""
+        with self.reading() as connection:
+            query = select(slots.c.host, slots.c.slot).where(slots.c.job_id == job_id).order_by(slots.c.host, slots.c.slot)
+            rows = connection.execute(query).all()
+        found: dict[str, list[int]] = {}
+        for host, slot in rows:
+            found.setdefault(host, []).append(slot)
+        return found
 
 
 def _write_job(connection: Connection, claim: Claim, job: Job) -> bool:
@@ -158,12 +168,12 @@ def _write_rest(connection: Connection, claim: Claim, change: JobChange) -> None
         _take_slots(connection, job, change.take_slots)
 
 
-def _take_slots(connection: Connection, job: Job, numbers: Sequence[int]) -> None:
-    assert job.host is not None, "slots are of a host"
+def _take_slots(connection: Connection, job: Job, taken: Mapping[str, Sequence[int]]) -> None:
     now = connection.scalars(_NOW).one()
     mine = {"project_id": job.project_id, "job_id": job.id, "attempt": job.attempt, "taken_at": now}
     try:
-        connection.execute(insert(slots), [{"host": job.host, "slot": slot, **mine} for slot in numbers])
+        rows = [{"host": host, "slot": slot, **mine} for host, numbers in taken.items() for slot in numbers]
+        connection.execute(insert(slots), rows)
     except IntegrityError as error:
         raise _NoSlot from error
     connection.execute(update(jobs).where(jobs.c.id == job.id).values(taken_at=now))

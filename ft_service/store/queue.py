@@ -7,17 +7,20 @@ about their places in it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Integer, RowMapping, Select, bindparam, func, select
 
 from ft_service.jobs.estimates import Effort, Measured, Paces
-from ft_service.jobs.queue import Holding, Line, Share, Waiting, accrued, remembered
+from ft_service.jobs.line import Holding, Host, Line, Share, Waiting, accrued, remembered
 from ft_service.jobs.states import Phase
 from ft_service.store.database import Database, Direct, database_time, upsert
+from ft_service.store.fleet.hosts import to_host
+from ft_service.store.fleet.tables import hosts
 from ft_service.store.leases import DUE
-from ft_service.store.tables import MEASURED, QUEUED, hosts, jobs, projects, slots
+from ft_service.store.rows import shapes_of
+from ft_service.store.tables import MEASURED, QUEUED, jobs, projects, slots
 
 OF_EACH_PROJECT = 16
 """Waiting jobs of a project that a reconciler's turn looks at: one to start, the others to fill a gap."""
@@ -27,7 +30,10 @@ _MEASURED_JOBS = 200
 """Newest jobs by which others are estimated."""
 
 _EFFORT = [jobs.c[name] for name in ("base", "slots", "work", "planned_seconds", "left_seconds")]
-_WAITING = [jobs.c[name] for name in ("id", "project_id", "position", "priority", "not_before", "host", "pending")]
+_WAITING = [
+    jobs.c[name]
+    for name in ("id", "project_id", "position", "priority", "not_before", "host", "pending", "nodes", "shapes", "memory")
+]
 
 
 def _projects_in_queue() -> Select[tuple[str | None]]:
@@ -81,35 +87,42 @@ class QueueStore(Database):
             statement = upsert(connection, hosts).values(row)
             connection.execute(statement.on_conflict_do_update(index_elements=["host"], set_=row))
 
-    def line_for(self, host: str, total: int, paces: Paces) -> Line:
-        """What may start on a host, which has `total` slots: of each project the first jobs that are due and that nobody is
-        about to move."""
+    def line_for(self, place: str, there: Mapping[str, Host], paces: Paces) -> Line:
+        """What may start in a place, on the hosts that are there: of each project the first jobs that are due and that nobody
+        is about to move."""
         with self.reading() as connection:
             waiting_projects = connection.scalars(_PROJECTS).all()
             now, holdings, shares = _present(connection)
         waiting: list[Waiting] = []
-        values = {"for_host": host, "host_slots": total, "most": OF_EACH_PROJECT, "none": 0}
+        total = sum(host.slots for host in there.values())
+        values = {"for_host": place, "host_slots": total, "most": OF_EACH_PROJECT, "none": 0}
         with self.driving(write=False) as driver:
             for project in waiting_projects:
                 rows = _FIRST_OF_PROJECT.run(driver, {**values, "of_project": project})
                 waiting += [_waiting(dict(zip(_FIRST_COLUMNS, row, strict=True)), paces) for row in rows]
-        return Line(now=now, hosts={host: total}, waiting=waiting, holdings=holdings, shares=shares)
+        return Line(now=now, hosts=there, waiting=waiting, holdings=holdings, shares=shares)
 
     def whole_line(self, paces: Paces) -> Line:
         """Everything that waits, and every host that was told of lately."""
         query = select(*_WAITING, *_EFFORT).where(QUEUED).order_by(jobs.c.position)
         with self.reading() as connection:
             now, holdings, shares = _present(connection)
-            there = connection.execute(select(hosts.c.host, hosts.c.slots).where(hosts.c.seen_at > now - HOST_SECONDS))
-            totals = {row.host: row.slots for row in there}
+            lately = (hosts.c.seen_at > now - HOST_SECONDS, hosts.c.drained_at.is_(None))
+            silent = (now - hosts.c.seen_at).label("silent")
+            rows = connection.execute(select(hosts, silent).where(*lately)).mappings().all()
             waiting = [_waiting(row, paces) for row in connection.execute(query).mappings()]
-        return Line(now=now, hosts=totals, waiting=waiting, holdings=holdings, shares=shares)
+        there = {row["host"]: _host(row) for row in rows}
+        return Line(now=now, hosts=there, waiting=waiting, holdings=holdings, shares=shares)
 
     def measured_jobs(self) -> list[Measured]:
         """The jobs that have succeeded last, with what they were planned to take and took."""
         with self.reading() as connection:
             rows = connection.execute(_MEASURED).mappings().all()
         return [Measured(_effort(row), row["held_seconds"], row["slot_seconds"]) for row in rows if row["held_seconds"]]
+
+
+def _host(row: RowMapping) -> Host:
+    return Host(slots=row["slots"]) if row["place"] is None else to_host(row).in_queue()
 
 
 def _present(connection: Connection) -> tuple[float, list[Holding], dict[str, Share]]:
@@ -149,6 +162,9 @@ def _waiting(row: RowMapping | dict[str, Any], paces: Paces) -> Waiting:
         project=row["project_id"],
         number=row["position"],
         slots=row["slots"],
+        nodes=row["nodes"] or 1,
+        shapes=shapes_of(row["shapes"]),
+        memory=row["memory"],
         priority=row["priority"],
         seconds=paces.expected_seconds(_effort(row)),
         not_before=row["not_before"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
@@ -206,8 +206,8 @@ class JobChange:
     events: Sequence[NewEvent] = ()
     checkpoints: Sequence[Checkpoint] = ()
     files: Sequence[File] = ()
-    take_slots: Sequence[int] = ()
-    """Slot numbers of `job.host` to allocate to `job.attempt`; one that is taken undoes the whole change."""
+    take_slots: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Host → its slot numbers to allocate to `job.attempt`; one that is taken undoes the whole change."""
     release_slots: bool = False
 
 

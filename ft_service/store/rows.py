@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -10,6 +11,7 @@ from sqlalchemy import ColumnElement, Connection, RowMapping, Select, Table, sel
 
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
+from ft_service.jobs.line import Shape
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Halt, Job, Phase, State
 from ft_service.rundir.documents import Desired
@@ -33,7 +35,21 @@ CHECKPOINT = columns_of(Checkpoint, checkpoints)
 
 # What a job is asked to do never changes after its creation; leases, the time of queueing and use have writers of their own.
 _ASKED = frozenset(
-    {"id", "project_id", "created_at", "request", "stored_spec", "max_seconds", "key_id", "work", "planned_seconds"}
+    {
+        *(
+            "id",
+            "project_id",
+            "created_at",
+            "request",
+            "stored_spec",
+            "max_seconds",
+            "key_id",
+            "work",
+            "planned_seconds",
+            "memory",
+        ),
+        *("sweep_id", "sweep_values"),
+    }
 )
 _FIXED = _ASKED | {"queued_at", "taken_at", "held_seconds", "slot_seconds"}
 
@@ -49,12 +65,19 @@ def to_file(row: RowMapping) -> File:
 def to_job(row: RowMapping | dict[str, Any]) -> Job:
     values = dict(row)
     values["stored_spec"] = StoredSpec(values.pop("spec"))
+    values["shapes"] = shapes_of(values["shapes"])
     values["state"] = State(values["state"])
     values["phase"] = values["phase"] and Phase(values["phase"])
     values["halt"] = values["halt"] and Halt(values["halt"])
     values["desired"] = Desired(values["desired"])
     values["reason"] = values["reason"] and Reason(values["reason"])
     return Job(**values)
+
+
+def shapes_of(value: Any) -> tuple[Shape, ...]:
+    """Shapes as their column holds them; as the driver gives it, or as JSON."""
+    pairs = json.loads(value) if isinstance(value, str) else value
+    return tuple(Shape(*pair) for pair in pairs or ())
 
 
 def to_event(row: RowMapping) -> StoredEvent:
@@ -70,15 +93,17 @@ def to_metrics(value: dict[str, Any] | None) -> Metrics | None:
 
 
 def new_job_row(job: Job) -> dict[str, Any]:
-    """Every column but the time of creation, which is the database's."""
+    """Every column but the time of creation, which is the database's. Shapes are JSON, as drivers take it."""
     row = {field.name: _plain(getattr(job, field.name)) for field in fields(Job) if field.name != "created_at"}
     spec = row.pop("stored_spec").document
+    row["shapes"] = json.dumps(row["shapes"]) if row["shapes"] else None
     return row | {"spec": spec, "base": spec.get("model", {}).get("name")}
 
 
 def changed_job_row(old: Job, new: Job) -> dict[str, Any]:
     """Every column that may change, `version` raised by one."""
     row = {field.name: _plain(getattr(new, field.name)) for field in fields(Job) if field.name not in _FIXED}
+    row["shapes"] = [list(shape) for shape in new.shapes] or None
     if new.state is State.QUEUED and old.state is not State.QUEUED:
         row["queued_at"] = database_time()
     return row | {"version": old.version + 1}

@@ -122,7 +122,14 @@ jobs = Table(
     Column("generation", Integer, nullable=False),
     Column("signalled", Integer, nullable=False),
     Column("priority", Integer, nullable=False),
+    # Of all nodes together; of a job that may have more or fewer, as its newest attempt has or its next one must.
     Column("slots", Integer, nullable=False),
+    # NULL: as its spec says; an earlier version stored the job.
+    Column("nodes", Integer),
+    # [[nodes, ranks of each], …] that it may have, the largest first; NULL: only the one that its spec says.
+    Column("shapes", StorableJson),
+    # Bytes that a rank needs; NULL: not known.
+    Column("memory", BigInteger),
     Column("host", StorableText),
     Column("attempt", Integer, nullable=False),
     Column("failures", Integer, nullable=False),
@@ -152,6 +159,11 @@ jobs = Table(
     Column("held_seconds", Double, nullable=False, server_default="0"),
     Column("slot_seconds", Double, nullable=False, server_default="0"),
     Column("seen_tokens", BigInteger, nullable=False, server_default="0"),
+    # The sweep that it is one of (ft_service/store/sweeps/), and what it has of its own there; NULL: it is alone.
+    Column("sweep_id", StorableText),
+    Column("sweep_values", StorableJson),
+    Column("sweep_course", StorableJson),
+    Column("stopped", StorableText),
     Column("version", Integer, nullable=False),
     Column("lease_owner", StorableText),
     Column("lease_token", StorableText),
@@ -282,15 +294,6 @@ slots = Table(
 )
 Index(None, slots.c.job_id)
 Index(None, slots.c.project_id)
-
-# Places where attempts run, each told of by its own reconciler. They are no project's.
-hosts = Table(
-    "hosts",
-    metadata,
-    Column("host", StorableText, primary_key=True),
-    Column("slots", Integer, nullable=False),
-    Column("seen_at", Double, nullable=False),
-)
 
 uploads = Table(
     "uploads",

@@ -79,7 +79,7 @@ def environment(inherited: Mapping[str, str], start: Start, run: RunDir, node: N
     # The host's: no file of a job names them.
     fixed[cache_folder.FOLDER] = str(cache_folder.folder_of(inherited, home) or "")
     fixed[token_folder.FOLDER] = str(token_folder.folder_of(inherited, home) or "")
-    return {**defaults, **without_secrets(inherited), **_devices(start), **among_nodes, **fixed}
+    return {**defaults, **without_secrets(inherited), **_devices(start, node), **among_nodes, **fixed}
 
 
 def allocator_settings(inherited: Mapping[str, str]) -> dict[str, str]:
@@ -92,12 +92,12 @@ def _inside_host(rendezvous: Path) -> dict[str, str]:
     return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", INIT_METHOD: f"file://{rendezvous / 'ranks'}"}
 
 
-def _devices(start: Start) -> dict[str, str]:
-    """The GPUs that belong to the attempt's slots; without slots, or without GPUs, nothing is hidden."""
-    gpus = visible_gpus()
-    if not start.slots or not gpus:
+def _devices(start: Start, node: Node) -> dict[str, str]:
+    """The GPUs that belong to the attempt's slots on this node; without slots, or without GPUs, nothing is hidden."""
+    gpus, slots = visible_gpus(), start.node_slots[node.index] if start.node_slots else start.slots
+    if not slots or not gpus:
         return {}
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[slot] for slot in start.slots if slot < len(gpus))}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[slot] for slot in slots if slot < len(gpus))}
 
 
 def guilty_tail(logs: Path, local_rank: int | None, lines: int = TAIL_LINES) -> str:

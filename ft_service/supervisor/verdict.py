@@ -29,6 +29,7 @@ EXIT_CODE: dict[ExitReason, Literal[0, 1, 64, 75]] = {
     ExitReason.WORKER_KILLED: 1,
     ExitReason.STOP_TIMEOUT: 1,
     ExitReason.STALLED: 1,
+    ExitReason.HOST_LOST: 1,
 }
 """Exit reason → exit code of the supervisor."""
 

@@ -58,9 +58,14 @@ def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         migrate(_sqlite_url(tmp_path))
         yield _sqlite_url(tmp_path)
         return
-    url = request.getfixturevalue("migrated_postgres_url")
-    yield url
-    engine = create_engine(url)
+    yield request.getfixturevalue("emptied_postgres_url")
+
+
+@pytest.fixture
+def emptied_postgres_url(migrated_postgres_url: str) -> Iterator[str]:
+    """The same in PostgreSQL."""
+    yield migrated_postgres_url
+    engine = create_engine(migrated_postgres_url)
     with engine.begin() as connection:
         for table in reversed(metadata.sorted_tables):
             connection.execute(table.delete())

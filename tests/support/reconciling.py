@@ -54,7 +54,13 @@ def spec_of(job_id: str, **changes: Any) -> JobSpec:
 
 
 def add_job(
-    store: Store, job_id: str = "ftjob-1", slots: int = 2, priority: int = 0, max_seconds: int | None = None, **changes: Any
+    store: Store,
+    job_id: str = "ftjob-1",
+    slots: int = 2,
+    priority: int = 0,
+    max_seconds: int | None = None,
+    nodes: int | None = None,
+    **changes: Any,
 ) -> Job:
     job = Job(
         id=job_id,
@@ -64,6 +70,7 @@ def add_job(
         stored_spec=StoredSpec.of(spec_of(job_id, **changes)),
         state=State.VALIDATING,
         slots=slots,
+        nodes=nodes,
         priority=priority,
         max_seconds=max_seconds,
     )

@@ -7,6 +7,7 @@ from typing import Any
 from ft_service.ids import new_id
 from ft_service.jobs.decisions import placed
 from ft_service.jobs.estimates import Paces
+from ft_service.jobs.line import Host
 from ft_service.jobs.queue import next_start
 from ft_service.jobs.states import Job, State
 from ft_service.spec import StoredSpec
@@ -64,7 +65,7 @@ def claim(store: Store, *, host: str = "h1", lease_seconds: float = 60.0) -> Cla
 
 def claim_next(store: Store, *, host: str = "h1", lease_seconds: float = 60.0, host_slots: int = 8) -> Claim | None:
     """What a host's reconciler would claim to start."""
-    start = next_start(store.line_for(host, host_slots, Paces()))
+    start = next_start(store.line_for(host, {host: Host(slots=host_slots)}, Paces()))
     if start is None:
         return None
     return store.claim_queued(start.job.id, host=host, owner="test", lease_seconds=lease_seconds, host_slots=host_slots)
@@ -75,5 +76,5 @@ def place(store: Store, job: Job, slots: list[int], host: str = "h1") -> Job:
     claimed = claim_next(store, host=host)
     assert claimed is not None
     assert claimed.job.id == job.id
-    assert store.apply(claimed, JobChange(job=placed(claimed.job, host), take_slots=slots))
+    assert store.apply(claimed, JobChange(job=placed(claimed.job, host), take_slots={host: slots}))
     return store.get_job(job.project_id, job.id)

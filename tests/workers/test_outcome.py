@@ -25,12 +25,13 @@ from tests.support.ranks import run_on_ranks
 from tests.support.training.attempts import attempt_on_rank
 from tests.support.training.models import save_chat_base, save_chats, spec_for
 from workers.base.load import adapters, load
+from workers.exports import gguf_vocabulary
 from workers.job.training_state import JobState
 from workers.model.build import build
 from workers.output.checkpoint import restore
 from workers.output.export import gathered_adapter
 from workers.output.saver import WITH_ADAPTERS
-from workers.tasks import consolidate, merge
+from workers.tasks import consolidate, export, merge
 
 CPU = torch.device("cpu")
 
@@ -205,6 +206,27 @@ def test_a_merge_reports_the_losses_before_and_after(
     assert losses["merged"] != losses["adapter_on_bf16_base"], "rounding costs something"
     assert (out / "tokenizer.json").is_file()
     assert (out / "adapter_manifest.json").read_bytes() == finished.path("adapter/manifest.json").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_gguf_reports_the_losses_of_what_it_holds(
+    finished: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base's tokenizer has no merges, without which llama.cpp has none: here it is given one."""
+    monkeypatch.setattr(gguf_vocabulary, "_merges", lambda given: [["a", "b"]])
+    arguments = [str(finished.path("adapter")), str(tmp_path / "out"), "--format"]
+    assert export.main([*arguments, "gguf-q8_0"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "model.gguf",
+        "Modelfile",
+        "fidelity.json",
+        "adapter_manifest.json",
+    }
+    losses = report["validation_loss"]
+    assert losses["merged"] == pytest.approx(losses["adapter_on_bf16_base"], rel=1e-2)
+    assert losses["merged"] != losses["adapter_on_bf16_base"], "rounding costs something"
+    assert (report["tensors"], 0 < report["relative_error"] < 0.01) == (21, True)
 
 
 def test_a_merge_onto_another_base_is_refused(finished: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,13 +7,14 @@ import io
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.checkpoints import step_of
 from ft_service.rundir.directory import RunDir
+from ft_service.rundir.evaluations import by_name, evaluated_steps, read_evaluation
 from ft_service.rundir.events import Event, Metrics, read_segments, write_segment
 from ft_service.rundir.fence import SEAL_SECONDS, Fence
 from workers.output.event_files import EventFile
@@ -27,6 +28,7 @@ PRINT_SECONDS = 5.0
 COLUMNS = ("step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy")
 """What existing scripts read from a result file, by position."""
 MORE_COLUMNS = (
+    *("full_valid_loss", "full_valid_mean_token_accuracy"),
     *("learning_rate", "grad_norm", "tokens", "trained_tokens", "step_seconds", "epoch"),
     *("checkpoint_stall_seconds", "checkpoint_seconds"),
 )
@@ -177,6 +179,21 @@ def steps_of_all_attempts(run: RunDir, last_attempt: int) -> list[Event]:
 def metrics_of_all_attempts(run: RunDir, last_attempt: int) -> list[Metrics]:
     """The metrics of `steps_of_all_attempts`."""
     return [event.metrics for event in steps_of_all_attempts(run, last_attempt) if event.metrics is not None]
+
+
+def with_evaluations(events: list[Event], run: RunDir) -> list[Event]:
+    """The events with what the evaluations at their steps measured, `evaluation/<metric>`."""
+    keys = evaluated_steps(run)
+    return [_with_evaluation(event, run, keys) for event in events]
+
+
+def _with_evaluation(event: Event, run: RunDir, keys: Mapping[int, str]) -> Event:
+    row = event.metrics
+    found = read_evaluation(run, keys[row.step]) if row is not None and row.step in keys else None
+    if row is None or found is None:
+        return event
+    more = {**(row.more or {}), **by_name(found.metrics)}
+    return event.model_copy(update={"metrics": row.model_copy(update={"more": more})})
 
 
 def metrics_csv(rows: list[Metrics]) -> str:

@@ -13,6 +13,7 @@ from torch import nn
 from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.tokenize import load_dataset, load_tokenizer
+from ft_service.data.tokens.training_set.split import Split
 from ft_service.errors import DataError
 from ft_service.spec import JobSpec, PrecisionOptions
 from workers.base.load import adapters, load
@@ -48,14 +49,15 @@ def measure(spec: JobSpec, base: Path, adapter: Path, merged: Path, samples: int
 def _validation(spec: JobSpec, samples: int) -> tuple[Sequence[Tokens], str | None]:
     if samples <= 0:
         return [], "no samples were asked for"
-    if spec.validation_data is None:
+    if not spec.validates:
         return [], "the job had no validation file"
-    if not spec.validation_data.path:
+    file = spec.validation_data or spec.training_data
+    if not file.path:
         return [], "the validation file is not here: merge where the job has run"
     try:
         options = TokenOptions.of(spec)
         tokenizer = load_tokenizer(spec.model.path, options.chat_template)
-        data = load_dataset(tokenizer, spec.validation_data, spec.training.max_length, options)
+        data = load_dataset(tokenizer, file, spec.training.max_length, options, Split.of(spec))
     except DataError as error:
         return [], error.message
     return data[:samples], None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -18,7 +19,7 @@ from ft_service.cli.output import (
     print_json,
     print_table,
 )
-from ft_service.client.answers import RemoteJob, shown
+from ft_service.client.answers import RemoteEvaluation, RemoteJob, scores_text, shown
 from ft_service.client.client import Client
 from ft_service.client.progress import clock
 from ft_service.errors import FtError
@@ -61,6 +62,7 @@ def get(job_id: JobId, as_json: Json = False) -> None:
             print_json(job.model_dump())
             return
         points = client.checkpoints(found)
+        evaluated = client.evaluations(found, limit=1) if job.evaluation else []
         names = {file_id: _file_name(client, file_id) for file_id in (job.training_file, job.validation_file) if file_id}
     steps = ", ".join(str(point.step_number) for point in reversed(points))
     print_fields(
@@ -74,6 +76,7 @@ def get(job_id: JobId, as_json: Json = False) -> None:
             ("tuned model", job.fine_tuned_model),
             ("progress", _progress(job)),
             ("validation loss", _valid(job)),
+            ("evaluation", _evaluation(evaluated)),
             ("trained tokens", f"{job.trained_tokens:,}" if job.trained_tokens is not None else None),
             ("took", clock(job.seconds(time.time())) if job.finished_at else None),
             ("created", local_time(job.created_at)),
@@ -169,6 +172,15 @@ def _progress(job: RemoteJob) -> str | None:
 
 def _valid(job: RemoteJob) -> str | None:
     return _number((job.progress or {}).get("valid_loss")) or None
+
+
+def _evaluation(newest: Sequence[RemoteEvaluation]) -> str | None:
+    """The newest metrics, and those before training."""
+    told = [
+        f"{scores_text(own.metrics, own.base_metrics)} (step {own.step}; the answers: ft eval)" if own.step else "begun"
+        for own in newest
+    ]
+    return told[0] if told else None
 
 
 def _number(value: object) -> str:

@@ -10,14 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
-from ft_service.cli.local.data import DataReports, examine_data, messages
+from ft_service.cli.local.data import DataFound, examine_data
 from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import Json, print_fields, print_json, print_table
 from ft_service.errors import SpecError
 from ft_service.ids import new_id
 from ft_service.local.spec_file import load_spec_file, resolve_spec_file
 from ft_service.plan.job import Plan, bounded, plan_job, training_time
-from ft_service.plan.lengths import Lengths
 from ft_service.plan.machines import MACHINES, Machine, find_machine, this_host
 from ft_service.plan.quantities import duration_text
 from ft_service.plan.text import memory_table, modules_table, verdict_lines, work_lines
@@ -62,11 +61,11 @@ def plan(
     resolved = bounded(resolved)
     plan_job(resolved, machine, to_train=False)  # a base that cannot be used is told of before the data is read
     data = examine_data(resolved, settings, lambda sentence: print(sentence, file=sys.stderr), need_counts=False)
-    counts = data["training_file"].counts
-    its_plan = plan_job(resolved, machine, Lengths.counted(counts) if counts else None, to_train=False)
-    duration = training_time(its_plan, resolved, data["training_file"].examples)
+    its_plan = plan_job(resolved, machine, data.lengths, to_train=False)
+    examples = data.statistics.items if data.statistics else data.reports["training_file"].examples
+    duration = training_time(its_plan, resolved, examples)
     if as_json:
-        counts = {param: report.counts and asdict(report.counts) for param, report in data.items()}
+        counts = {param: report.counts and asdict(report.counts) for param, report in data.reports.items()}
         print_json(its_plan.as_dict() | {"time": duration, "data": counts})
     else:
         _show(its_plan, machine, duration)
@@ -94,10 +93,10 @@ def _show(plan: Plan, machine: Machine, duration: dict[str, Any]) -> None:
     _show_time(duration)
 
 
-def _show_data(data: DataReports, spec: JobSpec) -> None:
-    for level, message in messages(data, spec):
+def _show_data(data: DataFound, spec: JobSpec) -> None:
+    for level, message in data.messages(spec):
         print(message if level == "info" else f"Warning: {message}")
-    if data["training_file"].counts is None:
+    if data.counts is None:
         print("Tokens are not counted here: transformers is not installed, or the base has no tokenizer.")
 
 

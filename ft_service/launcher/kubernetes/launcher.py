@@ -11,10 +11,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ft_service.jobs.line import Host
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Absent, Ended, Observation, Running, Unknown
 from ft_service.launcher.base import LaunchError
@@ -109,6 +110,10 @@ class KubernetesLauncher:
     @property
     def slots(self) -> int:
         return self._profile.slots if self._profile.queue is None else QUEUE_SLOTS
+
+    @property
+    def hosts(self) -> Mapping[str, Host]:
+        return {self.host: Host(slots=self.slots)}
 
     @property
     def away_seconds(self) -> float:

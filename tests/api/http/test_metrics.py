@@ -21,11 +21,11 @@ from ft_service.storage.locations import Places
 from ft_service.supervisor.verdict import exit_of
 from tests.support.attempts import wait_for
 from tests.support.creating import create_job
-from tests.support.databases import migrated_postgres_url, postgres_url, store, store_url
+from tests.support.databases import emptied_postgres_url, migrated_postgres_url, postgres_url, store, store_url
 from tests.support.reconciling import new_reconciler, spec_of
 from tests.support.rest.service import Service, put
 
-__all__ = ["migrated_postgres_url", "postgres_url", "store", "store_url"]
+__all__ = ["emptied_postgres_url", "migrated_postgres_url", "postgres_url", "store", "store_url"]
 
 SLACK = 100.0
 """Seconds that a test may take between writing a time and reading an age."""

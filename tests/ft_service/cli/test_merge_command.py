@@ -58,7 +58,7 @@ def test_what_cannot_be_merged(ft: Ft, tmp_path: Path, calls: list[Any]) -> None
     run = finished_run(tmp_path)
     taken = ft("merge", run.root, "--to", "bf16", "--out", tmp_path)
     assert (taken.code, "exists already" in taken.err) == (64, True)
-    assert ft("merge", run.root, "--to", "int4", "--out", tmp_path / "out").code == 64
+    assert ft("merge", run.root, "--to", "int3", "--out", tmp_path / "out").code == 64
     flip_a_bit(run.path("adapter/adapter_model.safetensors"))
     ended = ft("merge", run.root, "--to", "bf16", "--out", tmp_path / "out")
     assert ended.code == 1

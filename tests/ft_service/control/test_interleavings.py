@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from sqlalchemy import text
 
-from ft_service.control import reconciler as module
 from ft_service.errors import LimitError, SpecError
 from ft_service.jobs.states import TERMINAL, Absent, Job, Running, State, Unknown
 from ft_service.jobs.verbs import Verb
@@ -218,8 +217,8 @@ class Installation(RuleBasedStateMachine):
 def test_whatever_happens_slots_and_limits_hold_and_every_accepted_job_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, examples: int, steps: int
 ) -> None:
-    for name in ("DISPLACE_SECONDS", "TELL_SECONDS", "DROP_SECONDS"):
-        monkeypatch.setattr(module, name, 0.0)
+    for name in ("placing.DISPLACE_SECONDS", "placing.TELL_SECONDS", "reconciler.DROP_SECONDS"):
+        monkeypatch.setattr(f"ft_service.control.{name}", 0.0)
     store = new_store(tmp_path)
     store.ensure_project(LIMITED, "local")
     store.update_project(LIMITED, limits=vars(replace(Limits(), max_slots=MAX_SLOTS)))

@@ -518,7 +518,7 @@ def test_slots_that_were_taken_meanwhile_start_nothing(
 ) -> None:
     add_job(store, "ftjob-other")
     start_running(reconciler, store, launcher, "ftjob-other")
-    monkeypatch.setattr(store, "free_slots", lambda host, total: [0, 1])  # what it was a moment ago
+    monkeypatch.setattr(store, "free_slots_of", lambda totals: {"fake": [0, 1]})  # what it was a moment ago
     add_job(store, "ftjob-1")
     step_until(reconciler, store, State.QUEUED)
     launcher.report("ftjob-other", 1)
@@ -549,7 +549,7 @@ def test_a_job_larger_than_the_host_says_so_and_lets_others_pass(
     tmp_path: Path, store: Store, launcher: FakeLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FT_SLOTS was lowered after it was accepted."""
-    monkeypatch.setattr("ft_service.control.reconciler.TELL_SECONDS", 0.0)
+    monkeypatch.setattr("ft_service.control.placing.TELL_SECONDS", 0.0)
     meters = Meters()
     reconciler = new_reconciler(tmp_path, store, launcher, meters=meters)
     add_job(store, "ftjob-large", slots=3, priority=1)

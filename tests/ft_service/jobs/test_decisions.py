@@ -28,7 +28,7 @@ from ft_service.jobs.decisions import (
     signalled,
     validated,
 )
-from ft_service.jobs.queue import Waiting
+from ft_service.jobs.line import Waiting
 from ft_service.jobs.reasons import ERROR_CODE, RETRY, USER_TEXT, Reason
 from ft_service.jobs.states import TERMINAL, Absent, Ended, Halt, Job, Observation, Phase, Running, State, Unknown
 from ft_service.jobs.verbs import Verb, request

@@ -9,18 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_service.jobs.forecast import forecast
-from ft_service.jobs.queue import (
-    HALF_LIFE_SECONDS,
-    Holding,
-    Line,
-    Room,
-    Share,
-    Waiting,
-    accrued,
-    displaced,
-    next_start,
-    remembered,
-)
+from ft_service.jobs.line import HALF_LIFE_SECONDS, Holding, Host, Line, Share, Waiting, accrued, remembered
+from ft_service.jobs.queue import Room, displaced, next_start
 
 NOW = 1_000_000.0
 NAMES = ("a", "b", "c")
@@ -32,7 +22,7 @@ times = st.sampled_from([10.0, 60.0, 600.0, 7200.0])
 @st.composite
 def lines(draw: st.DrawFn, known: bool = True) -> Line:
     """Any moment of a queue. `known`: how long everything takes is."""
-    hosts = {f"h{n}": draw(st.integers(1, 6)) for n in range(draw(st.integers(1, 2)))}
+    hosts = {f"h{n}": Host(slots=draw(st.integers(1, 6))) for n in range(draw(st.integers(1, 2)))}
     seconds = times if known else st.none() | times
     waiting = [
         Waiting(
@@ -54,7 +44,7 @@ def lines(draw: st.DrawFn, known: bool = True) -> Line:
         project, slots = draw(st.sampled_from(NAMES)), draw(st.integers(1, 3))
         held = sum(holding.slots for holding in holdings if holding.host == host)
         running[project] += slots
-        if held + slots <= hosts[host] and running[project] <= (shares[project].max_slots or 99):
+        if held + slots <= hosts[host].slots and running[project] <= (shares[project].max_slots or 99):
             left = draw(seconds)
             since = draw(st.sampled_from([0.0, 300.0, 3000.0]))
             holdings.append(
@@ -84,7 +74,7 @@ def running(name: str, slots: int, ends_in: float | None = 100.0, **values: obje
 
 
 def line(*waiting: Waiting, total: int = 4, holdings: tuple[Holding, ...] = (), **shares: Share) -> Line:
-    return Line(now=NOW, hosts={"h": total}, waiting=waiting, holdings=holdings, shares=shares)
+    return Line(now=NOW, hosts={"h": Host(slots=total)}, waiting=waiting, holdings=holdings, shares=shares)
 
 
 def order(line: Line) -> list[str]:
@@ -97,10 +87,11 @@ def test_what_starts_has_room_and_may(line: Line) -> None:
     start = next_start(line)
     if start is None:
         return
-    free = line.hosts[start.host] - sum(h.slots for h in line.holdings if h.host == start.host)
+    [host] = start.hosts
+    free = line.hosts[host].slots - sum(h.slots for h in line.holdings if h.host == host)
     assert start.job.slots <= free
     assert start.job.not_before <= line.now
-    assert start.job.host in (None, start.host)
+    assert start.job.host in (None, host)
     limit = line.shares[start.job.project].max_slots
     held = sum(h.slots for h in line.holdings if h.project == start.job.project)
     assert limit is None or held + start.job.slots <= limit
@@ -109,14 +100,14 @@ def test_what_starts_has_room_and_may(line: Line) -> None:
 @unhurried
 @given(lines(known=False))
 def test_filling_gaps_never_moves_the_heads_estimated_start(line: Line) -> None:
-    head = job("head", 99, slots=line.hosts["h0"], priority=9, host="h0")
+    head = job("head", 99, slots=line.hosts["h0"].slots, priority=9, host="h0")
     line = replace(line, waiting=[*line.waiting, head])
     expected = forecast(replace(line, waiting=[head]))["head"].starts_at
     if Room(line).over_limit(head):  # it is passed over, and others are the head
         return
     while (start := next_start(line)) and start.job.id != "head":
         ends_at = None if start.job.seconds is None else NOW + start.job.seconds
-        values = {"project": start.job.project, "host": start.host, "slots": start.job.slots, "ends_at": ends_at}
+        values = {"project": start.job.project, "host": start.hosts[0], "slots": start.job.slots, "ends_at": ends_at}
         line = replace(
             line,
             waiting=[one for one in line.waiting if one.id != start.job.id],
@@ -150,8 +141,8 @@ def test_the_forecast_keeps_to_slots_and_limits_and_forgets_nobody(line: Line) -
             spans.append(("h0", waiting.project, waiting.slots, at, at + waiting.seconds))
     for _, _, _, moment, _ in spans:
         there = [span for span in spans if span[3] <= moment < (span[4] or math.inf)]
-        for host, total in line.hosts.items():
-            assert sum(span[2] for span in there if span[0] == host) <= total
+        for name, host in line.hosts.items():
+            assert sum(span[2] for span in there if span[0] == name) <= host.slots
         for name, share in line.shares.items():
             assert share.max_slots is None or sum(span[2] for span in there if span[1] == name) <= share.max_slots
 
@@ -166,7 +157,7 @@ def test_only_lower_priorities_make_room_and_only_enough_of_them(line: Line, aft
     assert victims
     assert all(v.priority < head.priority and v.movable and NOW - v.taken_at >= after for v in victims)
     host = victims[0].host
-    free = line.hosts[host] - sum(h.slots for h in line.holdings if h.host == host)
+    free = line.hosts[host].slots - sum(h.slots for h in line.holdings if h.host == host)
     freed = sum(v.slots for v in victims)
     assert free < head.slots <= free + freed
     assert all(free + freed - v.slots < head.slots for v in victims), "one of them is asked to stop in vain"

@@ -128,7 +128,7 @@ def test_a_released_job_frees_its_own_slots_and_no_others(store):
     while claimed.job.id != first.id:
         claimed = claim(store)
     assert store.apply(claimed, JobChange(job=replace(claimed.job, state=State.PAUSED, phase=None), release_slots=True))
-    assert (store.held_slots(first.id), store.held_slots(second.id)) == ([], [2])
+    assert (store.held_slots(first.id), store.held_slots(second.id)) == ({}, {"h1": [2]})
     assert store.free_slots("h1", 4) == [0, 1, 3]
 
 
@@ -173,7 +173,7 @@ def test_a_taken_slot_undoes_the_whole_change(store, store_url):
         events=[NewEvent(level="info", message="Placed.")],
         checkpoints=[new_checkpoint(second, 1)],
         files=[new_file()],
-        take_slots=[2, 1],
+        take_slots={"h1": [2, 1]},
     )
     assert not store.apply(claimed, change)
 
@@ -182,15 +182,15 @@ def test_a_taken_slot_undoes_the_whole_change(store, store_url):
     assert store.free_slots("h1", 4) == [2, 3]
     claimed = claim_next(store)
     assert claimed is not None, "the lease has ended with the lost write"
-    assert store.apply(claimed, replace(change, job=placed(claimed.job, "h1"), take_slots=[2, 3]))
+    assert store.apply(claimed, replace(change, job=placed(claimed.job, "h1"), take_slots={"h1": [2, 3]}))
     assert store.free_slots("h1", 5) == [4]
 
 
 def test_slots_belong_to_a_host_and_are_released(store):
     first = place(store, create_job(store, new_job(state=State.QUEUED)), [2, 0])
     second = place(store, create_job(store, new_job(state=State.QUEUED)), [0, 1], host="h2")
-    assert store.held_slots(first.id) == [0, 2]
-    assert store.held_slots(second.id) == [0, 1]
+    assert store.held_slots(first.id) == {"h1": [0, 2]}
+    assert store.held_slots(second.id) == {"h2": [0, 1]}
     assert store.free_slots("h1", 4) == [1, 3]
     assert store.free_slots("h2", 4) == [2, 3]
     assert store.free_slots("h3", 2) == [0, 1]
@@ -199,8 +199,8 @@ def test_slots_belong_to_a_host_and_are_released(store):
     claimed = claim(store, host="h1")
     assert store.apply(claimed, JobChange(job=replace(claimed.job, state=State.QUEUED, phase=None), release_slots=True))
     assert store.free_slots("h1", 4) == [0, 1, 2, 3]
-    assert store.held_slots(first.id) == []
-    assert store.held_slots(second.id) == [0, 1]
+    assert store.held_slots(first.id) == {}
+    assert store.held_slots(second.id) == {"h2": [0, 1]}
 
 
 def test_a_change_is_written_whole(store):

@@ -37,7 +37,7 @@ def of_body(body: JsonBody, caller: Caller, services: Svc) -> Response:
 def of_job(job_id: str, caller: Caller, services: Svc) -> Response:
     """Not in OpenAI's API. The same of a job that is there, as its options were chosen."""
     job = services.store.get_job(caller.project_id, job_id)
-    return JSONResponse(planning.plan_of_job(job, services.settings, services.places))
+    return JSONResponse(planning.plan_of_job(job, services.store, services.settings, services.places))
 
 
 @router.get("/jobs/{job_id}/request", responses=_PLAN)

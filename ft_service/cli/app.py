@@ -100,7 +100,7 @@ def run(arguments: Sequence[str]) -> int:
         command = without_types_of_flags(typer.main.get_command(app))
         code = command.main(args=list(arguments) or ["--help"], prog_name="ft", standalone_mode=False)
     except typer.TyperException as error:
-        return _tell(SpecError(_plain(error.format_message()), code="usage"), WRONG, as_json)
+        return _tell(SpecError(_usage_text(error), code="usage"), WRONG, as_json)
     except (typer.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except (SpecError, DataError) as error:
@@ -119,6 +119,11 @@ def without_types_of_flags(command: Any) -> Any:
     for below in getattr(command, "commands", {}).values():
         without_types_of_flags(below)
     return command
+
+
+def _usage_text(error: typer.TyperException) -> str:
+    message, where = _plain(error.format_message()), getattr(error, "ctx", None)
+    return f"{message} What it takes: {where.command_path} -h" if where and message.startswith("Missing") else message
 
 
 def _plain(message: str) -> str:

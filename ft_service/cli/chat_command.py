@@ -82,7 +82,10 @@ def find_partners(client: Client, wanted: str, step: int | None = None) -> tuple
     if step is None and wanted in names:
         root = (names[wanted].model_extra or {}).get("root") or wanted
         return Partner("tuned" if is_tuned(wanted) else "base", wanted), Partner("base", root)
-    job = client.job(find_job(client, wanted, fit=lambda job: job.fine_tuned_model is not None))
+    try:
+        job = client.job(find_job(client, wanted, fit=lambda job: job.fine_tuned_model is not None))
+    except NotFoundError as error:
+        raise NotFoundError(f"{error.message} Bases: `ft models`.", param=error.param, code=error.code) from None
     its_base = Partner("base", job.model)
     if step is None and is_tuned(wanted):
         return Partner("checkpoint", wanted), its_base

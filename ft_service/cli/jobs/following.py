@@ -62,7 +62,7 @@ def watch_job(client: Client, job_id: str, as_json: bool) -> int:
             with display_for(Console(highlight=False, emoji=False)) as display:
                 job = _follow_on(display, client, job_id)
     except KeyboardInterrupt:
-        return complain(f"the job goes on. Watch it again: ft watch {job_id} · stop it: ft cancel {job_id}", INTERRUPTED)
+        return complain(f"the job goes on.\nWatch it again: ft watch {job_id}\nStop it: ft cancel {job_id}", INTERRUPTED)
     return _outcome(job, quiet=as_json)
 
 

@@ -52,6 +52,7 @@ class RemoteJob(Answer):
     trained_tokens: int | None = None
     training_file: str
     validation_file: str | None = None
+    validation_split: float | None = None
     result_files: list[str] = []
     error: dict[str, Any] | None = None
     phase: str | None = None

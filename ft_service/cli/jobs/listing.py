@@ -84,6 +84,7 @@ def get(job_id: JobId, as_json: Json = False) -> None:
             ("checkpoints", f"at step {steps}" if steps else None),
             ("training file", names.get(job.training_file)),
             ("validation file", names.get(job.validation_file or "")),
+            ("validation split", f"{job.validation_split:g}" if job.validation_split is not None else None),
             *((name, shown(value)) for name, value in job.given_options.items()),
             *job.choices,
         ]

@@ -31,7 +31,8 @@ def job_samples(job: Job, which: str, page: Page, places: Places) -> SamplePage:
     spec = job.spec
     data = spec.training_data if which == "training" else spec.validation_data
     if data is None:
-        raise NotFoundError(f"Job {job.id} has no validation file.", param="file", code="no_validation_file")
+        aside = "; what it validates with is set aside of its training file" if spec.validation_split is not None else ""
+        raise NotFoundError(f"Job {job.id} has no validation file{aside}.", param="file", code="no_validation_file")
     return file_samples(data, spec.model.path, TokenOptions.of(spec), spec.training.max_length, page, places)
 
 

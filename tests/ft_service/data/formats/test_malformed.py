@@ -262,7 +262,9 @@ def test_there_are_a_hundred() -> None:
 def test_a_malformed_file_is_told_with_its_place_and_reason(name: str, tmp_path: Path) -> None:
     content, expected = FILES[name]
     message = told_of(tmp_path, content)
-    assert message.startswith(f"a.jsonl: {expected}"), message
+    told = [line.removeprefix("a.jsonl: ") for line in message.splitlines()]
+    assert any(line.startswith(expected) for line in told), message
+    assert message.startswith("a.jsonl: ")
     assert len(message) < 700, "no more than can be read"
     assert "Traceback" not in message
 

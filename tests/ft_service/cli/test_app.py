@@ -20,6 +20,7 @@ COMMANDS = {
     "data",
     *("version", "serve", "run", "submit", "jobs", "get", "watch", "logs"),
     *(
+        *("agent", "agents", "eval", "sweep"),
         "audit",
         "pull",
         "projects",

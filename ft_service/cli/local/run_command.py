@@ -79,7 +79,7 @@ def run(
     admitted = admit(resolved, data_bytes=loaded.training_file.bytes)
     if resolved.parent is not None and not RunDir(folder).list(ATTEMPTS):  # one that has begun has its own checkpoints
         prepare_local(resolved.parent)
-    with display_for(Console(highlight=False, stderr=as_json)) as display:
+    with display_for(Console(highlight=False, emoji=False, stderr=as_json)) as display:
         display.status("starting")
         for level, message in admitted.told:
             display.message(level, message, time.time())

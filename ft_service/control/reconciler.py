@@ -254,6 +254,7 @@ class Reconciler:
             checkpoint=newest_checkpoint(run),
             slots=slots if len(held) == 1 else [],
             nodes=job.nodes or spec.distributed.nnodes,
+            priority=job.priority,
             hosts=[] if list(held) == [self._launcher.host] else list(held),
             node_slots=list(held.values()) if len(held) > 1 else [],
         )

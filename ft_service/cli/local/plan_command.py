@@ -13,7 +13,9 @@ import typer
 from ft_service.cli.local.data import DataReports, examine_data, messages
 from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import Json, print_fields, print_json, print_table
+from ft_service.data.data_file import Counts
 from ft_service.errors import SpecError
+from ft_service.host.hardware import gpu_count
 from ft_service.ids import new_id
 from ft_service.local.spec_file import load_spec_file, resolve_spec_file
 from ft_service.plan.job import Plan, bounded, plan_job, training_time
@@ -65,12 +67,35 @@ def plan(
     counts = data["training_file"].counts
     its_plan = plan_job(resolved, machine, Lengths.counted(counts) if counts else None, to_train=False)
     duration = training_time(its_plan, resolved, data["training_file"].examples)
+    largest = _largest(resolved, machine, counts, data["training_file"].examples)
     if as_json:
         counts = {param: report.counts and asdict(report.counts) for param, report in data.items()}
-        print_json(its_plan.as_dict() | {"time": duration, "data": counts})
+        more = {} if largest is None else {"largest": largest[0].as_dict() | {"ranks": largest[1], "time": largest[2]}}
+        print_json(its_plan.as_dict() | {"time": duration, "data": counts} | more)
     else:
         _show(its_plan, machine, duration)
         _show_data(data, resolved)
+        if largest is not None:
+            _show_largest(*largest, resolved.world_size)
+
+
+def _largest(spec: JobSpec, machine: Machine, counts: Counts | None, examples: int) -> tuple[Plan, int, dict[str, Any]] | None:
+    """The plan on the most ranks that the job may have, their number and the time; None: it has one number of ranks. Raises
+    SpecError."""
+    options = spec.distributed
+    if options.max_nnodes is None and options.max_nproc_per_node is None:
+        return None
+    most = spec.shapes(options.max_nnodes or options.nnodes, options.max_nproc_per_node or 64, gpu_count())[0]
+    there = spec.on(*most)
+    plan = plan_job(there, machine, Lengths.counted(counts) if counts else None, to_train=False)
+    return plan, there.world_size, training_time(plan, there, examples)
+
+
+def _show_largest(plan: Plan, ranks: int, duration: dict[str, Any], fewest: int) -> None:
+    print(f"\nAll this is for the fewest ranks, {fewest}. On the most, {ranks}:")
+    for line in verdict_lines(plan):
+        print(line)
+    _show_time(duration)
 
 
 def parse_size(text: str) -> int:

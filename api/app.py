@@ -11,7 +11,7 @@ from api.http.middleware import RequestContext
 from api.page.inner_api import ApiError
 from api.page.rendering import SignInNeeded, refusal, to_sign_in
 from api.routes import (
-    checkpoints,
+    artefacts,
     files,
     fine_tuning,
     graders,
@@ -22,13 +22,13 @@ from api.routes import (
     models,
     organization,
     permissions,
-    planning,
     uploads,
     webhooks,
 )
-from api.routes.page import compare, data, entry, jobs, new_job
-from api.routes.page import keys as page_keys
+from api.routes.page import chat, compare, data, entry, jobs, new_job, projects, usage
 from api.routes.page import models as page_models
+from api.routes.page import sweeps as page_sweeps
+from api.routes.tuning import plans, sweeps
 from api.wire import errors
 from ft_service import __version__
 from ft_service.bases.catalogue import Catalogue
@@ -47,11 +47,12 @@ What OpenAI's API does not have says so, and carries the mark `x-beyond-openai`.
 _REST = (
     fine_tuning,
     metrics,
-    planning,
+    plans,
+    sweeps,
     files,
     uploads,
     permissions,
-    checkpoints,
+    artefacts,
     graders,
     models,
     webhooks,
@@ -60,7 +61,7 @@ _REST = (
     keys,
     health,
 )
-_PAGE = (entry, new_job, compare, data, page_models, page_keys, jobs)
+_PAGE = (entry, new_job, compare, data, page_models, chat, usage, projects, page_sweeps, jobs)
 
 
 def create_app(settings: Settings, store: Store, meters: Meters | None = None, preview: Preview | None = None) -> FastAPI:

@@ -7,18 +7,22 @@ from typing import Any
 from fastapi import FastAPI
 
 from api.http.dependencies import SCHEMAS
+from api.routes.graders import GraderRun, GraderValidation
 from api.routes.keys import KeyRequest
 from api.routes.organization import KeyRotation, ProjectKeyRequest, ProjectRequest, ProjectUpdate
 from api.routes.permissions import PermissionRequest
 from api.routes.uploads import CompleteRequest, UploadRequest
 from api.routes.webhooks import RotateRequest, WebhookRequest, WebhookTest, WebhookUpdate
+from api.wire.export_views import ExportRequest
 from ft_service.spec import JobOptions, JobRequest, Strict
+from ft_service.sweeps.asked import SweepRequest
 
 MARK = "x-beyond-openai"
 NOTE = "Not in OpenAI's API."
 
 _BODIES: tuple[type[Strict], ...] = (
     JobRequest,
+    SweepRequest,
     UploadRequest,
     CompleteRequest,
     PermissionRequest,
@@ -31,16 +35,22 @@ _BODIES: tuple[type[Strict], ...] = (
     ProjectUpdate,
     ProjectKeyRequest,
     KeyRotation,
+    ExportRequest,
+    GraderRun,
+    GraderValidation,
 )
 _JOBS = "/v1/fine_tuning/jobs"
 _OPERATIONS = (
     *("/livez", "/readyz", "/metrics"),
     *(f"{_JOBS}/{{job_id}}/adapter", f"{_JOBS}/{{job_id}}/logs", f"{_JOBS}/{{job_id}}/checkpoints/{{checkpoint_id}}/adapter"),
-    *(f"{_JOBS}/{{job_id}}/{part}" for part in ("metrics", "plan", "request", "samples")),
+    *(f"{_JOBS}/{{job_id}}/{part}" for part in ("evaluation", "metrics", "plan", "request", "samples", "statistics")),
     *("/v1/fine_tuning/metrics", "/v1/fine_tuning/plan", "/v1/sign_in_links", "/v1/keys", "/v1/keys/{key_id}"),
-    "/v1/models/{model}/verify",
+    *(f"{_JOBS}/{{job_id}}/exports{part}" for part in ("", "/{format}", "/{format}/content")),
+    *("/v1/models/{model}/verify", "/v1/inference"),
     "/v1/files/{file_id}/samples",
+    "/v1/files/{file_id}/statistics",
     "/v1/fine_tuning/checkpoints/{checkpoint}/adapter",
+    *("/v1/fine_tuning/sweeps", "/v1/fine_tuning/sweeps/{sweep_id}", "/v1/fine_tuning/sweeps/{sweep_id}/cancel"),
     "/v1/organization/projects/{project_id}/api_keys/{api_key_id}/rotate",
     "/v1/organization/usage/fine_tuning",
 )
@@ -56,10 +66,11 @@ _PROPERTIES = {
         "queue",
         "suffix",
         "chosen",
+        "sweep",
         *JobOptions.model_fields,
     ),
     "ModelView": ("root", "parent", "job_id"),
-    "ProjectView": ("limits",),
+    "ProjectView": ("limits", "share"),
     "ApiKeyView": ("scope", "revoked_at"),
     "ProjectRequest": ("limits",),
     "ProjectUpdate": ("limits",),

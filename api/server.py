@@ -29,12 +29,13 @@ from ft_service import logs
 from ft_service.control import housekeeping, webhook_delivery
 from ft_service.control.launcher_choice import new_launcher
 from ft_service.control.reconciler import Reconciler
+from ft_service.control.sweeps import keeper as sweep_keeper
 from ft_service.control.tracking import keeper
 from ft_service.errors import SpecError, UnavailableError
 from ft_service.host.servers import announced, living_servers
 from ft_service.jobs.states import Phase, State
 from ft_service.meters import Meters
-from ft_service.serving import handoff
+from ft_service.serving import exporting, handoff
 from ft_service.serving.preview import Preview
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
@@ -146,7 +147,9 @@ def _work_beside(
         "housekeeping": housekeeping.run,
         "webhooks": webhook_delivery.run,
         "tracking": keeper.run,
+        "sweeps": sweep_keeper.run,
         "handoff": handoff.run,
+        "exports": exporting.run,
         "reconciler": reconcile,
     }
     for name, work in works.items():

@@ -21,7 +21,7 @@ _PATH = re.compile(r"(?<![\w<>*$/.{-])((?:\.\./)*(?:[\w.-]+/)*[\w.-]+\.(?:py|md|
 _YAML = re.compile(r"(?<![\w<>*$/.{-])((?:\.\./)*(?:deploy|docs|examples|tests)/[\w./-]+\.(?:yaml|yml|jsonl))\b")
 _MODULE = re.compile(r"`((?:ft_service|api|workers)(?:\.\w+)+)")
 _LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
-_ELSEWHERE = {"runtime/config.py", "api.wandb.ai", "llama.cpp/convert_hf_to_gguf.py"}
+_ELSEWHERE = {"runtime/config.py", "api.wandb.ai"}
 """Files and hosts of others that ours speak of."""
 
 

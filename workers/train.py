@@ -25,12 +25,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_service.bases.cache_folder import Cache
+from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.tokenize import load_tokenizer
 from ft_service.rundir.attempt import Attempt
-from ft_service.rundir.checkpoints import set_damaged_aside
+from ft_service.rundir.checkpoints import newest_checkpoint, set_damaged_aside, step_of
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, OutcomeKind
+from ft_service.rundir.evaluations import evaluated_steps
 from ft_service.rundir.fence import Fence
 from ft_service.spec import JobSpec
 from workers.base.agreement import from_first
@@ -45,21 +47,23 @@ from workers.model.activation_checkpointing import checkpoint_activations
 from workers.model.build import BuiltModel, balance_note, build, token_rows
 from workers.model.compiling import compile_layers
 from workers.output import checkpoint
-from workers.output.export import publish
+from workers.output.event_files import FOLDER, EventFile
+from workers.output.export import publish, use_best
 from workers.output.probes import measure
-from workers.output.publishing import write_document
 from workers.output.report import Reporter
 from workers.output.saver import WITH_ADAPTERS, Saver
 from workers.ranks import fencing
 from workers.ranks.runtime import COMPUTE_DTYPE, Runtime, enter, leave, report_failure, with_spec
-from workers.ranks.sharding import shard
-from workers.training.answers import EVALUATION, Asker, Evaluation
+from workers.ranks.sharding import make_mesh, shard
+from workers.training.answers import Evaluator
 from workers.training.guards import AdapterWatch, check_gathered_weights, check_ids
 from workers.training.loop import Schedule, Trainer
-from workers.training.objective import Objective, Preference, Supervised
+from workers.training.objective import Objective, Preference, Supervised, supervised
 from workers.training.packing import settle_limits
+from workers.training.questions import ends_of, questions_of, questions_of_prompts
 from workers.training.reference import INDEX as REFERENCE
 from workers.training.reference import compute_reference, find_reference, key_of_reference
+from workers.training.served import Comparison
 from workers.training.stop import StopRequest
 
 
@@ -69,7 +73,8 @@ def main(run: RunDir, attempt: int) -> int:
         fence = Fence(run, attempt)
         fencing.watch(fence)  # first: a rank may wait for the others for ever
         runtime = enter(run, attempt, fence)
-        with Reporter(run, attempt, active=runtime.rank == 0, fence=fence) as reporter:
+        event_file = _event_file(runtime) if runtime.rank == 0 and runtime.spec.tensorboard else None
+        with Reporter(run, attempt, active=runtime.rank == 0, fence=fence, event_file=event_file) as reporter:
             outcome = train(runtime, reporter)
         if runtime.rank == 0:
             Attempt(run, attempt).write_outcome(outcome)
@@ -78,6 +83,13 @@ def main(run: RunDir, attempt: int) -> int:
         report_failure(run, attempt, error)
         return 1
     return 0
+
+
+def _event_file(runtime: Runtime) -> EventFile:
+    """For TensorBoard, of this attempt."""
+    start = runtime.start
+    done = step_of(start.checkpoint) if start.checkpoint else 0
+    return EventFile(runtime.run.path(FOLDER), f"attempt-{start.attempt}", first_step=done + 1)
 
 
 def train(runtime: Runtime, reporter: Reporter) -> Outcome:
@@ -101,8 +113,8 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
     check_gathered_weights(built.peft_model, runtime.compute_dtype)
     # A resumed attempt has its adapter from its own checkpoint, and needs the parent only for what is lost of its beginning.
     resumes = runtime.start.checkpoint is not None
-    lost = [key for key, used in ((REFERENCE, spec.dpo), (EVALUATION, spec.evaluation)) if used]
-    needs_parent = not resumes or not all(runtime.run.path(key).is_file() for key in lost)
+    kept = [key for key, used in ((REFERENCE, spec.dpo), (evaluated_steps(runtime.run).get(0, ""), spec.evaluation)) if used]
+    needs_parent = not resumes or not all(runtime.run.path(key).is_file() for key in kept)
     adopted = adopt(built.peft_model, spec.parent) if spec.parent and from_first(needs_parent) else None
     if adopted is not None and not resumes:
         reporter.message(f"The adapter is that of {adopted.tuned_name}, step {adopted.step}; the optimizer begins anew.")
@@ -118,34 +130,38 @@ def train(runtime: Runtime, reporter: Reporter) -> Outcome:
         return Outcome(kind=OutcomeKind.STOPPED, checkpoint=runtime.start.checkpoint)
     train_data, valid_data = objectives
     schedule = Schedule.of(spec, len(train_data))
-    asker = _asker(spec, valid_set if len(valid_set) else train_set, limits)
-    begun = _asked_before(runtime, built, asker) if asker else None
+    evaluator = _evaluator(runtime, built, valid_set if len(valid_set) else train_set, limits, reporter, stop)
+    if evaluator is not None and not evaluator.begin():
+        reporter.message("Stopped before the first step, while the model was asked the prompts of the evaluation.")
+        return Outcome(kind=OutcomeKind.STOPPED, checkpoint=runtime.start.checkpoint)
     _resume(runtime, reporter, job, schedule)
     config = built.peft_model.peft_config["default"] if os.environ.get(WITH_ADAPTERS) else None
     saver = Saver(runtime, reporter, config)
     watch = AdapterWatch(job.parameters, warn=lambda text: reporter.message(text, "warn"))
     parts = (runtime, built.peft_model, job, train_data, valid_data, schedule, reporter, stop, saver, watch, limits)
-    stopped_at = Trainer(*parts).fit()
+    stopped_at = Trainer(*parts, evaluator=evaluator).fit()
     if stopped_at is not None:
         reporter.message(f"Stopped at step {job.step}; checkpoint {stopped_at} is complete.")
         return Outcome(kind=OutcomeKind.STOPPED, checkpoint=stopped_at)
     if job.step < schedule.total_steps:
         waited = job.validations.without_progress
         reporter.message(f"Validation loss has made no progress {waited} times: training ends at step {job.step}.")
-    if asker is not None and begun is not None:
-        told = asker.after(begun, asker.ask(runtime, built.peft_model), job.step)
-        for sentence in told.messages():
-            reporter.message(sentence)
-        if runtime.rank == 0:
-            write_document(runtime.run, EVALUATION, told, runtime.fence)
-    reporter.flush()  # the metrics table is made from the events
     steps = job.step
+    chosen = use_best(runtime.run, spec, job)
+    # Here it was asked already, unless it was stopped over it or the best step is another one.
+    if evaluator is not None and evaluator.at(job.step, last=True) is None:
+        last = from_first(newest_checkpoint(runtime.run))
+        reporter.message(f"Stopped after step {steps}, while the model was asked the prompts of the evaluation.")
+        return Outcome(kind=OutcomeKind.STOPPED, checkpoint=last)
+    reporter.message("The last step is done; the adapter is being written, and read again to compare.")
+    reporter.flush()  # the metrics table is made from the events
     probed = valid_set if len(valid_set) else train_set
-    probe = partial(measure, built.peft_model, probed, runtime.device)
-    published = publish(runtime.run, runtime.fence, spec, built, job, probe)
+    probes = measure(built.peft_model, probed, runtime.device)
+    served = Comparison(runtime, built, valid_data, limits, reporter, evaluator, partial(_anew, runtime)).measured(job.step)
+    publish(runtime.run, runtime.fence, spec, built, job, chosen, probes, served)
     if runtime.rank == 0:
         remove_own(runtime.run)
-    which = "" if published == steps else f" of step {published}, with the lowest validation loss,"
+    which = "" if job.step == steps else f" of step {job.step}, with the lowest validation loss,"
     reporter.message(f"Training is complete after {steps} steps; the adapter{which} is written.")
     return Outcome(kind=OutcomeKind.SUCCEEDED)
 
@@ -162,7 +178,7 @@ def _objectives(
     """Training and validation data with what the loss is taken of. None: the job was stopped meanwhile."""
     options = runtime.spec.dpo
     if options is None:
-        return Supervised(train), Supervised(valid)
+        return supervised(train, runtime.spec, packed=limits.packed), Supervised(valid)
     key = key_of_reference(runtime.run, runtime.spec, train, valid)
     found = find_reference(runtime.run, key, train, valid)
     if found is None:
@@ -173,22 +189,20 @@ def _objectives(
     return Preference(train, found.training, options), Preference(valid, found.validation, options)
 
 
-def _asker(spec: JobSpec, samples: TokenSet, limits: Limits) -> Asker | None:
+def _evaluator(
+    runtime: Runtime, built: BuiltModel, samples: TokenSet, limits: Limits, reporter: Reporter, stop: StopRequest
+) -> Evaluator | None:
+    """The prompts of the job: its own, or the first samples, each up to its last answer; of each pair the preferred one."""
+    spec = runtime.spec
     if spec.evaluation is None:
         return None
-    tokenizer = load_tokenizer(spec.model.path)
-    return Asker(samples, tokenizer, spec.evaluation, pairs=spec.dpo is not None, packed=limits.packed)
-
-
-def _asked_before(runtime: Runtime, built: BuiltModel, asker: Asker) -> Evaluation:
-    """The answers of the model that training starts from, kept for later attempts."""
-    known = from_first(runtime.run.read(EVALUATION, Evaluation) if runtime.rank == 0 else None)
-    if known is not None and [own.expected for own in known.answers] == asker.expected:
-        return known
-    begun = asker.before(asker.ask(runtime, built.peft_model))
-    if runtime.rank == 0:
-        write_document(runtime.run, EVALUATION, begun, runtime.fence)
-    return begun
+    options = TokenOptions.of(spec)
+    tokenizer = load_tokenizer(spec.model.path, options.chat_template)
+    chosen = [samples[i] for i in range(0, len(samples), 1 if spec.dpo is None else 2)[: spec.evaluation.count]]
+    learned = questions_of(chosen, tokenizer)
+    asked = questions_of_prompts(spec.evaluation.given, tokenizer, options) or learned
+    parts = (runtime, built.peft_model, asked, tokenizer, spec.evaluation, reporter, stop.agreed)
+    return Evaluator(*parts, packed=limits.packed, ends=ends_of(learned, tokenizer))
 
 
 def construct(
@@ -217,6 +231,12 @@ def construct(
         cache=cache,
     )
     return replace(built, loaded=loaded)
+
+
+def _anew(runtime: Runtime, spec: JobSpec) -> BuiltModel:
+    """The model of another spec, sharded over all ranks."""
+    mesh = make_mesh(runtime.device.type, runtime.world, 1)
+    return construct(spec, mesh, runtime.device, warn=lambda text: None)
 
 
 def _data(run: RunDir, spec: JobSpec) -> tuple[TokenSet, TokenSet]:

@@ -11,10 +11,12 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+from ft_service.control.sweeps.admission import PREFIX
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.jobs.states import Job
 from ft_service.store.records import File, Principal, UploadPart
 from ft_service.store.sql import Store
+from ft_service.store.sweeps.records import Sweep
 
 WINDOW_SECONDS = 40 * 60
 """The client gives up after three tries of ten minutes each and the waits between them."""
@@ -39,8 +41,7 @@ def keyed_job(store: Store, principal: Principal, job_id: str, body: Any) -> Job
     except NotFoundError:
         return None
     if job.request != body:
-        message = "Idempotency-Key: this key was used with another body. Send a new key for a new job."
-        raise SpecError(message, param="Idempotency-Key", code="idempotency_key_reused")
+        raise _reused("job")
     return job
 
 
@@ -48,7 +49,36 @@ def repeated_job(store: Store, principal: Principal, body: Any) -> Job | None:
     """The job that an earlier try of a request (`is_retry`) created."""
     since = store.now() - WINDOW_SECONDS
     jobs = store.list_jobs(principal.project_id, limit=_LOOKED_AT).data
-    return next((job for job in jobs if job.created_at >= since and job.request == body), None)
+    alone = (job for job in jobs if job.sweep_id is None)
+    return next((job for job in alone if job.created_at >= since and job.request == body), None)
+
+
+def keyed_sweep_id(key: str | None, principal: Principal) -> str | None:
+    """As `keyed_job_id`, of a sweep."""
+    job_id = keyed_job_id(key, principal)
+    return job_id and job_id.replace("ftjob-", PREFIX)
+
+
+def earlier_sweep(
+    store: Store, principal: Principal, sweep_id: str | None, headers: Mapping[str, str], body: Any
+) -> Sweep | None:
+    """The sweep that this very request, or an earlier try of it, created. `sweep_id`: of its key; None: it has none.
+
+    Raises SpecError if the key was used for another body.
+    """
+    if sweep_id is None:
+        if not is_retry(headers):
+            return None
+        since = store.now() - WINDOW_SECONDS
+        sweeps = store.list_sweeps(principal.project_id, limit=_LOOKED_AT).data
+        return next((sweep for sweep in sweeps if sweep.created_at >= since and sweep.request == body), None)
+    try:
+        sweep = store.get_sweep(principal.project_id, sweep_id)
+    except NotFoundError:
+        return None
+    if sweep.request != body:
+        raise _reused("sweep")
+    return sweep
 
 
 def repeated_file(headers: Mapping[str, str], store: Store, principal: Principal, new: File) -> File | None:
@@ -67,6 +97,11 @@ def repeated_part(headers: Mapping[str, str], store: Store, new: UploadPart) -> 
         return None
     parts = store.list_parts(new.project_id, new.upload_id)
     return next((part for part in reversed(parts) if (part.bytes, part.sha256) == (new.bytes, new.sha256)), None)
+
+
+def _reused(noun: str) -> SpecError:
+    message = f"Idempotency-Key: this key was used with another body. Send a new key for a new {noun}."
+    return SpecError(message, param="Idempotency-Key", code="idempotency_key_reused")
 
 
 def is_retry(headers: Mapping[str, str]) -> bool:

@@ -14,7 +14,7 @@ def differing(jobs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
     """Options in which jobs differ: dotted name, and each job's value in their order."""
     names: list[str] = [*_ALONE]
     for section in SECTIONS:
-        names += list(dict.fromkeys(f"{section}.{name}" for job in jobs for name in job[section]))
+        names += list(dict.fromkeys(f"{section}.{name}" for job in jobs for name in job[section] or ()))
     rows = [(name, [_value(job, name) for job in jobs]) for name in names]
     return [(name, values) for name, values in rows if any(value != values[0] for value in values)]
 
@@ -29,4 +29,4 @@ def loss_of(series: Mapping[str, Any]) -> float | None:
 
 def _value(job: Mapping[str, Any], name: str) -> Any:
     section, _, key = name.partition(".")
-    return job[section].get(key) if key else job[section]
+    return (job[section] or {}).get(key) if key else job[section]

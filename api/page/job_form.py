@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from ft_service.spec import JobOptions, JobRequest
+from ft_service.spec import AUTO, LEARNING_RATE, EvaluationOptions, JobOptions, JobRequest
 
-SECTIONS = ("training", "lora", "precision", "distributed", "checkpoint")
+SECTIONS = ("training", "lora", "precision", "distributed", "checkpoint", "evaluation")
 FIRST: Mapping[str, str] = {
     "training.n_epochs": "Epochs",
     "training.learning_rate": "Learning rate",
@@ -24,6 +24,10 @@ FIRST: Mapping[str, str] = {
 }
 """Options that people change first → what the form calls them."""
 _FILES = ("training_file", "validation_file")
+_ALONE = ("model", *_FILES, "suffix", "seed", "priority", "max_seconds")
+_OF_THE_FORM = {*_ALONE, *SECTIONS, "metadata", "hyperparameters"}
+OTHER = "other"
+"""The field for everything that has no field of its own, such as `method`: as YAML."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ def options() -> dict[str, Option]:
         model = schema["$defs"][f"{section.capitalize()}Options"]
         for name, about in model["properties"].items():
             full = f"{section}.{name}"
-            default = getattr(JobOptions.model_fields[section].default, name)
+            default = getattr(JobOptions.model_fields[section].default or EvaluationOptions.model_validate({}), name)
             found[full] = Option(
                 name=full,
                 label=FIRST.get(full, name),
@@ -72,24 +76,39 @@ def body_of(form: Mapping[str, str]) -> dict[str, Any]:
             body[name] = _value(form[name])
     if metadata := _metadata(form):
         body["metadata"] = metadata
-    return body
+    return body | other_options(form)
+
+
+def other_options(form: Mapping[str, str]) -> dict[str, Any]:
+    """What is written for options without a field of their own. Raises ValueError if it is no YAML of `name: value`."""
+    text = form.get(OTHER, "")
+    try:
+        found = yaml.safe_load(text) if text.strip() else {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"Everything else must be YAML, with one option a line: {error}.") from None
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise ValueError("Everything else must be options with their values, as in a SPEC file: `name: value`.")
+    if twice := sorted(_OF_THE_FORM.intersection(found)):
+        raise ValueError(f"{twice[0]}: the form has fields for it. Fill in those.")
+    return found
 
 
 def fields_of(body: Mapping[str, Any]) -> dict[str, str]:
     """The fields that a create body fills in, OpenAI's hyperparameters among ours."""
-    fields = {
-        name: str(body[name])
-        for name in ("model", *_FILES, "suffix", "seed", "priority", "max_seconds")
-        if body.get(name) is not None
-    }
+    fields = {name: str(body[name]) for name in _ALONE if body.get(name) is not None}
     for section in SECTIONS:
         fields |= {f"{section}.{name}": _scalar(value) for name, value in (body.get(section) or {}).items()}
     for name, value in _hyperparameters(body).items():
         rate = name == "learning_rate_multiplier"
-        fields["training.learning_rate" if rate else f"training.{name}"] = _scalar(value * 2e-4 if rate else value)
+        ours = value * LEARNING_RATE if rate and value != AUTO else value
+        fields["training.learning_rate" if rate else f"training.{name}"] = _scalar(ours)
     metadata = dict(body.get("metadata") or {})
     fields["name"] = str(metadata.pop("name", ""))
     fields["metadata"] = "\n".join(f"{key}={value}" for key, value in metadata.items())
+    other = {name: value for name, value in body.items() if name not in _OF_THE_FORM and value is not None}
+    if (other.get("method") or {}).get("type", "supervised") == "supervised":  # its hyperparameters have fields
+        other.pop("method", None)
+    fields[OTHER] = yaml.safe_dump(other, sort_keys=False, allow_unicode=True, width=100) if other else ""
     return fields
 
 
@@ -111,7 +130,7 @@ def command_text(body: Mapping[str, Any], files: Mapping[str, str]) -> str:
 
 def python_text(body: Mapping[str, Any], base_url: str) -> str:
     """A program for the openai client."""
-    theirs = {name: value for name, value in body.items() if name not in SECTIONS and name not in ("priority", "max_seconds")}
+    theirs = {name: value for name, value in body.items() if name not in JobOptions.model_fields}
     ours = {name: value for name, value in body.items() if name not in theirs}
     lines = [f"    {name}={pprint.pformat(value, sort_dicts=False)}," for name, value in theirs.items()]
     if ours:
@@ -124,8 +143,7 @@ def python_text(body: Mapping[str, Any], base_url: str) -> str:
 
 def _hyperparameters(body: Mapping[str, Any]) -> dict[str, Any]:
     method = (body.get("method") or {}).get("supervised") or {}
-    given = {**(body.get("hyperparameters") or {}), **(method.get("hyperparameters") or {})}
-    return {name: value for name, value in given.items() if value != "auto"}
+    return {**(body.get("hyperparameters") or {}), **(method.get("hyperparameters") or {})}
 
 
 def _metadata(form: Mapping[str, str]) -> dict[str, str]:

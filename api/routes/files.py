@@ -13,28 +13,32 @@ from fastapi.responses import FileResponse, StreamingResponse
 
 from api.http import idempotency
 from api.http.auth import Caller
-from api.http.dependencies import Svc, binary
+from api.http.dependencies import Services, Svc, binary
 from api.http.routing import keyed_router
 from api.transfer.multipart import ReceivedFile, keep, received
 from api.wire import expiry
 from api.wire.sample_views import SamplesView, samples_view
+from api.wire.statistics_views import StatisticsView, statistics_view
 from api.wire.views import DeletedView, FileView, ListView, file_view, list_view
+from ft_service.control.checks.file_statistics import file_statistics
 from ft_service.control.checks.samples import file_samples
 from ft_service.control.housekeeping import free
 from ft_service.data.formats.recognise import DATA_ENDINGS, may_hold_data
 from ft_service.data.samples import Page
+from ft_service.data.statistics import Measure
 from ft_service.data.token_options import TokenOptions
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.spec import DataFileRef, TrainingOptions, TrainOn
 from ft_service.spec.templates import check_template, named_template
-from ft_service.store.records import File, Order
+from ft_service.store.records import File, Order, Principal
 
 router = keyed_router("/v1/files", "files")
 
 PURPOSE = "fine-tune"
 RESULTS = "fine-tune-results"
 _PARTS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
+_USUAL = TrainingOptions()
 _ENCODED_CHUNK = 3 * 256 * 1024
 """A multiple of 3: base64 of the pieces is the base64 of the whole."""
 
@@ -146,13 +150,48 @@ def samples(
 ) -> SamplesView:
     """Not in OpenAI's API. Samples of a file as a base would see them, before any job: behind the line `after`, every token
     with its text and its role. `chat_template`, `train_on` and `max_length` are a job's."""
-    file = services.store.get_file(caller.project_id, file_id)
-    if file.purpose != PURPOSE:
-        raise SpecError(f"file_id = {file.id!r}: its purpose is {file.purpose}, and holds no samples.", param="file_id")
+    data = _data_file(file_id, "file_id", caller, services)
     options = TokenOptions(_template(chat_template), train_on=train_on)
-    data = DataFileRef(name=file.filename, path=str(services.settings.files_dir / file.id), sha256=file.sha256)
     base = services.catalogue.find(model).ref()
     return samples_view(file_samples(data, base.path, options, max_length, Page(after, limit), services.places))
+
+
+@router.get("/{file_id}/statistics")
+def statistics(
+    file_id: str,
+    model: str,
+    caller: Caller,
+    services: Svc,
+    chat_template: str | None = None,
+    train_on: TrainOn = "all_assistant",
+    max_length: Annotated[int, Query(ge=8, le=1_048_576)] = _USUAL.max_length,
+    batch_size: Annotated[int, Query(ge=1, le=8192)] = _USUAL.batch_size,
+    n_epochs: Annotated[int, Query(ge=1, le=50)] = _USUAL.n_epochs,
+    validation_file: str | None = None,
+    validation_split: Annotated[float | None, Query(gt=0, lt=1)] = None,
+    seed: Annotated[int, Query(ge=0, le=2_147_483_647)] = 0,
+) -> StatisticsView:
+    """Not in OpenAI's API. A file in numbers, as a job on a base would train on it, before any job: lengths, targets, doubles,
+    overlap with `validation_file`, steps, and warnings that say what to change. The options are a job's. Of files above 32 MiB
+    only those whose tokens a job has made before."""
+    if validation_file is not None and validation_split is not None:
+        message = "validation_file and validation_split are both given: keep one."
+        raise SpecError(message, param="validation_split")
+    data = _data_file(file_id, "file_id", caller, services)
+    held_out = None if validation_file is None else _data_file(validation_file, "validation_file", caller, services)
+    training = TrainingOptions(max_length=max_length, batch_size=batch_size, n_epochs=n_epochs, train_on=train_on)
+    asked = Measure(data, held_out, training, validation_split, seed)
+    base = services.catalogue.find(model).ref()
+    options = TokenOptions(_template(chat_template), train_on=train_on)
+    return statistics_view(file_statistics(asked, base.path, options, services.places), asked)
+
+
+def _data_file(file_id: str, param: str, caller: Principal, services: Services) -> DataFileRef:
+    """Raises NotFoundError, and SpecError for a file that holds no samples."""
+    file = services.store.get_file(caller.project_id, file_id)
+    if file.purpose != PURPOSE:
+        raise SpecError(f"{param} = {file.id!r}: its purpose is {file.purpose}, and holds no samples.", param=param)
+    return DataFileRef(name=file.filename, path=str(services.settings.files_dir / file.id), sha256=file.sha256)
 
 
 def _template(given: str | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -15,7 +16,9 @@ from api.http.auth import Caller
 from api.http.dependencies import JsonBody, Services, Svc, binary, body_schema, server_sent
 from api.http.routing import BareRoute, keyed_router, written
 from api.transfer import adapter_download, event_stream, log_tail
+from api.wire.evaluation_views import EvaluationView, evaluation_id, evaluation_view
 from api.wire.sample_views import SamplesView, samples_view
+from api.wire.statistics_views import StatisticsView, statistics_view
 from api.wire.views import (
     CheckpointView,
     EventView,
@@ -28,14 +31,17 @@ from api.wire.views import (
     list_view,
 )
 from ft_service.control import tuned_models
-from ft_service.control.admission import names_tuned, read, slots_to_resume_with
+from ft_service.control.admission import read, slots_to_resume_with, takes_time
+from ft_service.control.checks.file_statistics import job_statistics
 from ft_service.control.checks.samples import job_samples
 from ft_service.data.samples import Page
+from ft_service.data.statistics import Measure
 from ft_service.errors import ConflictError, NotFoundError, SpecError
 from ft_service.jobs.states import Job, State
 from ft_service.jobs.verbs import Verb
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir
+from ft_service.rundir.evaluations import evaluated_steps, read_evaluation, read_served
 from ft_service.spec import JobRequest
 from ft_service.store.records import Principal
 
@@ -145,6 +151,34 @@ def samples(
     return samples_view(job_samples(job, file, Page(after, limit), services.places))
 
 
+@router.get("/{job_id}/evaluation", response_model=ListView[EvaluationView])
+def evaluation(
+    job_id: str, caller: Caller, services: Svc, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 10
+) -> Any:
+    """Not in OpenAI's API. What the job's model answers to the prompts of its `evaluation`, beside what it answered before
+    training: the newest step first, and step 0, before training, last. Empty without one, and until it is written."""
+    job = services.store.get_job(caller.project_id, job_id)
+    run = _run_dir(job, services)
+    keys = {evaluation_id(job_id, step): key for step, key in reversed(evaluated_steps(run).items())}
+    if after is not None and after not in keys:
+        raise NotFoundError(
+            f"after = {after[:80]!r}: job {job.id} has no such evaluation.", param="after", code="no_evaluation"
+        )
+    waiting = list(keys)[list(keys).index(after) + 1 if after is not None else 0 :]
+    found = [read_evaluation(run, keys[name]) for name in waiting[:limit]]
+    served = read_served(run)
+    return list_view([evaluation_view(job_id, own, served) for own in found if own is not None], len(waiting) > limit)
+
+
+@router.get("/{job_id}/statistics")
+def statistics(job_id: str, caller: Caller, services: Svc) -> StatisticsView:
+    """Not in OpenAI's API. What a job trains on, in numbers: lengths, targets, doubles, overlap of its files, steps, and
+    warnings that say what to change."""
+    job = services.store.get_job(caller.project_id, job_id)
+    found = job_statistics(job, services.places)
+    return statistics_view(replace(found, seconds=job.planned_seconds, flops=job.work), Measure.of(job.spec))
+
+
 @router.get("/{job_id}/checkpoints", response_model=ListView[CheckpointView])
 def checkpoints(
     job_id: str, caller: Caller, services: Svc, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 10
@@ -162,7 +196,7 @@ def adapter(job_id: str, caller: Caller, services: Svc) -> StreamingResponse:
     """Not in OpenAI's API. The outcome as a tar archive: a folder `adapter/` that PEFT loads."""
     job = services.store.get_job(caller.project_id, job_id)
     if job.state is not State.SUCCEEDED:
-        message = f"Job {job.id} is {job.state.value} and has no adapter; a job that has succeeded has one."
+        message = f"Job {job.id} has no adapter ({job.state.value}); a job that has succeeded has one."
         raise NotFoundError(message, param="job_id", code="no_adapter")
     return adapter_download.archived(
         tuned_models.find_own(str(job.tuned_name), caller.project_id, services.store), services.places
@@ -222,13 +256,13 @@ def _earlier(job_id: str | None, request: Request, body: Any, caller: Principal,
 
 async def _create(body: Any, caller: Principal, services: Services, job_id: str | None) -> Job:
     reading = partial(read, body, principal=caller, store=services.store, settings=services.settings, job_id=job_id)
-    return await services.create_job(await run_in_threadpool(reading) if names_tuned(body) else reading())
+    return await services.create_job(await run_in_threadpool(reading) if takes_time(body) else reading())
 
 
 def _view(job: Job, caller: Principal, services: Services) -> JobView:
     store = services.store
     metrics = validated = store.latest_metrics(job.id) if job.attempt else None
-    if metrics is not None and metrics.valid_loss is None and job.spec.validation_data is not None:
+    if metrics is not None and metrics.valid_loss is None and job.spec.validates:
         validated = store.latest_validation(job.id)
     return job_view(
         job,

@@ -1,22 +1,108 @@
-"""`/v1/fine_tuning/alpha/graders`: of reinforcement fine-tuning, which this service does not do; refused by name."""
+"""`/v1/fine_tuning/alpha/graders`: OpenAI's graders tried on an answer. What jobs score the answers of their evaluation by."""
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, ValidationError, create_model
 
 from api.http.auth import Caller
-from api.http.dependencies import JsonBody
+from api.http.dependencies import JsonBody, body_schema
 from api.http.routing import keyed_router
+from ft_service.data.answer_metrics import Graded, grade, refuse_impossible
 from ft_service.errors import SpecError
+from ft_service.spec import Strict, spec_error
+from ft_service.spec.evaluation import Grader
 
 router = keyed_router("/v1/fine_tuning/alpha/graders", "fine-tuning")
 
-_BODY: dict[str, Any] = {"requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}}
+_ERRORS = (
+    *("formula_parse_error", "sample_parse_error", "truncated_observation_error", "unresponsive_reward_error"),
+    *("invalid_variable_error", "other_error", "python_grader_server_error", "python_grader_runtime_error"),
+    *("model_grader_server_error", "model_grader_refusal_error", "model_grader_parse_error"),
+)
+_DETAILS = ("python_grader_server_error_type", "python_grader_runtime_error_details", "model_grader_server_error_details")
 
 
-@router.post("/run", openapi_extra=_BODY)
-@router.post("/validate", openapi_extra=_BODY)
-def refuse(body: JsonBody, caller: Caller) -> None:
-    """Always a 400."""
-    message = "Graders cannot be used: reinforcement fine-tuning is not available in this version."
-    raise SpecError(message, param="grader", code="not_available")
+class GraderValidation(Strict):
+    """A grader to be checked."""
+
+    grader: Grader
+
+
+class GraderRun(Strict):
+    """A grader to be tried."""
+
+    grader: Grader
+    model_sample: Annotated[str, Field(max_length=262_144)]
+    """The answer: `{{ sample.output_text }}`, and `{{ sample.output_json.key }}` if it is JSON."""
+    item: dict[str, Any] = {}
+    """`{{ item.key }}`."""
+
+
+class GraderValidationView(BaseModel):
+    grader: dict[str, Any]
+    """As it was given."""
+
+
+ErrorsView = create_model("ErrorsView", **dict.fromkeys(_ERRORS, (bool, False)), **dict.fromkeys(_DETAILS, (str | None, None)))
+
+
+class GraderMetadataView(BaseModel):
+    name: str
+    type: str
+    errors: ErrorsView  # pyright: ignore[reportInvalidTypeForm] - made of OpenAI's names
+    execution_time: float
+    """Seconds."""
+    scores: dict[str, float]
+    """By the names of the graders that a multi grader is made of; of another its own."""
+    token_usage: int | None = None
+    sampled_model_name: str | None = None
+
+
+class GraderRunView(BaseModel):
+    reward: float
+    """0 where `metadata.errors` has one."""
+    metadata: GraderMetadataView
+    sub_rewards: dict[str, float]
+    model_grader_token_usage_per_model: dict[str, Any] = {}
+
+
+@router.post("/validate", openapi_extra=body_schema(GraderValidation))
+def validate(body: JsonBody, caller: Caller) -> GraderValidationView:
+    """The grader, if it can be used. Graders that run code or ask a model are refused by name."""
+    _read(GraderValidation, body)
+    return GraderValidationView(grader=body["grader"])
+
+
+@router.post("/run", openapi_extra=body_schema(GraderRun))
+def run(body: JsonBody, caller: Caller) -> GraderRunView:
+    """A grader's reward of an answer."""
+    asked = _read(GraderRun, body)
+    began = time.perf_counter()
+    graded = grade(asked.grader, asked.model_sample, asked.item)
+    return _view(asked.grader, graded, time.perf_counter() - began)
+
+
+def _read(model: Any, body: Any) -> Any:
+    try:
+        asked = model.model_validate(body)
+    except ValidationError as error:
+        raise spec_error(error, model) from None
+    try:
+        refuse_impossible(asked.grader)
+    except ValueError as error:
+        raise SpecError(f"grader.{error}.", param="grader") from None
+    return asked
+
+
+def _view(grader: Grader, graded: Graded, seconds: float) -> GraderRunView:
+    metadata = GraderMetadataView(
+        name=grader.name,
+        type=grader.type,
+        errors=ErrorsView(**dict.fromkeys(graded.errors, True)),
+        execution_time=seconds,
+        scores=graded.scores,
+    )
+    return GraderRunView(reward=graded.reward, metadata=metadata, sub_rewards=graded.scores if grader.type == "multi" else {})

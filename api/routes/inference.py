@@ -5,10 +5,11 @@ is one, else the preview on this host. Without either the refusal says what to d
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
+from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 
 from api.http.auth import Caller
@@ -20,16 +21,17 @@ from ft_service.control import tuned_models
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.serving.preview import Deliver, Preview, Ticket
 from ft_service.serving.request import ChatCompletion, parse_chat_completion
+from ft_service.settings import Settings
 from ft_service.spec import is_tuned
 
-router = keyed_router("/v1/chat/completions", "inference")
+router = keyed_router("/v1", "inference")
 
 _ANSWER = server_sent()
 _ANSWER[200]["content"]["application/json"] = {"schema": {"type": "object"}}
 _BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}}
 
 
-@router.post("", openapi_extra=_BODY, response_class=StreamingResponse, responses=_ANSWER)
+@router.post("/chat/completions", openapi_extra=_BODY, response_class=StreamingResponse, responses=_ANSWER)
 async def create(request: Request, body: JsonBody, caller: Caller, services: Svc) -> Response:
     """For a base, an alias, a tuned model or a checkpoint of one; streamed if asked for. Tuned models must be the project's own
     or granted to it. With FT_INFERENCE_URL that server answers. Else the preview of this host does (FT_PREVIEW): training comes
@@ -61,6 +63,34 @@ def _submit(
     adapter = adapter_folder(tuned, services.places)
     spec = tuned.job.spec
     return preview.submit(spec.model.path, spec.precision.model_dump(mode="json"), asked.order(str(adapter)), deliver)
+
+
+class InferenceView(BaseModel):
+    """Who answers chat completions here."""
+
+    object: Literal["inference"] = "inference"
+    answered_by: Literal["preview", "inference_server"] | None
+    """preview: a process of this host, to try models; inference_server: the operator's; null: nobody."""
+    reason: str | None
+    """Why nobody does; null: somebody does."""
+
+
+@router.get("/inference")
+async def retrieve(services: Svc) -> InferenceView:
+    """Not in OpenAI's API. Who answers chat completions here, and why nobody does."""
+    if services.settings.inference_url:
+        return InferenceView(answered_by="inference_server", reason=None)
+    if services.preview is not None:
+        return InferenceView(answered_by="preview", reason=None)
+    return InferenceView(answered_by=None, reason=_why_nobody(services.settings))
+
+
+def _why_nobody(settings: Settings) -> str:
+    if settings.preview == "off":
+        return "The preview is turned off (FT_PREVIEW = off), and no inference server is set (FT_INFERENCE_URL)."
+    if settings.launcher != "local":
+        return "Jobs run in a cluster, where nothing of the service's answers; FT_INFERENCE_URL names a server that does."
+    return "This process serves the API alone; the preview runs beside `ft serve`, and FT_INFERENCE_URL names another server."
 
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)

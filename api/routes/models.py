@@ -5,9 +5,10 @@ from __future__ import annotations
 from api.http.auth import Caller
 from api.http.dependencies import Svc
 from api.http.routing import keyed_router
-from api.wire.views import DeletedModelView, ModelsView, ModelView, VerifyView
+from api.wire.views import BaseView, DeletedModelView, ModelsView, ModelView, VerifyView
 from ft_service.bases.catalogue import Base
 from ft_service.control import tuned_models
+from ft_service.control.base_facts import base_facts
 from ft_service.errors import ForbiddenError, NotFoundError, SpecError
 from ft_service.rundir.verify import verify
 from ft_service.spec import is_tuned
@@ -69,7 +70,9 @@ def verify_adapter(model: str, caller: Caller, services: Svc) -> VerifyView:
 
 
 def _base(name: str, model: Base) -> ModelView:
-    return ModelView(id=name, created=int(model.created_at), owned_by="system", root=model.name)
+    facts = base_facts(model.path, model.name)
+    about = BaseView.model_validate(facts, from_attributes=True)
+    return ModelView(id=name, created=int(model.created_at), owned_by="system", root=model.name, base=about)
 
 
 def _tuned(model: tuned_models.Tuned, caller: Principal) -> ModelView:

@@ -97,9 +97,9 @@ def list_projects(
 ) -> Any:
     """By creation. An admin key of another project than the first sees its own."""
     if not _manages(caller):
-        return list_view([project_view(services.store.get_project(caller.project_id))], has_more=False)
+        return list_view([_view(services.store.get_project(caller.project_id), services)], has_more=False)
     page = services.store.list_projects(organization=caller.organization, archived=include_archived, after=after, limit=limit)
-    return list_view([project_view(project) for project in page.data], page.has_more)
+    return list_view([_view(project, services) for project in page.data], page.has_more)
 
 
 @router.post("/projects", openapi_extra=body_schema(ProjectRequest))
@@ -108,12 +108,12 @@ def create_project(body: JsonBody, caller: Admin, services: Svc) -> ProjectView:
     asked = parse_body(body, ProjectRequest)
     _refuse_unless_managing(caller)
     limits = Limits(**asked.limits.given())
-    return project_view(services.store.create_project(name=asked.name, organization=caller.organization, limits=limits))
+    return _view(services.store.create_project(name=asked.name, organization=caller.organization, limits=limits), services)
 
 
 @router.get("/projects/{project_id}")
 def retrieve_project(project_id: str, caller: Admin, services: Svc) -> ProjectView:
-    return project_view(_seen(project_id, caller, services))
+    return _view(_seen(project_id, caller, services), services)
 
 
 @router.post("/projects/{project_id}", openapi_extra=body_schema(ProjectUpdate))
@@ -122,7 +122,7 @@ def update_project(project_id: str, body: JsonBody, caller: Admin, services: Svc
     asked = parse_body(body, ProjectUpdate)
     _seen(project_id, caller, services)
     _refuse_unless_managing(caller)
-    return project_view(services.store.update_project(project_id, name=asked.name, limits=asked.limits.given()))
+    return _view(services.store.update_project(project_id, name=asked.name, limits=asked.limits.given()), services)
 
 
 @router.post("/projects/{project_id}/archive")
@@ -130,7 +130,7 @@ def archive_project(project_id: str, caller: Admin, services: Svc) -> ProjectVie
     """End a project: its keys open nothing any more. Its jobs run on, and what it has stays."""
     _seen(project_id, caller, services)
     _refuse_unless_managing(caller)
-    return project_view(services.store.archive_project(project_id))
+    return _view(services.store.archive_project(project_id), services)
 
 
 @router.get("/projects/{project_id}/api_keys", response_model=ListView[ApiKeyView])
@@ -224,6 +224,10 @@ def usage(
     if format == "csv":
         return PlainTextResponse(usage_csv(rows), media_type="text/csv")
     return usage_view(rows, first, end, next_page=str(end + 1) if end < last else None)
+
+
+def _view(project: Project, services: Services) -> ProjectView:
+    return project_view(project, services.forecasts.share_of(project.id))
 
 
 def _manages(caller: Principal) -> bool:

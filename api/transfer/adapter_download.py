@@ -34,12 +34,18 @@ def archived(model: Tuned, places: Places) -> StreamingResponse:
 
     Raises NotFoundError if it is gone from the disk.
     """
-    files = tar_stream.members(adapter_folder(model, places), "adapter")
-    if not files:
+    folder = adapter_folder(model, places)
+    if not any(folder.iterdir()):
         raise _gone(model)
     name = model.job.id if model.checkpoint is None else f"{model.job.id}-step-{model.checkpoint.step}"
+    return as_tar(folder, f"{name}-adapter", "adapter")
+
+
+def as_tar(folder: Path, name: str, inside: str) -> StreamingResponse:
+    """A folder as a tar named `name`, its files in a folder `inside`."""
+    files = tar_stream.members(folder, inside)
     headers = {
         "content-length": str(tar_stream.length(files)),
-        "content-disposition": f'attachment; filename="{name}-adapter.tar"',
+        "content-disposition": f'attachment; filename="{name}.tar"',
     }
     return StreamingResponse(tar_stream.stream(files), media_type="application/x-tar", headers=headers)

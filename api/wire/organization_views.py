@@ -44,6 +44,9 @@ class ProjectView(BaseModel):
     residency: None = None
 
     limits: LimitsView
+    share: float
+    """Its part, from 0 to 1, of what all projects have used lately (half of it is forgotten every three days). Of jobs of like
+    priority those start first whose project has the smaller part."""
 
 
 class AccountView(BaseModel):
@@ -146,7 +149,8 @@ class UsageView(BaseModel):
     next_page: str | None
 
 
-def project_view(project: Project) -> ProjectView:
+def project_view(project: Project, share: float) -> ProjectView:
+    """`share`: of what all projects have used lately."""
     return ProjectView(
         id=project.id,
         name=project.name,
@@ -154,6 +158,7 @@ def project_view(project: Project) -> ProjectView:
         archived_at=_whole(project.archived_at),
         status="active" if project.archived_at is None else "archived",
         limits=limits_view(project.limits),
+        share=round(share, 4),
     )
 
 

@@ -105,6 +105,30 @@ class ModelView(BaseModel):
     """What a tuned model was trained on from: its base, or the tuned model that its job went on from."""
     job_id: str | None = None
     """The project's own job that trained it."""
+    base: BaseView | None = None
+    """Of a base and its aliases; null: a tuned model."""
+
+
+class BaseView(BaseModel):
+    """Not in OpenAI's API. What is known of a base without training on it; null: it does not say."""
+
+    family: str | None
+    """model_type of its decoder."""
+    parameters: int | None
+    """Of its decoder."""
+    format: str | None
+    """How its weights are published: bf16, fp8, nf4, mxfp4, …"""
+    context: int | None
+    """Positions that it was made for."""
+    chat_template: bool
+    """Whether it brings one."""
+    licence: str | None
+    repository: str | None
+    """ORG/NAME that it was pulled from."""
+    commit: str | None
+    trainable: bool
+    """Whether a job with no options would be accepted."""
+    why_not: str | None
 
 
 class VerifyView(BaseModel):
@@ -194,6 +218,16 @@ class QueueView(BaseModel):
     jobs of like priority those start first whose project has the smaller part."""
 
 
+class MembershipView(BaseModel):
+    """A job's part in a sweep."""
+
+    id: str
+    values: dict[str, Any]
+    """What it has of its own: dotted option → value."""
+    stopped: str | None
+    """Why the sweep stopped it; null: it did not."""
+
+
 class JobView(BaseModel):
     id: str
     object: Literal["fine_tuning.job"] = "fine_tuning.job"
@@ -212,6 +246,8 @@ class JobView(BaseModel):
     trained_tokens: int | None
     training_file: str
     validation_file: str | None
+    validation_split: float | None
+    """Share of the training file's samples that is set aside for validation."""
     estimated_finish: int | None
     integrations: list[Integration]
     metadata: dict[str, str] | None
@@ -232,6 +268,8 @@ class JobView(BaseModel):
     suffix: str | None
     chat_template: str | None
     """The text of the chat template in place of the base's; null: the base's."""
+    serve: str | None
+    """The inference server that the adapter is meant for; null: none was named."""
     priority: int
     max_seconds: int | None
     lora: dict[str, Any]
@@ -242,6 +280,8 @@ class JobView(BaseModel):
     evaluation: dict[str, Any] | None
     chosen: dict[str, str]
     """Options that were "auto" → why they are what they are."""
+    sweep: MembershipView | None
+    """The sweep that it is one of."""
 
 
 class EventView(BaseModel):
@@ -350,6 +390,7 @@ def job_view(
         trained_tokens=job.trained_tokens,
         training_file=job.request["training_file"],
         validation_file=job.request.get("validation_file"),
+        validation_split=spec.validation_split,
         estimated_finish=_whole(_estimate(job, metrics, now)),
         integrations=[Integration.model_validate(given) for given in job.request.get("integrations") or ()],
         metadata=job.request.get("metadata"),
@@ -362,6 +403,7 @@ def job_view(
         queue=_queue(place) if place and job.state is State.QUEUED else None,
         suffix=job.request.get("suffix"),
         chat_template=spec.chat_template or None,
+        serve=job.request.get("serve"),
         priority=job.priority,
         max_seconds=job.max_seconds,
         lora=spec.lora.model_dump(),
@@ -369,8 +411,9 @@ def job_view(
         training=spec.training.model_dump(),
         distributed=spec.distributed.model_dump(),
         checkpoint=spec.checkpoint.model_dump(),
-        evaluation=spec.evaluation.model_dump() if spec.evaluation else None,
+        evaluation={**spec.evaluation.model_dump(), "prompts": spec.evaluation.count} if spec.evaluation else None,
         chosen=spec.chosen,
+        sweep=_membership(job),
     )
 
 
@@ -409,6 +452,12 @@ def permission_view(permission: Permission) -> PermissionView:
     return PermissionView(id=permission.id, created_at=int(permission.created_at), project_id=permission.grantee)
 
 
+def _membership(job: Job) -> MembershipView | None:
+    if job.sweep_id is None:
+        return None
+    return MembershipView(id=job.sweep_id, values=job.sweep_values or {}, stopped=job.stopped)
+
+
 def _method(spec: JobSpec, hyperparameters: HyperparametersView) -> MethodView:
     if spec.dpo is None:
         return MethodView(supervised=SupervisedView(hyperparameters=hyperparameters))
@@ -419,8 +468,8 @@ def _method(spec: JobSpec, hyperparameters: HyperparametersView) -> MethodView:
 def _hyperparameters(spec: JobSpec) -> HyperparametersView:
     training, of_one = spec.training, LEARNING_RATE if spec.dpo is None else DPO_LEARNING_RATE
     return HyperparametersView(
-        n_epochs=training.n_epochs if training.max_steps is None else None,
-        batch_size=training.batch_size,
+        n_epochs=training.epochs if training.max_steps is None else None,
+        batch_size=training.batch,
         # Back to the number the user wrote: 1e-4 / 2e-4 and its kind carry the noise of two roundings.
         learning_rate_multiplier=float(f"{training.rate / of_one:.12g}"),
     )

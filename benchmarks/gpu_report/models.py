@@ -115,7 +115,7 @@ def reference_losses(spec: JobSpec) -> list[float]:
     losses = []
     for step in range(options.max_steps or 0):
         total, targets = torch.zeros(()), 0
-        for i in batch_of_step(step, len(samples), options.batch_size, spec.seed):
+        for i in batch_of_step(step, len(samples), options.batch, spec.seed):
             ids, is_target = torch.from_numpy(samples[i].ids).long(), torch.from_numpy(samples[i].targets)[1:]
             logits = model(input_ids=ids[None]).logits[0, :-1].float()
             total = total + torch.nn.functional.cross_entropy(logits[is_target], ids[1:][is_target], reduction="sum")

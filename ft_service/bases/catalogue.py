@@ -1,6 +1,7 @@
 """The base models of this host: folders in Hugging Face layout below the operator's model folders.
 
-A model is a folder with `config.json`, safetensors weights and a tokenizer; its name is its path below the model folder.
+A model is a folder with `config.json`, safetensors weights and a tokenizer; its name is its path below the model folder. In
+Hugging Face's cache (`models--ORG--NAME`) it is ORG/NAME.
 Weights in pickle form are never read: unpickling runs code.
 """
 
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import yaml
 
+from ft_service.bases.origin import cached_name, cached_snapshots
 from ft_service.errors import SpecError
 from ft_service.settings import Settings
 from ft_service.spec import BaseModelRef
@@ -58,8 +60,7 @@ class Catalogue:
         """Every usable base, by name. If two model folders hold the same name, the first one's."""
         usable: dict[str, Base] = {}
         for folder in self._folders:
-            for path in _model_folders(folder, MAX_DEPTH):
-                name = path.relative_to(folder).as_posix()
+            for name, path in _model_folders(folder, MAX_DEPTH):
                 if name not in usable and not _faults(folder, path):
                     usable[name] = _base(name, path)
         return [usable[name] for name in sorted(usable)]
@@ -78,8 +79,8 @@ class Catalogue:
         if not _is_name(target):
             raise self._not_found(f"{shown}: a model's name is a path below the model folder, without '..'.")
         for folder in self._folders:
-            path = folder / target
-            if not path.is_dir():
+            path = _folder_of(folder, target)
+            if path is None:
                 continue
             fault = _faults(folder, path)
             if fault and (to_train or not (path / "config.json").is_file()):
@@ -106,20 +107,27 @@ def read_aliases(path: Path) -> dict[str, str]:
     return aliases
 
 
-def _model_folders(folder: Path, depth: int) -> Iterator[Path]:
-    """Folders with a config.json, at most `depth` levels below; such a folder is not searched further."""
+def _folder_of(folder: Path, name: str) -> Path | None:
+    """The folder of a model by its name: a path, or ORG/NAME of a cache."""
+    if (folder / name).is_dir():
+        return folder / name
+    return next((path for known, path in _model_folders(folder, MAX_DEPTH) if known == name), None)
+
+
+def _model_folders(folder: Path, depth: int, prefix: str = "") -> Iterator[tuple[str, Path]]:
+    """Name and folder of what has a config.json, at most `depth` levels below; such a folder is not searched further."""
     try:
         entries = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
     except OSError:  # a model folder that is not there, or may not be read, holds no models
         return
     for name in entries:
         path = folder / name
-        if folder.name.startswith("models--") and name != "snapshots":  # of a Hugging Face cache: what snapshots link to
-            continue
-        if (path / "config.json").is_file():
-            yield path
+        if cached_name(path) is not None:
+            yield from ((known, found) for known, found in cached_snapshots(path) if (found / "config.json").is_file())
+        elif (path / "config.json").is_file():
+            yield prefix + name, path
         elif depth > 1 and not path.is_symlink():
-            yield from _model_folders(path, depth - 1)
+            yield from _model_folders(path, depth - 1, f"{prefix}{name}/")
 
 
 def _is_name(name: str) -> bool:

@@ -106,17 +106,30 @@ def _require_override(pattern: str, weight_format: WeightFormat, matched: list[s
     )
 
 
+ROUTERS = frozenset({"gate", "router"})
+"""Names of modules that, in a mixture of experts, send tokens to experts."""
+
+
 def choose_targets(
-    linears: Sequence[str], experts: Sequence[str], wanted: str | Sequence[str], family: Family = DEFAULT
+    linears: Sequence[str],
+    experts: Sequence[str],
+    wanted: str | Sequence[str],
+    family: Family = DEFAULT,
+    *,
+    shared_experts: bool = False,
 ) -> list[str]:
     """The modules that get an adapter, in the model's order.
 
-    `linears`: every linear layer but the output head; `experts`: stacks of experts; `wanted`: lora.target_modules. Raises
-    SpecError for a name or pattern that matches none, or that names experts, or what the family cannot adapt.
+    `linears`: every linear layer but the output head; `experts`: stacks of experts; `wanted`: lora.target_modules;
+    `shared_experts`: whether all-linear means those, and dense layers, in a mixture too. Raises SpecError for a name or pattern
+    that matches none, or that names experts, or what the family cannot adapt.
     """
     refused = [name for name in linears if last_name(name) in family.not_adapted]
     chosen = _choose_targets(
-        [name for name in linears if name not in refused] if wanted == "all-linear" else linears, experts, wanted
+        [name for name in linears if name not in refused] if wanted == "all-linear" else linears,
+        experts,
+        wanted,
+        shared_experts,
     )
     for name in chosen:
         if name in refused:
@@ -128,11 +141,15 @@ def choose_targets(
     return chosen
 
 
-def _choose_targets(linears: Sequence[str], experts: Sequence[str], wanted: str | Sequence[str]) -> list[str]:
+def _choose_targets(
+    linears: Sequence[str], experts: Sequence[str], wanted: str | Sequence[str], shared_experts: bool
+) -> list[str]:
     barred = [name for name in linears if experts and last_name(name) in EXPERT_WORDS]
     allowed = [name for name in linears if name not in barred] if barred else list(linears)
     if wanted == "all-linear":
-        return _matches("all-linear", [name for name in allowed if LEFT_OUT.isdisjoint(name.split("."))], allowed)
+        left_out = LEFT_OUT | (ROUTERS if experts else frozenset())
+        meant = linears if shared_experts else allowed
+        return _matches("all-linear", [name for name in meant if left_out.isdisjoint(name.split("."))], allowed)
     if isinstance(wanted, str):
         _refuse_experts(wanted, match_pattern(wanted, [*experts, *barred]))
         return _matches(wanted, match_pattern(wanted, allowed), allowed)
@@ -149,19 +166,22 @@ def named_apart(chosen: Sequence[str], experts: Sequence[str]) -> list[str]:
     return [name for name in chosen if experts and last_name(name) in EXPERT_WORDS]
 
 
+def refuse_dropout(dropout: float, what: Sequence[str]) -> None:
+    """Raises SpecError for lora.lora_dropout where any of the adapters is one that PEFT has no dropout for. `what`: those."""
+    if dropout and what:
+        raise SpecError(
+            f"lora.lora_dropout = {dropout:g}: PEFT has no dropout for adapters on {what[0]}, parameters to it: set it to 0.",
+            param="lora.lora_dropout",
+        )
+
+
 def choose_parameters(experts: Sequence[str], wanted: Sequence[str], dropout: float, modules: Sequence[str]) -> list[str]:
     """The stacks of experts that get an adapter, in the model's order.
 
     `wanted`: lora.target_parameters; `dropout`: lora.lora_dropout; `modules`: the other modules that get one. Raises SpecError
     for a name that matches none.
     """
-    apart = named_apart(modules, experts)
-    if dropout and (wanted or apart):
-        what = "experts" if wanted else apart[0]
-        raise SpecError(
-            f"lora.lora_dropout = {dropout:g}: PEFT has no dropout for adapters on {what}, parameters to it: set it to 0.",
-            param="lora.lora_dropout",
-        )
+    refuse_dropout(dropout, ["experts"] if wanted else named_apart(modules, experts))
     for word in wanted:
         if not any(f".{name}".endswith(f".{word}") for name in experts):
             named = f"its stacks look like {experts[-1]!r}" if experts else "it has none"
@@ -225,6 +245,6 @@ def _refuse_experts(wanted: str, matched: list[str]) -> None:
     raise SpecError(
         f"lora.target_modules: {wanted!r} names {matched[0]!r}. In a mixture of experts, shared experts and "
         "dense layers are named with what they lie in (shared_expert.down_proj, mlp.down_proj), stacks of experts in "
-        "lora.target_parameters, and routers have no adapter; all-linear leaves all of these out.",
+        "lora.target_parameters, and routers have no adapter; all-linear means the former, and leaves stacks and routers out.",
         param="lora.target_modules",
     )

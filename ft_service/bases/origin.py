@@ -1,15 +1,53 @@
-"""Where a base comes from, in words that mean the same on another machine."""
+"""Where a base comes from, in words that mean the same on another machine.
+
+origin.json                                   Origin, in the folder of a base that `ft pull` has fetched
+models--ORG--NAME/snapshots/REVISION/         the base ORG/NAME in Hugging Face's cache; refs/main says which is the newest
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+ORIGIN = "origin.json"
 _PUBLISHED = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """`organisation/name`, as hubs name models."""
 _CACHED = re.compile(r"models--(?P<organisation>.+?)--(?P<name>.+)")
 """A model's folder in Hugging Face's cache, two above its files (`snapshots/<revision>`)."""
+_SHORT = 12
+"""Letters of a commit that tell it apart."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a base was fetched from."""
+
+    repository: str
+    """ORG/NAME."""
+    revision: str
+    """As it was asked for."""
+    commit: str
+    licence: str | None
+    files: dict[str, str]
+    """Name → SHA-256."""
+
+
+def read_origin(folder: Path) -> Origin | None:
+    """None: it was not pulled, or origin.json is somebody else's."""
+    try:
+        said = json.loads((folder / ORIGIN).read_bytes())
+        origin = Origin(**{name: said.get(name) for name in Origin.__dataclass_fields__})
+    except (OSError, ValueError, AttributeError):
+        return None
+    whole = all(isinstance(part, str) for part in (origin.repository, origin.revision, origin.commit))
+    return origin if whole and is_published(origin.repository) else None
+
+
+def write_origin(folder: Path, origin: Origin) -> None:
+    (folder / ORIGIN).write_text(json.dumps(asdict(origin), indent=2) + "\n", encoding="utf-8")
 
 
 def is_published(name: str) -> bool:
@@ -17,13 +55,37 @@ def is_published(name: str) -> bool:
     return _PUBLISHED.fullmatch(name) is not None
 
 
-def portable_name(folder: Path, name: str) -> str:
-    """The name under which others find a base, never a path: what its cache folder or its config.json says it was published as,
-    else `name`, the catalogue's.
+def cached_name(folder: Path) -> str | None:
+    """ORG/NAME of a model's folder in Hugging Face's cache; None: it is none."""
+    found = _CACHED.fullmatch(folder.name)
+    return f"{found['organisation']}/{found['name']}" if found else None
+
+
+def cached_snapshots(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Name and folder of the snapshots of a model in Hugging Face's cache: ORG/NAME is the one that its `main` names, or the
+    newest; another one is ORG/NAME@COMMIT.
     """
-    above = folder.parent.parent.name if folder.parent.name == "snapshots" else ""
-    if cached := _CACHED.fullmatch(above):
-        return f"{cached['organisation']}/{cached['name']}"
+    name = cached_name(folder)
+    there = sorted((path for path in (folder / "snapshots").glob("*") if path.is_dir()), key=lambda path: path.stat().st_mtime)
+    if name is None or not there:
+        return
+    try:
+        main = (folder / "refs" / "main").read_text().strip()
+    except OSError:
+        main = ""
+    first = next((path for path in there if path.name == main), there[-1])
+    yield name, first
+    yield from ((f"{name}@{path.name[:_SHORT]}", path) for path in there if path != first)
+
+
+def portable_name(folder: Path, name: str) -> str:
+    """The name under which others find a base, never a path: what its origin, its cache folder or its config.json says it was
+    published as, else `name`, the catalogue's.
+    """
+    if origin := read_origin(folder):
+        return origin.repository
+    if folder.parent.name == "snapshots" and (cached := cached_name(folder.parent.parent)):
+        return cached
     try:
         said = json.loads((folder / "config.json").read_bytes()).get("_name_or_path")
     except (OSError, ValueError, AttributeError):

@@ -13,6 +13,7 @@ NOT_ALONE = frozenset(
     {
         *("paligemma", "colpali", "kosmos-2", "kosmos-2.5", "pix2struct", "blip", "blip-2", "instructblip"),
         *("instructblipvideo", "mllama", "florence2", "t5gemma2", "gemma3n", "qwen2_5_omni", "qwen3_omni_moe", "janus", "emu3"),
+        "phi4_multimodal",
     }
 )
 """Model types of several models whose text part does not read a text from left to right, or not without the others: a prefix
@@ -28,7 +29,6 @@ _STEMS = {
     "idefics2": ("model.text_model.", ""),
     "idefics3": ("model.text_model.", ""),
     "smolvlm": ("model.text_model.", ""),
-    "phi4_multimodal": ("model.", ""),
 }
 """What the published class calls its decoder, and what stands before its head, where these are not `model.language_model.` and
 nothing."""
@@ -46,17 +46,6 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     whole = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
     return {**config, **(text_section(config) or {}), **whole}
-
-
-def refuse_not_causal(config: Mapping[str, Any]) -> None:
-    """Raises SpecError for a base whose text part, by its config.json, does not read from left to right."""
-    kind = str(config.get("model_type"))[:80]
-    named = config.get("architectures")
-    classes = named if isinstance(named, list) and text_section(config) is not None else []
-    if kind in NOT_ALONE or (classes and not any(generates(str(name)) for name in classes)):
-        raise not_tunable(kind, NO_DECODER)
-    if config.get("is_encoder_decoder") is True:
-        raise SpecError(f"The base is a {kind} model, which is no causal language model.", param="model")
 
 
 def generates(class_name: str) -> bool:

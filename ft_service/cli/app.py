@@ -9,7 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,7 +27,7 @@ from ft_service.cli import (
     verify_command,
 )
 from ft_service.cli.data_files import commands
-from ft_service.cli.jobs import comparing, fetching, following, listing, submit, verbs
+from ft_service.cli.jobs import comparing, evaluations, fetching, following, listing, submit, sweeps, verbs
 from ft_service.cli.local import plan_command, run_command
 from ft_service.cli.output import Json, complain, print_json
 from ft_service.errors import DataError, FtError, SpecError
@@ -61,7 +61,7 @@ def options(
 
 
 PANELS = {
-    "Jobs": (submit, listing, following, comparing, verbs, fetching),
+    "Jobs": (submit, listing, following, comparing, evaluations, verbs, fetching),
     "Before and without a server": (plan_command, run_command, convert_command),
     "Models": (models, chat_command, merge_command, export_command, verify_command),
     "The service": (serve, agents, prune_command, tenants),
@@ -82,6 +82,7 @@ for panel, parts in PANELS.items():
     for part in parts:
         _register(panel, part.register)
 _register("The service", lambda typer_app: typer_app.command()(version))
+app.add_typer(sweeps.app, name="sweep", rich_help_panel="Jobs")
 app.add_typer(agents.agent, name="agent", rich_help_panel="The service")
 app.add_typer(tenants.keys, name="keys", rich_help_panel="The service")
 app.add_typer(tenants.projects, name="projects", rich_help_panel="The service")
@@ -94,7 +95,8 @@ def run(arguments: Sequence[str]) -> int:
     """
     as_json = "--json" in arguments
     try:
-        code = app(args=list(arguments) or ["--help"], prog_name="ft", standalone_mode=False)
+        command = without_types_of_flags(typer.main.get_command(app))
+        code = command.main(args=list(arguments) or ["--help"], prog_name="ft", standalone_mode=False)
     except typer.TyperException as error:
         return _tell(SpecError(_plain(error.format_message()), code="usage"), WRONG, as_json)
     except (typer.Abort, KeyboardInterrupt):
@@ -106,8 +108,20 @@ def run(arguments: Sequence[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
+def without_types_of_flags(command: Any) -> Any:
+    """The command, and those below it, whose help does not say `<bool>` behind an option that takes no value."""
+    for parameter in command.params:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    command.get_help_option(typer.Context(command)).metavar = ""
+    for below in getattr(command, "commands", {}).values():
+        without_types_of_flags(below)
+    return command
+
+
 def _plain(message: str) -> str:
-    """A usage error without the words of the library that reads numbers."""
+    """A usage error without the words of the libraries that read options."""
+    message = re.sub(r" \(Possible options?: (.*)\)", r". Did you mean \1?", message.replace("Value error, ", ""))
     return re.sub(r"Input should be a valid (integer|number)(, unable to parse.*)?", r"it must be a \1", message).replace(
         "a integer", "a whole number"
     )

@@ -1,23 +1,134 @@
-"""`ft models`: what a server can train on and what it has trained."""
+"""`ft models` and `ft pull`: what a server can train on and what it has trained; a base from a hub."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
 import typer
 
-from ft_service.cli.output import Json, connect, local_time, print_json, print_table
+from ft_service.bases import hub
+from ft_service.bases.origin import read_origin
+from ft_service.cli.local_store import SAMPLES, settings_with_models
+from ft_service.cli.output import Json, complain, connect, local_time, print_json, print_table, say, sentence
+from ft_service.control.base_facts import base_facts, refuse_untrainable
+from ft_service.errors import FtError, SpecError
+from ft_service.spec import is_tuned
+
+INTERRUPTED = 130
 
 
 def register(app: typer.Typer) -> None:
     app.command()(models)
+    app.command()(pull)
 
 
 def models(as_json: Json = False) -> None:
-    """List the models that the server knows: bases and tuned ones."""
+    """List the models that the server knows: bases, whether they can be tuned, and tuned ones."""
     with connect() as client:
         known = client.models()
     if as_json:
         print_json([model.model_dump() for model in known])
-    elif known:
-        print_table(("MODEL", "OWNER", "CREATED"), [(m.id, m.owned_by, local_time(m.created)) for m in known])
+        return
+    bases = [(model, model.base or {}) for model in known if not is_tuned(model.id)]
+    tuned = [model for model in known if is_tuned(model.id)]
+    if bases:
+        titles = ("BASE", "FAMILY", "SIZE", "FORMAT", "CONTEXT", "CHAT", "LICENCE", "TUNES")
+        print_table(titles, [_row(model.id, facts) for model, facts in bases], notes=("WHY NOT", [_why(f) for _, f in bases]))
     else:
-        print("The server knows no models: put Hugging Face folders below one that FT_MODELS names.")
+        print(
+            "The server knows no bases: fetch one (ft pull ORG/NAME), or put a Hugging Face folder below one that FT_MODELS "
+            "names."
+        )
+    if tuned:
+        print()
+        print_table(("TUNED MODEL", "OWNER", "CREATED"), [(m.id, m.owned_by, local_time(m.created)) for m in tuned])
+
+
+def pull(
+    model: Annotated[str, typer.Argument(metavar="ORG/NAME[@REVISION]", help="As its page names it.")],
+    name: Annotated[str, typer.Option("--as", metavar="NAME", help="What it is called here. Default: ORG/NAME.")] = "",
+    anyway: Annotated[bool, typer.Option("--anyway", help="Fetch it even if it cannot be tuned here.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Fetch a base from Hugging Face's hub (or HF_ENDPOINT's) into the first folder of FT_MODELS. Weights in safetensors,
+    configuration and tokenizer only. HF_TOKEN opens gated ones. Interrupted, it goes on where it was.
+    """
+    repository, revision = hub.parse_name(model)
+    called = name or repository
+    folder = _model_folder(called)
+    found = hub.look_up(repository, revision)
+    there = read_origin(folder / called)
+    target = folder / called
+    if there is not None and (there.repository, there.commit) == (repository, found.commit):
+        say(f"{called} is there already, at {found.commit[:12]}.")
+    else:
+        try:
+            target = hub.pull(
+                found, folder, called, lambda staged: _judge(staged, called, anyway), say, shows_bars=sys.stderr.isatty()
+            )
+        except KeyboardInterrupt:
+            return complain(f"stopped. What has arrived is kept; go on with: ft pull {model}", INTERRUPTED)
+    facts = base_facts(target, called)
+    if as_json:
+        print_json({"name": called, "path": str(target), "commit": found.commit, "licence": found.licence})
+    else:
+        told = [
+            f"{size} parameters" if (size := _size(facts.parameters)) else "",
+            f"licence {found.licence}" if found.licence else "",
+        ]
+        print(sentence(f"{called} is in {target} ({', '.join(filter(None, told)) or 'no licence is named'})."))
+        print(f"Train on it: model: {called}" if facts.trainable else sentence(f"It cannot be tuned here: {facts.why_not}"))
+    return 0
+
+
+def _model_folder(called: str) -> Path:
+    """The first folder of models that is not the sample's. Raises SpecError for a name that is none, or one that is a path."""
+    if called.startswith(("/", ".")) or ".." in called.split("/"):
+        raise SpecError(f"--as = {called!r}: must be a name, as in ORG/NAME.", param="as")
+    folders = [folder for folder in settings_with_models().model_folders() if folder.absolute() != SAMPLES]
+    if not folders:
+        raise SpecError("FT_MODELS names the sample's folder only: add one for what is pulled.", param="FT_MODELS")
+    return folders[0].absolute()
+
+
+def _judge(staged: Path, called: str, anyway: bool) -> None:
+    try:
+        refuse_untrainable(staged, called)
+    except FtError as error:
+        if error.code == "model_unreadable":  # config.json alone does not say enough: the weights will
+            return
+        if not anyway:
+            message = f"{error.message} No weights were fetched; --anyway fetches them all the same."
+            raise SpecError(message, param="model", code=error.code) from None
+
+
+def _row(name: str, facts: dict[str, Any]) -> tuple[str, ...]:
+    context = facts.get("context")
+    return (
+        name,
+        facts.get("family") or "",
+        _size(facts.get("parameters")),
+        facts.get("format") or "",
+        f"{context:,}" if context else "",
+        _yes(facts.get("chat_template")),
+        facts.get("licence") or "",
+        _yes(facts.get("trainable")),
+    )
+
+
+def _why(facts: dict[str, Any]) -> str | None:
+    return facts.get("why_not")
+
+
+def _yes(known: bool | None) -> str:
+    """Nothing where a server of an earlier version does not say."""
+    return "" if known is None else "yes" if known else "no"
+
+
+def _size(parameters: int | None) -> str:
+    if not parameters:
+        return ""
+    unit, letter = next(((unit, letter) for unit, letter in ((1e9, "B"), (1e6, "M")) if parameters >= unit), (1e3, "K"))
+    return f"{parameters / unit:.3g}{letter}"

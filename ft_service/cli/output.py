@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from pydantic import ValidationError
@@ -22,6 +22,7 @@ from ft_service.client.client import Client
 from ft_service.client.connection import find_connection
 from ft_service.errors import SpecError
 from ft_service.settings import Settings
+from ft_service.spec.faults import words_of
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d")
@@ -38,7 +39,7 @@ def load_settings(**overrides: Any) -> Settings:
         return Settings(**given)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
-        message = fault["msg"].removeprefix("Value error, ")
+        message = words_of(fault)
         if not fault["loc"]:
             raise SpecError(f"{message}.") from None
         name = str(fault["loc"][0])
@@ -54,8 +55,29 @@ def connect() -> Client:
 def complain(message: str, code: int) -> int:
     """Print a sentence on stderr, or a line for each of several; returns the exit code."""
     lines = [" ".join(line.split()) for line in message.splitlines() if line.strip()] or [""]
-    print("\n  ".join([f"ft: {lines[0]}", *lines[1:]]), file=sys.stderr)
+    first, *more = [_on_screen(line, sys.stderr) for line in [f"ft: {lines[0]}", *(f"  {line}" for line in lines[1:])]]
+    print("\n".join([first, *more]), file=sys.stderr)
     return code
+
+
+def say(sentence: str) -> None:
+    """Print what is being done, or was, on stderr: the output stays what was asked for."""
+    print(_on_screen(sentence, sys.stderr), file=sys.stderr, flush=True)
+
+
+def sentence(text: str) -> str:
+    """A sentence as stdout takes it: on a terminal no word is broken at the end of a line."""
+    return _on_screen(text, sys.stdout)
+
+
+def _on_screen(line: str, stream: TextIO) -> str:
+    if not stream.isatty():
+        return line
+    width = Console(file=stream).width
+    if len(line) <= width:
+        return line
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    return textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
 
 
 def print_json(document: Any) -> None:
@@ -107,11 +129,13 @@ def shrunk(widths: Sequence[int], room: int, whole: Sequence[bool] = ()) -> list
 
 
 def print_fields(fields: Sequence[tuple[str, str | None]]) -> None:
-    """Print names and values, one pair a line; pairs without a value are left out. On a terminal long values go on below."""
-    shown = [(name, value) for name, value in fields if value]
-    width = max((len(name) for name, _ in shown), default=0)
+    """Print names and values, one pair a line; pairs without a value are left out. On a terminal long values go on below; so do
+    the further lines of a value that has several.
+    """
+    given = [(name, value) for name, value in fields if value]
+    width = max((len(name) for name, _ in given), default=0)
     room = screen_width()
-    for name, value in shown:
+    for name, value in [(("" if n else name), line) for name, text in given for n, line in enumerate(text.splitlines())]:
         line = f"{name:<{width}}  {value}"
         wraps = len(line) > room and " " in value
         print(textwrap.fill(line, room, subsequent_indent=" " * (width + 2), break_on_hyphens=False) if wraps else line)

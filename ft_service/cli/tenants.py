@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import asdict, replace
 from enum import StrEnum
 from typing import Annotated, Any
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ft_service.cli.local_store import PROJECT, local_store, settings_of_server
-from ft_service.cli.output import Json, local_time, print_json, print_table
+from ft_service.cli.output import Json, is_terminal, local_time, print_json, print_table, say
 from ft_service.errors import SpecError
 from ft_service.host.servers import living_servers
 from ft_service.settings import Settings
@@ -75,7 +74,9 @@ def list_keys(project: InProject = PROJECT, as_json: Json = False) -> None:
             )
             for key in all_keys
         ]
-        print_table(("ID", "NAME", "SCOPE", "KEY", "CREATED", "LAST USED", "STATE"), rows)
+        titles = ("ID", "NAME", "SCOPE", "KEY", "CREATED", "LAST USED", "STATE")
+        kept = [number for number, title in enumerate(titles) if not is_terminal() or title not in ("KEY", "LAST USED")]
+        print_table([titles[number] for number in kept], [[row[number] for number in kept] for row in rows])
     else:
         print("No keys yet. Create one: ft keys create")
 
@@ -110,7 +111,7 @@ def _show_secret(key: ApiKey, secret: str, settings: Settings, as_json: bool) ->
         print_json({"key": secret, "id": key.id, "name": key.name, "scope": key.scope, "expires_at": key.expires_at})
     else:
         print(secret)
-        print(_opens(settings), file=sys.stderr)
+        say(_opens(settings))
 
 
 def _opens(settings: Settings) -> str:

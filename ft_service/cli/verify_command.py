@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from ft_service.cli.output import Json, print_fields, print_json
+from ft_service.data.line_errors import counted
+from ft_service.errors import SpecError
 from ft_service.rundir.verify import VerifyReport, verify
 
 DIFFERS = 1
@@ -25,6 +27,8 @@ def verify_command(
     as_json: Json = False,
 ) -> int:
     """Check an adapter's manifest, checksums and shapes. Exit code 1 if anything differs."""
+    if not path.exists():
+        raise SpecError(f"There is no file or folder {path}. Fetch a job's adapter: ft download ID --out {path}", param="path")
     report = verify(path)
     if as_json:
         manifest = report.manifest.model_dump(mode="json") if report.manifest else None
@@ -53,9 +57,9 @@ def _show(report: VerifyReport) -> None:
                 ("tuned model", manifest.tuned_name),
                 ("step", f"{manifest.step}" + (f" ({manifest.checkpoint})" if manifest.checkpoint else "")),
                 ("base", f"{manifest.base.name} ({manifest.base.digest[:16]})"),
-                ("data", ", ".join(f"{file.name} ({file.samples} samples)" for file in manifest.data)),
+                ("data", ", ".join(f"{file.name} ({counted(file.samples, 'sample')})" for file in manifest.data)),
                 ("validation loss", f"{losses.valid_loss:.4f}" if losses and losses.valid_loss is not None else None),
-                ("attempts", ", ".join(f"{a.world_size} ranks: {a.ended}" for a in manifest.history)),
+                ("attempts", ", ".join(f"{counted(a.world_size, 'rank')}, {a.ended}" for a in manifest.history)),
             ]
         )
     for fault in report.faults:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -19,6 +20,16 @@ class Answer(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
 
     id: str
+
+
+class RemoteExport(Answer):
+    """A form of a job's outcome that was asked for."""
+
+    status: str
+    """queued, running, succeeded or failed."""
+    bytes: int | None = None
+    error: str | None = None
+    report: dict[str, Any] = {}
 
 
 class RemoteFile(Answer):
@@ -41,6 +52,7 @@ class RemoteJob(Answer):
     trained_tokens: int | None = None
     training_file: str
     validation_file: str | None = None
+    validation_split: float | None = None
     result_files: list[str] = []
     error: dict[str, Any] | None = None
     phase: str | None = None
@@ -58,6 +70,7 @@ class RemoteJob(Answer):
     training: dict[str, Any] = {}
     distributed: dict[str, Any] = {}
     checkpoint: dict[str, Any] = {}
+    evaluation: dict[str, Any] | None = None
     chosen: dict[str, str] = {}
     """Options that were "auto" → why they are what they are."""
 
@@ -141,6 +154,33 @@ class RemoteJob(Answer):
         return (self.error or {}).get("message")
 
 
+class RemoteSweep(Answer):
+    """A sweep, with its jobs best first."""
+
+    model: str
+    status: str
+    created_at: int
+    finished_at: int | None = None
+    suffix: str | None = None
+    options: list[str] = []
+    """Those that are tried, dotted."""
+    rungs: list[float] = []
+    counts: dict[str, int] = {}
+    best: dict[str, Any] | None = None
+    """job_id, valid_loss, step, values, fine_tuned_model; so far, until it is over."""
+    jobs: list[dict[str, Any]] = []
+    """Each with id, values, status, phase, stopped, error, step, total_steps, valid_loss, best_step, fine_tuned_model."""
+
+    @property
+    def over(self) -> bool:
+        return self.status != "running"
+
+    @property
+    def counts_text(self) -> str:
+        """`2 succeeded, 1 running`."""
+        return ", ".join(f"{number} {status.replace('_', ' ')}" for status, number in self.counts.items())
+
+
 class RemoteEvent(Answer):
     """OpenAI's FineTuningJobEvent."""
 
@@ -170,11 +210,23 @@ class RemoteCheckpoint(Answer):
     metrics: dict[str, Any] = {}
 
 
+class RemoteEvaluation(Answer):
+    """What a job's model answers to its prompts at a step; step 0 is before training."""
+
+    step: int
+    created_at: int
+    metrics: dict[str, float] = {}
+    base_metrics: dict[str, float] = {}
+    samples: list[dict[str, Any]] = []
+
+
 class RemoteModel(Answer):
     """OpenAI's Model."""
 
     created: int
     owned_by: str
+    base: dict[str, Any] | None = None
+    """Of a base: family, parameters, format, context, chat_template, licence, trainable, why_not."""
 
 
 class LogLine(BaseModel):
@@ -184,6 +236,11 @@ class LogLine(BaseModel):
     source: str
     """`rank 0 stdout`, `torchrun.log`, …"""
     line: str
+
+
+def scores_text(metrics: Mapping[str, float], before: Mapping[str, float]) -> str:
+    """Metrics with what they were before training."""
+    return ", ".join(f"{name} {before.get(name, 0.0):.2f} → {value:.2f}" for name, value in metrics.items())
 
 
 def shown(value: object) -> str:

@@ -18,7 +18,18 @@ from urllib.parse import quote
 
 import httpx2
 
-from ft_service.client.answers import Answer, LogLine, RemoteCheckpoint, RemoteEvent, RemoteFile, RemoteJob, RemoteModel
+from ft_service.client.answers import (
+    Answer,
+    LogLine,
+    RemoteCheckpoint,
+    RemoteEvaluation,
+    RemoteEvent,
+    RemoteExport,
+    RemoteFile,
+    RemoteJob,
+    RemoteModel,
+    RemoteSweep,
+)
 from ft_service.client.connection import START_HINT, Connection
 from ft_service.errors import (
     AuthError,
@@ -47,6 +58,8 @@ BY_STATUS: dict[int, type[FtError]] = {
 }
 PAGE = 100
 """Items asked for at once by methods that read whole lists."""
+EVALUATIONS_AT_ONCE = 10
+"""The same of evaluations, which hold whole answers."""
 _NO_END = httpx2.Timeout(60.0, connect=5.0, read=None)
 """Of a stream that is silent as long as nothing happens."""
 PATIENCE = 60
@@ -142,6 +155,11 @@ class Client:
         body = None if ranks is None else {"distributed": {"nproc_per_node": ranks}}
         return RemoteJob.model_validate(self._call("POST", f"{_job(job_id)}/resume", json=body))
 
+    def evaluations(self, job_id: str, limit: int = PAGE) -> list[RemoteEvaluation]:
+        """What the job's model answered at its newest `limit` evaluations, the newest step first."""
+        pages = self._pages(f"{_job(job_id)}/evaluation", RemoteEvaluation, min(limit, EVALUATIONS_AT_ONCE))
+        return list(islice(pages, limit))
+
     def checkpoints(self, job_id: str) -> list[RemoteCheckpoint]:
         """All of a job's complete checkpoints, newest first."""
         return list(self._pages(f"{_job(job_id)}/checkpoints", RemoteCheckpoint, PAGE))
@@ -227,6 +245,17 @@ class Client:
             raise NotFoundError(f"Job {job_id} has no checkpoint at step {step}; it has: {steps}.", param="checkpoint")
         return self._download_folder(f"{_job(job_id)}/checkpoints/{_part(chosen.id)}/adapter", out)
 
+    def start_export(self, job_id: str, to: str) -> RemoteExport:
+        """Have a succeeded job's outcome made into another form; one that is made or under way is answered as it is."""
+        return RemoteExport.model_validate(self._call("POST", f"{_job(job_id)}/exports", json={"format": to}))
+
+    def export(self, job_id: str, to: str) -> RemoteExport:
+        return RemoteExport.model_validate(self._call("GET", f"{_job(job_id)}/exports/{_part(to)}"))
+
+    def download_export(self, job_id: str, to: str, out: Path) -> Path:
+        """The files of an export, as `download_adapter`."""
+        return self._download_folder(f"{_job(job_id)}/exports/{_part(to)}/content", out)
+
     def _download_folder(self, path: str, out: Path) -> Path:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise SpecError(f"{out} exists already. Name another folder with --out.", param="out")
@@ -239,6 +268,26 @@ class Client:
             top = entries[0] if len(entries) == 1 and entries[0].is_dir() else unpacked  # the archive's own folder
             top.replace(out)
         return out
+
+    # Sweeps
+
+    def create_sweep(self, body: dict[str, Any]) -> RemoteSweep:
+        """Create a sweep with its jobs. `body`: of a job, with `sweep`."""
+        return RemoteSweep.model_validate(self._call("POST", "/fine_tuning/sweeps", json=body))
+
+    def sweeps(self, limit: int = 20) -> list[RemoteSweep]:
+        """The newest `limit` sweeps, newest first."""
+        return list(islice(self._pages("/fine_tuning/sweeps", RemoteSweep, min(limit, PAGE)), limit))
+
+    def sweep(self, sweep_id: str) -> RemoteSweep:
+        return RemoteSweep.model_validate(self._call("GET", f"/fine_tuning/sweeps/{_part(sweep_id)}"))
+
+    def cancel_sweep(self, sweep_id: str) -> RemoteSweep:
+        return RemoteSweep.model_validate(self._call("POST", f"/fine_tuning/sweeps/{_part(sweep_id)}/cancel"))
+
+    def delete_sweep(self, sweep_id: str, *, keep_best: bool = False) -> None:
+        """Delete a sweep that is over, with the tuned models of its jobs; `keep_best`: all but the best one's."""
+        self._call("DELETE", f"/fine_tuning/sweeps/{_part(sweep_id)}", params={"keep_best": keep_best})
 
     # Answers
 

@@ -6,13 +6,19 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from ft_service.bases.catalogue import Catalogue
 from ft_service.control import tuned_models
 from ft_service.control.capacity import Capacity, capacity_now, refuse_too_many
 from ft_service.control.limits import allowed_priority, refuse_beyond, refuse_too_many_ranks
 from ft_service.control.tracking.door import refuse_unless_possible
+from ft_service.data.answer_metrics import check_metrics
+from ft_service.data.formats.reading import count_samples
 from ft_service.errors import ConflictError, LimitError, NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.jobs.line import Shape
@@ -20,8 +26,10 @@ from ft_service.jobs.states import Job, State
 from ft_service.plan.admit import admit_on
 from ft_service.settings import Settings
 from ft_service.spec import (
+    AUTO,
     AdapterRef,
     DataFileRef,
+    EvaluationOptions,
     JobRequest,
     JobSpec,
     StoredSpec,
@@ -29,14 +37,30 @@ from ft_service.spec import (
     inherit,
     is_tuned,
     parse_request,
+    read_prompts,
     resolve,
 )
+from ft_service.spec.rates import COUNTED
+from ft_service.spec.served import note_served
 from ft_service.storage.locations import Places
 from ft_service.store.database import UNSTORABLE
 from ft_service.store.records import File, Limits, NewEvent, NewJob, Principal
 from ft_service.store.sql import Store
 
+MOST_BYTES_OF_PROMPTS = 4 * 262_144
+"""Of a file of prompts: of as many characters as a spec takes of them, in any language."""
 _NO_FILE = DataFileRef(name="", path="", sha256="")
+
+
+@dataclass(frozen=True)
+class Membership:
+    """A job's part in a sweep."""
+
+    sweep_id: str
+    values: dict[str, Any]
+    """What it has of its own: dotted name → value."""
+    rungs: tuple[float, ...]
+    """Of JobSpec."""
 
 
 @dataclass(frozen=True)
@@ -52,28 +76,54 @@ class Asked:
     parent: AdapterRef | None
     """The tuned model that training goes on from."""
     principal: Principal
+    samples: int | None = None
+    """Of the training file, where an option depends on it."""
+    sweep: Membership | None = None
+    """The sweep that it is one of; None: it is alone."""
 
 
 def read(body: object, *, principal: Principal, store: Store, settings: Settings, job_id: str | None = None) -> Asked:
-    """Read a create body. `job_id`: None draws one. Only for a tuned model (`names_tuned`) this asks the store and storage.
+    """Read a create body. `job_id`: None draws one. Only where it `takes_time` this asks the store and storage.
 
     Raises SpecError naming the field, its value and the limit, also for integrations that this server cannot serve.
     """
-    _refuse_unstorable_text(body, "")
+    refuse_unstorable_text(body)
     request = parse_request(body)
     assert isinstance(body, dict)
-    if request.integrations:
-        refuse_unless_possible(settings)
+    return read_parsed(body, request, principal=principal, store=store, settings=settings, job_id=job_id)
+
+
+def read_parsed(
+    body: dict[str, Any],
+    request: JobRequest,
+    *,
+    principal: Principal,
+    store: Store,
+    settings: Settings,
+    job_id: str | None = None,
+    sweep: Membership | None = None,
+) -> Asked:
+    """`read` for a body that was parsed."""
+    if request.evaluation is not None:
+        check_metrics(request.evaluation.metrics)
+    refuse_unless_possible(request, settings)
     base, parent = request.model, None
     if is_tuned(base):
         before, parent = _find_parent(base, principal, store, settings)
         request, base = inherit(request, before, parent.name), before.model.name
-    return Asked(job_id or new_id("ftjob-"), body, request, base, parent, principal)
+    samples = _count_samples(request, principal, store, settings) if request.counts_samples else None
+    return Asked(job_id or new_id("ftjob-"), body, request, base, parent, principal, samples, sweep)
 
 
-def names_tuned(body: object) -> bool:
-    """Whether a create body's base is a tuned model, so that `read` takes its time."""
-    return isinstance(body, dict) and is_tuned(str(body.get("model")))
+def takes_time(body: object) -> bool:
+    """Whether `read` asks the store for a create body's tuned model, or may have to count samples."""
+    if not isinstance(body, dict):
+        return False
+    methods = body["method"].values() if isinstance(body.get("method"), dict) else ()
+    places = [body.get("training"), body.get("hyperparameters")]
+    places += [method.get("hyperparameters") for method in methods if isinstance(method, dict)]
+    counts = any(AUTO in (place.get("n_epochs"), place.get("batch_size")) for place in places if isinstance(place, dict))
+    return counts or is_tuned(str(body.get("model")))
 
 
 def create(asked: Sequence[Asked], *, store: Store, settings: Settings, catalogue: Catalogue) -> list[Job | Exception]:
@@ -85,7 +135,7 @@ def create(asked: Sequence[Asked], *, store: Store, settings: Settings, catalogu
     """
     capacity = capacity_now(settings, store)
     files = store.find_files({file_id for one in asked for file_id in file_ids(one.request)})
-    outcomes = [_new_job(one, files, settings, catalogue, capacity) for one in asked]
+    outcomes = [new_job(one, files, settings, catalogue, capacity) for one in asked]
     created = iter(_create(store, [outcome for outcome in outcomes if isinstance(outcome, NewJob)]))
     return [next(created) if isinstance(outcome, NewJob) else outcome for outcome in outcomes]
 
@@ -97,9 +147,10 @@ def _create(store: Store, new: Sequence[NewJob]) -> list[Job | Exception]:
         return [error] if len(new) == 1 else [outcome for one in new for outcome in _create(store, [one])]
 
 
-def _new_job(
+def new_job(
     asked: Asked, files: Mapping[str, File], settings: Settings, catalogue: Catalogue, capacity: Capacity
 ) -> NewJob | Exception:
+    """The job to store, with its first events, or why there is none."""
     try:
         resolved = resolve_asked(asked, files, settings, catalogue, capacity)
         size = files[asked.request.training_file].bytes
@@ -107,6 +158,8 @@ def _new_job(
         spec, told = admitted.spec, [NewEvent(level=level, message=message) for level, message in admitted.told]
     except Exception as error:
         return error
+    if asked.request.serve is not None:
+        told.append(NewEvent(level="info", message=note_served(spec.lora)))
     limits = asked.principal.limits
     priority = allowed_priority(limits, asked.request.priority)
     if priority != asked.request.priority:
@@ -138,6 +191,8 @@ def _new_job(
         key_id=asked.principal.key_id,
         work=admitted.work and admitted.work.flops,
         planned_seconds=admitted.work and admitted.work.seconds,
+        sweep_id=asked.sweep and asked.sweep.sweep_id,
+        sweep_values=asked.sweep and asked.sweep.values,
     )
     return NewJob(job, told, limits.max_queued)
 
@@ -163,6 +218,8 @@ def resolve_asked(
     training = _NO_FILE
     if data:
         training = _data_file(request.training_file, "training_file", project, files, settings)
+    if request.evaluation is not None:
+        request = _with_prompts(request, request.evaluation, project, files, settings)
     validation = None
     if request.validation_file is not None:
         validation = _data_file(request.validation_file, "validation_file", project, files, settings)
@@ -177,10 +234,27 @@ def resolve_asked(
         gpus=capacity.gpus,
         parent=asked.parent,
         date=datetime.now(UTC).date().isoformat(),
+        samples=asked.samples,
     )
+    if asked.sweep is not None:
+        spec = spec.model_copy(update={"rungs": asked.sweep.rungs})
     refuse_too_many(spec, capacity)
     refuse_beyond(asked.principal.limits, request, spec)
     return spec
+
+
+def _count_samples(request: JobRequest, principal: Principal, store: Store, settings: Settings) -> int | None:
+    """Samples of the training file, as far as they matter. None: this project has no such file, which `create` refuses."""
+    file = store.find_files({request.training_file}).get(request.training_file)
+    if file is None or file.project_id != principal.project_id:
+        return None
+    return _counted(Places.of(settings).file(file.id), file.bytes)
+
+
+@lru_cache(maxsize=256)
+def _counted(path: Path, size: int) -> int | None:
+    """Of a file, which never changes."""
+    return count_samples(path, most=COUNTED) if path.is_file() else None
 
 
 def slots_to_resume_with(job: Job, nproc_per_node: int, store: Store, settings: Settings, limits: Limits) -> int:
@@ -207,13 +281,14 @@ def _find_parent(name: str, principal: Principal, store: Store, settings: Settin
     if found.checkpoint is None and not run.path(found.adapter_key).is_dir():
         message = f"model = {name[:120]!r}: its adapter is gone from the service's disk. Name a checkpoint of that job."
         raise SpecError(message, param="model", code="model_not_found")
-    ref = AdapterRef(name=found.name, job_id=found.job.id, path=str(run.root / found.adapter_key))
-    return found.job.spec, ref
+    before, path = found.job.spec, str(run.root / found.adapter_key)
+    return before, AdapterRef(name=found.name, job_id=found.job.id, path=path, shared_experts=before.shared_experts)
 
 
 def file_ids(request: JobRequest) -> list[str]:
     """Ids of the files that a job names."""
-    return [file_id for file_id in (request.training_file, request.validation_file) if file_id is not None]
+    named = [request.training_file, request.validation_file, request.evaluation and request.evaluation.prompts]
+    return [file_id for file_id in named if isinstance(file_id, str)]
 
 
 def _data_file(file_id: str, param: str, project_id: str, files: Mapping[str, File], settings: Settings) -> DataFileRef:
@@ -228,15 +303,39 @@ def _data_file(file_id: str, param: str, project_id: str, files: Mapping[str, Fi
     return DataFileRef(name=file.filename, path=str(settings.files_dir / file.id), sha256=file.sha256)
 
 
-def _refuse_unstorable_text(value: Any, place: str) -> None:
+def _with_prompts(
+    request: JobRequest, options: EvaluationOptions, project_id: str, files: Mapping[str, File], settings: Settings
+) -> JobRequest:
+    """The request with the prompts of a file that its evaluation names: they become part of the spec. Raises SpecError."""
+    place = "evaluation.prompts"
+    if not isinstance(options.prompts, str):
+        return request
+    data = _data_file(options.prompts, place, project_id, files, settings)
+    size = files[options.prompts].bytes
+    try:
+        if size > MOST_BYTES_OF_PROMPTS:
+            raise ValueError(f"it has {size:,} bytes, at most {MOST_BYTES_OF_PROMPTS:,}: give fewer prompts or shorter ones")
+        prompts = read_prompts(Places.of(settings).file(options.prompts).read_text(encoding="utf-8"), data.name)
+        read = EvaluationOptions.model_validate({**options.model_dump(), "prompts": prompts})
+    except OSError:
+        raise SpecError(f"{place} = {options.prompts!r}: its contents are gone from the service's disk.", param=place) from None
+    except ValidationError as error:
+        said = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+        raise SpecError(f"{place} = {options.prompts!r}: {said}.", param=place) from None
+    except ValueError as error:
+        raise SpecError(f"{place} = {options.prompts!r}: {error}.", param=place) from None
+    return request.model_copy(update={"evaluation": read})
+
+
+def refuse_unstorable_text(value: Any, place: str = "") -> None:
     """PostgreSQL keeps neither NUL nor half surrogate pairs, and no option has a use for them."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            _refuse_unstorable_text(key, place or "the body's keys")
-            _refuse_unstorable_text(inner, f"{place}.{key}" if place else key)
+            refuse_unstorable_text(key, place or "the body's keys")
+            refuse_unstorable_text(inner, f"{place}.{key}" if place else key)
     elif isinstance(value, list):
         for number, inner in enumerate(value):
-            _refuse_unstorable_text(inner, f"{place}.{number}")
+            refuse_unstorable_text(inner, f"{place}.{number}")
     elif isinstance(value, str) and UNSTORABLE.search(value):
         message = f"{place}: holds a character that is not text (NUL or half of a surrogate pair). Leave it out."
         raise SpecError(message, param=place)

@@ -34,12 +34,22 @@ class Forecasts:
     def find(self, job: Job) -> Place | None:
         """A queued job's place; None: it has just come, or has just left the queue."""
         with self._lock:
-            moment = time.monotonic()
-            stale = moment >= self._until or (job.id not in self._found and moment >= self._not_before)
-            if self._line is None or stale:
-                self._line = self._play(moment)
+            line = self._newest(job)
             known = self._found.get(job.id)
-            return Place(known, self._line.share_of(job.project_id)) if known else None
+            return Place(known, line.share_of(job.project_id)) if known else None
+
+    def share_of(self, project_id: str) -> float:
+        """A project's part of what all projects have used lately, from 0 to 1."""
+        with self._lock:
+            return self._newest(None).share_of(project_id)
+
+    def _newest(self, job: Job | None) -> Line:
+        """The line, as new as `job` needs it: one that is not in it may have come since."""
+        moment = time.monotonic()
+        missing = job is not None and job.id not in self._found
+        if self._line is None or moment >= self._until or (missing and moment >= self._not_before):
+            self._line = self._play(moment)
+        return self._line
 
     def _play(self, began: float) -> Line:
         if began >= self._paces_until:

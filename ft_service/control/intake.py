@@ -19,6 +19,7 @@ from ft_service.rundir.events import Event, read_segments
 from ft_service.rundir.file_digest import FileDigest
 from ft_service.storage.locations import Places
 from ft_service.store.records import Checkpoint, File, NewEvent
+from ft_service.sweeps.course import Course
 
 SEGMENTS_PER_PASS = 50
 """Bound on what one change writes; the rest follows in the next pass."""
@@ -42,8 +43,9 @@ def read_report(run: RunDir, job: Job, now: float) -> Intake:
     """What the newest attempt reported since `job.ingested`, and when its steps say that it ends. `now`: database time."""
     segments = read_segments(run, job.attempt, job.ingested, SEGMENTS_PER_PASS) if job.attempt else []
     lines = [((seq, line), event) for seq, events in segments for line, event in enumerate(events)]
+    reported = [event for _, event in lines]
     return Intake(
-        job=replace(_measured(job, [event for _, event in lines], now), ingested=segments[-1][0]) if segments else job,
+        job=replace(_on_course(_measured(job, reported, now), reported), ingested=segments[-1][0]) if segments else job,
         events=[_new_event(source, event) for source, event in lines],
         checkpoints=[found for _, event in lines if (found := _checkpoint(job, event)) is not None],
         more=len(segments) == SEGMENTS_PER_PASS,
@@ -63,6 +65,17 @@ def _measured(job: Job, events: Sequence[Event], now: float) -> Job:
         return job
     left = max(0, steps[-1].total_steps - steps[-1].step) * median(seconds)
     return replace(job, left_seconds=left, ends_at=now + left)
+
+
+def _on_course(job: Job, events: Sequence[Event]) -> Job:
+    """The job with what its sweep compares it by."""
+    steps = [event.metrics for event in events if event.kind == "metrics" and event.metrics is not None]
+    if job.sweep_id is None or not steps:
+        return job
+    course, spec = Course.read(job.sweep_course), job.spec
+    for metrics in steps:
+        course = course.after(metrics, spec.rung_steps(metrics.total_steps))
+    return replace(job, sweep_course=course.document())
 
 
 def note_event(note: str, level: Level = "info") -> NewEvent:

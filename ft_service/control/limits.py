@@ -19,6 +19,8 @@ def refuse_beyond(limits: Limits, request: JobRequest, spec: JobSpec) -> None:
     refuse_too_many_ranks(limits, spec)
     allowed = limits.wandb_entities
     for number, integration in enumerate(request.integrations or ()):
+        if integration.wandb is None:
+            continue
         entity = integration.wandb.entity
         if allowed is not None and entity not in allowed:
             place = f"integrations.{number}.wandb.entity"

@@ -154,6 +154,8 @@ def _of_job(job: Job, folder: Path, deleted: set[str], limits: Limits, days: flo
         return
     if str(name) in deleted and (folder / "adapter").is_dir():
         yield _removal("adapter", folder / "adapter", "the model was deleted", job)
+    if str(name) in deleted and (folder / "exports").is_dir():
+        yield _removal("adapter", folder / "exports", "the model was deleted", job)
     for point, step in points.items():
         gone = str(name.at(step)) in deleted
         old = limits.checkpoints is not None and days >= limits.checkpoints

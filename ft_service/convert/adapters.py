@@ -12,6 +12,7 @@ from ft_service.convert.rules import (
     Source,
     Taken,
     Verdict,
+    as_number,
     choice,
     means,
     micro_batch,
@@ -22,15 +23,18 @@ from ft_service.convert.rules import (
     unless,
     unless_off,
 )
+from ft_service.spec.templates import TEMPLATES
 
-_DATA = needless("training_file names the data: OpenAI chat lines")
+_DATA = needless("training_file names the data, in whichever format")
 _ATTENTION = needless("the workers choose the attention kernel")
 _NF4 = means(precision__default="nf4")
 _EIGHT = "8-bit integers are not supported: the nearest is precision.default: fp8"
 _FOUR = needless("precision.default: nf4 says it")
 _TRACKER = refused("a server's jobs have integrations: [{type: wandb, wandb: {project: …}}]", changes_result=False)
-_SHARE = "name a validation_file: nothing is split off the training file"
+_OTHER_FILE = "name it as validation_file"
 _TARGETS = "the assistant's tokens are what is learnt; messages with weight: 0 are left out"
+_TEMPLATES = {"llama3": "llama-3"}
+"""Standard chat templates elsewhere → ours."""
 _OPTIM = "training.optim is adamw_torch: the adapters' optimizer is small"
 
 
@@ -49,6 +53,26 @@ def _target_parameters(value: Any, source: Source) -> Verdict:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         return NotSupported("expected names of stacks of experts: set lora.target_parameters")
     return Taken({"lora.target_parameters": value})
+
+
+def _chat_template(value: Any, source: Source) -> Verdict:
+    if value in ("default", "tokenizer_default"):
+        return NotNeeded("it is the base's")
+    name = _TEMPLATES.get(str(value), str(value))
+    if name in TEMPLATES or "{{" in name or "{%" in name:
+        return Taken({"chat_template": name})
+    return NotSupported(f"the base's own is used; chat_template takes {', '.join(TEMPLATES)}, or a template's text")
+
+
+def _share(value: Any, source: Source) -> Verdict:
+    share = as_number(value)
+    if not share:
+        return NotNeeded("nothing is set aside here either")
+    if not 0 < share < 1:
+        return NotSupported(
+            "it is a number of samples: set validation_split to the share that they are, or name a validation_file"
+        )
+    return Taken({"validation_split": share})
 
 
 def _per_epoch(what: str, option: str) -> Rule:
@@ -128,13 +152,15 @@ TABLE: dict[str, Rule] = {
     ),
     **_every(
         ("template", "chat_template"),
-        unless(("default", "tokenizer_default"), "it is the base's", "the base's own is used"),
+        _chat_template,
     ),
     "max_samples": refused("every line is trained on: shorten the file"),
-    **_every(("val_set_size", "val_size"), unless_off(_SHARE)),
-    **_every(("eval_dataset", "test_datasets"), unless_off(_SHARE)),
-    **_every(("train_on_inputs", "train_on_prompt"), unless_off(_TARGETS)),
-    **_every(("assistant_only_loss", "completion_only_loss"), unless((True,), _TARGETS, _TARGETS)),
+    **_every(("val_set_size", "val_size"), _share),
+    **_every(("eval_dataset", "test_datasets"), unless_off(_OTHER_FILE)),
+    **_every(("train_on_inputs", "train_on_prompt"), switch(means(training__train_on="everything"))),
+    **_every(
+        ("assistant_only_loss", "completion_only_loss"), switch(needless(_TARGETS), means(training__train_on="everything"))
+    ),
     "special_tokens": unless_off("the base's tokenizer is used as it is"),
     # Axolotl's names of TrainingArguments.
     "num_epochs": _epochs,

@@ -41,7 +41,7 @@ _TRACKERS = refused(
 _HUB = unless_off("nothing is published: `ft download`, then upload the folder", changes_result=False)
 _DDP = needless("it belongs to DistributedDataParallel; training is sharded by FSDP2")
 _LOADER = needless("tokens are in memory before the first step")
-_COLUMNS = needless("data files are OpenAI chat lines")
+_COLUMNS = needless("a data file's columns are known by their names")
 _EVALUATION = needless("validation reports the mean loss and accuracy over all target tokens")
 _PRECISE = needless("validation computes as training does")
 _FP16 = unless_off("there is no loss scaling here: bf16, with fp32 masters of what is trained, is the default")
@@ -51,6 +51,12 @@ _PACKING = switch(
     means(training__packing=True), needless("samples are packed without seeing each other: results are those of padded ones")
 )
 _CHECKPOINTING = switch(means(distributed__activation_checkpointing="full"))
+
+
+def _tracker(value: Any) -> Rule:
+    if value in ([], ["none"]):
+        return _LOGGING
+    return means(integrations=[{"type": "tensorboard"}]) if value in ("tensorboard", ["tensorboard"]) else _TRACKERS
 
 
 def _positive(name: str) -> Rule:
@@ -225,9 +231,7 @@ TABLE: dict[str, Rule] = {
         ),
         _LOGGING,
     ),
-    "report_to": choice(
-        {"none": _LOGGING}, lambda value, source: (_LOGGING if value in ([], ["none"]) else _TRACKERS)(value, source)
-    ),
+    "report_to": choice({"none": _LOGGING}, lambda value, source: _tracker(value)(value, source)),
     **_every(("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), needless("no tracker is used")),
     "eval_strategy": choice(
         {

@@ -1,12 +1,23 @@
-"""How near an answer comes to the expected one: shares in [0, 1], by the field's names. Pure."""
+"""How near an answer comes to the expected one: metrics by the field's names, and graders in OpenAI's shape. Pure.
+
+Of OpenAI's similarities those are computed that need no model. ROUGE and GLEU are ours, some lines each: the packages that have
+them bring a language toolkit or rest since years.
+"""
 
 from __future__ import annotations
 
+import ast
 import json
-from collections.abc import Callable, Mapping, Sequence
-from statistics import mean
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+from ft_service.errors import SpecError
 from ft_service.spec import AnswerMetric
+from ft_service.spec.evaluation import Grader, Metric, Multi, StringCheck, TextSimilarity, metric_name
 
 
 def exact_match(answer: str, expected: str) -> float:
@@ -21,11 +32,7 @@ def contains(answer: str, expected: str) -> float:
 
 def json_valid(answer: str, expected: str) -> float:
     """1 if the answer is JSON, whatever it says."""
-    try:
-        json.loads(answer)
-    except (ValueError, RecursionError):
-        return 0.0
-    return 1.0
+    return float(_json(answer) is not _NO_JSON)
 
 
 def rouge_l(answer: str, expected: str) -> float:
@@ -35,13 +42,35 @@ def rouge_l(answer: str, expected: str) -> float:
     return 2 * common / (len(ours) + len(theirs)) if common else 0.0
 
 
-def _longest_common(ours: Sequence[str], theirs: Sequence[str]) -> int:
-    row = [0] * (len(theirs) + 1)
-    for word in ours:
-        before = 0
-        for place, other in enumerate(theirs, 1):
-            before, row[place] = row[place], before + 1 if word == other else max(row[place], row[place - 1])
-    return row[-1]
+def rouge_n(answer: str, expected: str, n: int) -> float:
+    """ROUGE-N's F1: common sequences of n words, in lower case, split at blanks."""
+    ours, theirs = _grams(answer.lower().split(), n), _grams(expected.lower().split(), n)
+    common = (ours & theirs).total()
+    return 2 * common / (ours.total() + theirs.total()) if common else 0.0
+
+
+def bleu(answer: str, expected: str) -> float:
+    """BLEU of one sentence, by sacrebleu: of as many words at once as the shorter one has, at most four."""
+    from sacrebleu import sentence_bleu  # takes a while, and most have no use for it
+
+    return sentence_bleu(answer, [expected]).score / 100
+
+
+def gleu(answer: str, expected: str) -> float:
+    """Google's BLEU of one sentence: the common sequences of one to four words, of whichever side has more of them."""
+    ours, theirs = answer.split(), expected.split()
+    common, most = 0, 0
+    own = [(_grams(ours, n), _grams(theirs, n)) for n in range(1, 5)]
+    common = sum((one & other).total() for one, other in own)
+    most = max(sum(one.total() for one, _ in own), sum(other.total() for _, other in own))
+    return common / most if most else 0.0
+
+
+def fuzzy_match(answer: str, expected: str) -> float:
+    """1 less the share of characters that must be put in or taken out, by rapidfuzz."""
+    from rapidfuzz import fuzz
+
+    return fuzz.ratio(answer, expected) / 100
 
 
 METRICS: Mapping[AnswerMetric, Callable[[str, str], float]] = {
@@ -49,9 +78,221 @@ METRICS: Mapping[AnswerMetric, Callable[[str, str], float]] = {
     "contains": contains,
     "json_valid": json_valid,
     "rouge_l": rouge_l,
+    "bleu": bleu,
+}
+SIMILARITIES: Mapping[str, Callable[[str, str], float]] = {
+    "fuzzy_match": fuzzy_match,
+    "bleu": bleu,
+    "gleu": gleu,
+    "rouge_l": rouge_l,
+    **{f"rouge_{n}": lambda answer, expected, n=n: rouge_n(answer, expected, n) for n in range(1, 6)},
+}
+NEED_REFERENCE: Collection[AnswerMetric] = ("exact_match", "contains", "rouge_l", "bleu")
+
+
+def score(
+    answer: str, reference: str | None, metrics: Sequence[Metric], item: Mapping[str, Any] | None = None
+) -> dict[str, float]:
+    """An answer's score by each metric. Those that need a reference are left out without one, and graders that ask for what the
+    item has not; an answer that is not what a grader reads scores 0.
+    """
+    found: dict[str, Any] = dict(item or {})
+    if reference is not None:
+        found |= {"reference": reference, "reference_answer": reference}
+    scores: dict[str, float] = {}
+    for metric in metrics:
+        if not isinstance(metric, str):
+            graded = grade(metric, answer, found)
+            if not graded.errors & {"invalid_variable_error", "formula_parse_error"}:
+                scores[metric_name(metric)] = graded.reward
+        elif reference is not None or metric not in NEED_REFERENCE:
+            scores[metric] = METRICS[metric](answer, reference or "")
+    return scores
+
+
+# Graders
+
+
+@dataclass(frozen=True)
+class Graded:
+    """What a grader says of an answer."""
+
+    reward: float
+    scores: dict[str, float]
+    """By the names of the graders that it is made of."""
+    errors: frozenset[str] = field(default_factory=frozenset)
+    """By OpenAI's names: invalid_variable_error, sample_parse_error, formula_parse_error. The reward is 0 then."""
+
+
+class _Missing(Exception):
+    """A template asks for what there is not; its argument is the error's name."""
+
+
+_NO_JSON = object()
+_VARIABLE = re.compile(r"\{\{\s*(.*?)\s*\}\}", re.DOTALL)
+_PATH = re.compile(r"(item|sample)((?:\.\w+|\[\d+\])+)")
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
+
+
+def grade(grader: Grader, answer: str, item: Mapping[str, Any]) -> Graded:
+    """The grader's reward of an answer (`sample`) to an `item`."""
+    try:
+        if isinstance(grader, Multi):
+            scores = {name: _single(own, answer, item) for name, own in grader.graders.items()}
+            return Graded(_calculated(grader.calculate_output, scores), scores)
+        reward = _single(grader, answer, item)
+    except _Missing as missing:
+        return Graded(0.0, {}, frozenset({str(missing)}))
+    except (FormulaError, ArithmeticError, ValueError):
+        return Graded(0.0, {}, frozenset({"formula_parse_error"}))
+    return Graded(reward, {grader.name: reward})
+
+
+def refuse_impossible(grader: Grader) -> None:
+    """Raises ValueError for a template or a formula that can never be right, naming it."""
+    singles = grader.graders.values() if isinstance(grader, Multi) else [grader]
+    for own in singles:
+        for name in ("input", "reference"):
+            for text in _VARIABLE.findall(getattr(own, name)):
+                match = _PATH.fullmatch(text)
+                steps = _STEP.findall(match[2]) if match else []
+                if not match or (match[1] == "sample" and steps[0][0] not in ("output_text", "output_json")):
+                    raise ValueError(
+                        f"{own.name}.{name}: {{{{ {text} }}}} names nothing; there are sample.output_text, "
+                        "sample.output_json.KEY and item.KEY"
+                    )
+    if isinstance(grader, Multi):
+        try:
+            _calculated(grader.calculate_output, dict.fromkeys(grader.graders, 1.0))
+        except FormulaError as error:
+            raise ValueError(f"calculate_output: {error}") from None
+        except ArithmeticError:
+            pass  # of these numbers; others may do
+
+
+def check_metrics(metrics: Sequence[Metric]) -> None:
+    """Raises SpecError for a grader of a job's evaluation that can never be right."""
+    for number, metric in enumerate(metrics):
+        if isinstance(metric, str):
+            continue
+        try:
+            refuse_impossible(metric)
+        except ValueError as error:
+            place = f"evaluation.metrics.{number}"
+            raise SpecError(f"{place}: {error}.", param=place) from None
+
+
+def _single(grader: StringCheck | TextSimilarity, answer: str, item: Mapping[str, Any]) -> float:
+    given, reference = (_filled(text, answer, item) for text in (grader.input, grader.reference))
+    if isinstance(grader, TextSimilarity):
+        return SIMILARITIES[grader.evaluation_metric](given, reference)
+    if grader.operation in ("like", "ilike"):
+        low = grader.operation == "ilike"
+        return float((reference.casefold() in given.casefold()) if low else reference in given)
+    return float((given == reference) == (grader.operation == "eq"))
+
+
+def _filled(template: str, answer: str, item: Mapping[str, Any]) -> str:
+    return _VARIABLE.sub(lambda found: _value(found[1], answer, item), template)
+
+
+def _value(text: str, answer: str, item: Mapping[str, Any]) -> str:
+    match = _PATH.fullmatch(text)
+    if match is None:
+        raise _Missing("invalid_variable_error")
+    steps = [key if key else int(index) for key, index in _STEP.findall(match[2])]
+    if match[1] == "item":
+        return _text(_walked(item, steps, "invalid_variable_error"))
+    if steps == ["output_text"]:
+        return answer
+    if steps[0] != "output_json":
+        raise _Missing("invalid_variable_error")
+    return _text(_walked(_json(answer), steps[1:], "sample_parse_error"))
+
+
+def _walked(value: Any, steps: Sequence[str | int], missing: str) -> Any:
+    for step in steps:
+        try:
+            value = value[step]
+        except (KeyError, IndexError, TypeError):
+            raise _Missing(missing) from None
+    if value is _NO_JSON:
+        raise _Missing(missing)
+    return value
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return _NO_JSON
+
+
+# Formulas
+
+
+class FormulaError(ValueError):
+    """The formula is none; the message says what is wrong with it."""
+
+
+_CALLS: Mapping[str, Callable[..., float]] = {
+    **{"min": min, "max": max, "abs": abs, "floor": math.floor, "ceil": math.ceil},
+    **{"exp": math.exp, "sqrt": math.sqrt, "log": math.log},
+}
+_OPERATIONS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.Div: lambda a, b: a / b,
+    ast.Pow: lambda a, b: math.pow(a, b),
 }
 
 
-def scores(answers: Sequence[str], expected: Sequence[str], metrics: Sequence[AnswerMetric]) -> dict[str, float]:
-    """The mean of each metric over all answers."""
-    return {name: mean(METRICS[name](*pair) for pair in zip(answers, expected, strict=True)) for name in metrics}
+def _calculated(formula: str, scores: Mapping[str, float]) -> float:
+    """The formula's value. Raises FormulaError, ArithmeticError, ValueError."""
+    try:
+        tree = ast.parse(formula.replace("^", "**").strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise FormulaError(f"{formula!r} is no formula of + - * / ^ and functions") from None
+    value = float(_evaluated(tree.body, scores))
+    if not math.isfinite(value):
+        raise OverflowError("it is not finite")
+    return value
+
+
+def _evaluated(node: ast.expr, scores: Mapping[str, float]) -> float:
+    match node:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            return float(value)
+        case ast.Name(id=name):
+            if name not in scores:
+                raise FormulaError(f"there is no grader {name!r}; there are {', '.join(scores)}")
+            return scores[name]
+        case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATIONS:
+            return _OPERATIONS[type(operator)](_evaluated(left, scores), _evaluated(right, scores))
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=inner):
+            value = _evaluated(inner, scores)
+            return -value if isinstance(sign, ast.USub) else value
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _CALLS and arguments:
+            try:
+                return float(_CALLS[name](*(_evaluated(argument, scores) for argument in arguments)))
+            except TypeError:
+                raise FormulaError(f"{name} does not take {len(arguments)} values") from None
+    raise FormulaError(f"{ast.unparse(node)!r} cannot stand in it: only numbers, graders, + - * / ^ and {', '.join(_CALLS)}")
+
+
+def _grams(words: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
+    return Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1))
+
+
+def _longest_common(ours: Sequence[str], theirs: Sequence[str]) -> int:
+    row = [0] * (len(theirs) + 1)
+    for word in ours:
+        before = 0
+        for place, other in enumerate(theirs, 1):
+            before, row[place] = row[place], before + 1 if word == other else max(row[place], row[place - 1])
+    return row[-1]

@@ -43,7 +43,7 @@ _REFUSED_KEYS: Mapping[str, str] = {
 }
 
 _MESSAGE_KEYS: Mapping[str, set[str]] = {
-    "assistant": {"tool_calls", "function_call", "reasoning_content"},
+    "assistant": {"tool_calls", "function_call", "reasoning_content", "thinking"},
     "tool": {"tool_call_id"},
     "function": {"name"},
 }
@@ -53,6 +53,7 @@ _REFUSED_MESSAGE_KEYS: Mapping[str, str] = {
     "refusal": "cannot be trained on: write it as content",
     "audio": "cannot be trained on: only text can",
     "reasoning_content": "can be in only assistant messages",
+    "thinking": "can be in only assistant messages",
     "tool_calls": "can be in only assistant messages",
     "function_call": "can be in only assistant messages",
     "tool_call_id": "is for messages of the role tool, which answer a call",
@@ -120,13 +121,23 @@ def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
 def load_json(text: str) -> Any:
     """A line's JSON. Raises LineError."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         raise LineError("", f"is not JSON: {error.msg.removesuffix(' at')} at character {error.pos + 1}") from None
     except RecursionError:
         raise LineError("", "is not usable JSON: nested too deeply") from None
     except ValueError as error:  # numbers of thousands of digits
         raise LineError("", f"is not usable JSON: {error}") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises LineError for a key that is given twice, of which JSON's readers keep the last without a word."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise LineError("", f"has the key {shown(twice)} twice in an object: keep one")
+    return made
 
 
 def parse_message(message: Any, place: str) -> tuple[dict[str, Any], int]:
@@ -170,13 +181,16 @@ def _parse_part(part: Any, place: str) -> str:
 
 
 def _parse_reasoning(message: dict[str, Any], content: str, place: str) -> dict[str, str]:
-    """What an assistant thinks before it answers; empty is none."""
-    reasoning = message.get("reasoning_content")
+    """What an assistant thinks before it answers, under either of its names; empty is none."""
+    key = "thinking" if message.get("thinking") is not None else "reasoning_content"
+    reasoning = message.get(key)
     if reasoning is None:
         return {}
-    text = text_of(reasoning, f"{place}.reasoning_content")
+    if key == "thinking" and message.get("reasoning_content") is not None:
+        raise LineError(f"{place}.thinking", "and reasoning_content are both given: keep one")
+    text = text_of(reasoning, f"{place}.{key}")
     if text.strip() and "</think>" in content:
-        raise LineError(f"{place}.reasoning_content", "is given too where the content has a </think>: keep one")
+        raise LineError(f"{place}.{key}", "is given too where the content has a </think>: keep one")
     return {"reasoning_content": text} if text.strip() else {}
 
 

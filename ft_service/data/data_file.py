@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -15,9 +15,10 @@ from pydantic import TypeAdapter
 
 from ft_service.data.formats.reading import Shape, open_data
 from ft_service.data.formats.recognise import Container, Format
-from ft_service.data.line_errors import Fault
+from ft_service.data.line_errors import Fault, counted
 from ft_service.data.records import Pair, Record
 from ft_service.data.samples import Page, SamplePage
+from ft_service.data.statistics import Measure, Statistics
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.rundir.documents import ErrorInfo
 
@@ -125,12 +126,20 @@ class DataReport:
         """The job's error, naming file, lines and reasons; None if every line is fine."""
         if not self.faults_total:
             return None
-        shown = "; ".join(self.reasons())
-        lines = self.word if self.faults_total == 1 else f"{self.word}s"
-        count = f" ({self.faults_total} {lines} at fault, {self.examples} fine)" if self.faults[0].line else ""
+        return ErrorInfo(code=f"invalid_{param}", message=self.fault_text(filename), param=param)
+
+    def fault_text(self, filename: str, also: str = "") -> str:
+        """What is wrong with a file, wherever it is told: how many of its lines, and below it each reason once, with its lines.
+        `also`: a sentence for the end of the first line."""
+        more = f" {also}" if also else ""
+        if not self.faults[0].line:  # the file as a whole
+            return f"{filename}: {self.faults[0]}.{more}"
+        total = self.faults_total
         if self.unread:
-            count = "; the rest was not read"
-        return ErrorInfo(code=f"invalid_{param}", message=f"{filename}: {shown}{count}.", param=param)
+            which = f"{counted(total, self.word)} cannot be trained on, and the rest was not read"
+        else:
+            which = f"{total:,} of {counted(total + self.examples, self.word)} cannot be trained on"
+        return "\n".join([f"{filename}: {which}.{more}", *self.reasons()])
 
     def reasons(self) -> list[str]:
         """Why lines are at fault, each reason once, with its lines."""
@@ -139,8 +148,10 @@ class DataReport:
         told = sum(group.count for group in groups[:SHOWN_FAULTS])
         return [*shown, f"and {self.faults_total - told:,} more"] if told < self.faults_total else shown
 
-    def messages(self, name: str, max_length: int) -> Iterator[tuple[Literal["info", "warn"], str]]:
-        """Level and sentence for events: what is trained on, and what is left out and why. `name`: the file's."""
+    def messages(self, name: str, max_length: int, *, cut: bool = True) -> Iterator[tuple[Literal["info", "warn"], str]]:
+        """Level and sentence for events: what is trained on, and what is left out and why. `name`: the file's. `cut` False:
+        statistics tell of samples that lose tokens.
+        """
         if self.shape:
             yield "info", f"{name}: {self.shape}."
         if self.unused:
@@ -149,22 +160,23 @@ class DataReport:
         counts = self.counts
         if counts is None:
             return
-        of = f"{counts.pairs:,} pairs of answers" if counts.pairs else f"{counts.samples:,} samples"
+        pairs = f"{counted(counts.pairs, 'pair')} of answers"
+        of = pairs if counts.pairs else counted(counts.samples, "sample")
         whose = "" if self.is_bare else "the assistant's "
         yield (
             "info",
             f"{name}: {of} of {counts.tokens:,} tokens, {counts.targets:,} of them {whose}to "
-            f"learn; the longest sample has {counts.longest:,} tokens.",
+            f"learn; the longest sample has {counted(counts.longest, 'token')}.",
         )
-        if counts.cut:
+        if counts.cut and cut:
             yield (
                 "warn",
-                f"{name}: {counts.cut:,} samples are cut to training.max_length = {max_length} tokens; "
-                f"{counts.lost_tokens:,} tokens are lost. A larger max_length keeps them.",
+                f"{name}: {counted(counts.cut, 'sample', 'is', 'are')} cut to training.max_length = {max_length} tokens; "
+                f"{counted(counts.lost_tokens, 'token', 'is', 'are')} lost. A larger max_length keeps them.",
             )
         if counts.dropped:
-            what = "pairs" if counts.pairs else "samples"
-            yield "warn", f"{name}: {counts.dropped:,} {what} are left out: no assistant token within {max_length} tokens."
+            left_out = counted(counts.dropped, "pair" if counts.pairs else "sample", "is", "are")
+            yield "warn", f"{name}: {left_out} left out: no assistant token within {max_length} tokens."
 
 
 @dataclass(frozen=True)
@@ -191,6 +203,8 @@ class ExamineRequest:
     options: TokenOptions = DEFAULT
     show: Page | None = None
     """Samples that are asked for in place of a report. The file's digest is not looked at."""
+    measure: Measure | None = None
+    """Statistics that are asked for in place of a report. Tokens are made only of what is not kept already."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +221,7 @@ class ReadProgress:
 
 @dataclass(frozen=True)
 class ExamineReply:
-    """One of the four. `progress` comes before the report, once or more often for a file that takes long."""
+    """One of the five. `progress` comes before the report, once or more often for a file that takes long."""
 
     report: DataReport | None = None
     error: ErrorInfo | None = None
@@ -215,6 +229,8 @@ class ExamineReply:
     progress: ReadProgress | None = None
     page: SamplePage | None = None
     """Asked for by `show`."""
+    statistics: Statistics | None = None
+    """Asked for by `measure`."""
 
 
 REQUEST = TypeAdapter(ExamineRequest)
@@ -260,17 +276,25 @@ class Findings:
         )
 
 
-def check_lines(path: Path, limit: int = SHOWN_FAULTS, files: Sequence[str] = (), *, pairs: bool | None = None) -> DataReport:
+def check_lines(
+    path: Path,
+    limit: int = SHOWN_FAULTS,
+    files: Sequence[str] = (),
+    *,
+    pairs: bool | None = None,
+    note: Callable[[int, Record], object] = lambda number, record: None,
+) -> DataReport:
     """Report on a data file, without counting tokens. `files`: of a folder; `pairs`: it must hold pairs of answers, or must
-    not; None: either will do. Raises OSError if it cannot be read.
+    not; None: either will do. `note`: is given every record that is fine. Raises OSError if it cannot be read.
     """
     findings = Findings(limit)
     with open_data(path, files) as reader:
-        for _, record in reader if pairs is None else for_method(reader, pairs=pairs):
+        for number, record in reader if pairs is None else for_method(reader, pairs=pairs):
             if isinstance(record, Fault):
                 findings.fault(record)
             else:
                 findings.examples += 1
+                note(number, record)
     return findings.report(reader.shape)
 
 

@@ -18,7 +18,8 @@ import sys
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -36,10 +37,11 @@ from ft_service.data.data_file import (
 )
 from ft_service.data.line_errors import Fault
 from ft_service.data.samples import SamplePage, ShownSample
+from ft_service.data.statistics import Measure, Statistics
 from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokenizer_files import tokenizer_state
 from ft_service.data.whereabouts import Doing, Task, Whereabouts
-from ft_service.errors import SpecError, UnavailableError
+from ft_service.errors import DataError, SpecError, UnavailableError
 from ft_service.host.hardware import memory_bytes
 from ft_service.host.processes import without_secrets
 from ft_service.rundir.documents import ErrorInfo
@@ -57,6 +59,8 @@ CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.
 _OUT_OF_MEMORY = ("MemoryError", "memory allocation of")
 """Last words of a process that was refused memory: Python's and Rust's."""
 _LAST_WORDS = 2000
+_OF_DATA = ("training_file", "validation_file", "validation_split")
+"""Parameters that a file's contents are at fault of."""
 
 
 Tell = Callable[[str], object]
@@ -243,6 +247,36 @@ class Examiner:
         self._known.put(request, report)
         return report
 
+    def measure_job(self, spec: JobSpec, paths: Mapping[str, Path] | None = None) -> Statistics | ErrorInfo:
+        """The statistics of a job's files, which were examined before; or why they cannot be trained on. `paths`: where they
+        lie on this host, by their path in the spec; None: there. Raises ExaminerLost.
+        """
+        where = paths or {}
+        training, validation = (
+            file and file.model_copy(update={"path": str(where.get(file.path, file.path))})
+            for file in (spec.training_data, spec.validation_data)
+        )
+        assert training is not None, "every job has one"
+        asked = replace(Measure.of(spec), training_file=training, validation_file=validation)
+        of = (spec.model.path, spec.training.max_length, TokenOptions.of(spec))
+        request = self.request(training, Path(training.path), *of, pairs=spec.dpo is not None)
+        try:
+            return self.measure(replace(request, measure=asked))
+        except (SpecError, DataError) as error:
+            return ErrorInfo(code=error.code, message=error.message, param=error.param)
+
+    def measure(self, request: ExamineRequest) -> Statistics:
+        """The statistics that a request asks for (`measure`). Raises SpecError if the base's tokenizer cannot be used,
+        DataError for data that cannot be trained on, ExaminerLost.
+        """
+        assert request.measure is not None
+        try:
+            found = self._answered(request, lambda _: None).statistics
+        except _AtFault as error:
+            raise DataError(error.report().faults[0].reason, param="training_file") from None
+        assert found is not None, "it was asked for"
+        return found
+
     def show(self, request: ExamineRequest) -> SamplePage:
         """The samples that a request asks for (`show`). Raises SpecError if the base's tokenizer cannot be used, OSError if the
         file cannot be read, ExaminerLost.
@@ -263,7 +297,8 @@ class Examiner:
         while (answer := self._answer(request)).progress is not None:
             note(answer.progress)
         if answer.error is not None:
-            raise SpecError(answer.error.message, param=answer.error.param, code=answer.error.code)
+            kind = DataError if answer.error.param in _OF_DATA else SpecError
+            raise kind(answer.error.message, param=answer.error.param, code=answer.error.code)
         return answer
 
     def stop(self, *, for_good: bool = False) -> None:

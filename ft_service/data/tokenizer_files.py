@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
 PATTERNS = (
     *("tokenizer*", "chat_template*", "*.jinja", "additional_chat_templates/*.jinja", "*.model", "vocab*", "merges.txt"),
     *("special_tokens_map.json", "added_tokens.json", "config.json"),
 )
+_STOPS = "generation_config.json"
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
@@ -19,5 +21,19 @@ def tokenizer_files(folder: Path) -> list[Path]:
 def tokenizer_state(model_path: str) -> str:
     """A digest of the state of a base's tokenizer files, which changes when one of them does. Reads none."""
     folder = Path(model_path)
-    states = [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in tokenizer_files(folder)]
+    files = [*tokenizer_files(folder), *folder.glob(_STOPS)]
+    states = [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files]
     return hashlib.sha256(repr(states).encode()).hexdigest()
+
+
+def stops_of(folder: Path) -> frozenset[int]:
+    """The tokens at which a base itself says that generation ends, in generation_config.json or else config.json."""
+    for name in (_STOPS, "config.json"):
+        try:
+            given = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError):
+            continue
+        ids = given if isinstance(given, list) else [given]
+        if found := frozenset(token for token in ids if isinstance(token, int)):
+            return found
+    return frozenset()

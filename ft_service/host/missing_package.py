@@ -6,7 +6,9 @@ import re
 
 CODE = "missing_package"
 """`error.code` of a job that such a worker ends."""
-WORKER_PACKAGES = frozenset({"bitsandbytes", "numpy", "peft", "pyarrow", "safetensors", "torch", "transformers", "zstandard"})
+WORKER_PACKAGES = frozenset(
+    {"bitsandbytes", "gguf", "numpy", "peft", "pyarrow", "safetensors", "tensorboardX", "torch", "transformers", "zstandard"}
+)
 """What the extra `workers` installs, by the names of imports."""
 _FAILED = re.compile(r"\b(?:ModuleNotFoundError|ImportError): |^\S*python\S*: No module named ")
 _MISSING = re.compile(r"No module named '?(\w+)")

@@ -18,7 +18,7 @@ from typing import assert_never
 
 from ft_service.jobs.line import Shape, Waiting
 from ft_service.jobs.reasons import ERROR_CODE, RETRY, USER_TEXT, Reason, Retry, failure_text, reason_of
-from ft_service.jobs.states import Absent, Ended, Halt, Job, Level, Observation, Phase, Running, State, Unknown
+from ft_service.jobs.states import TERMINAL, Absent, Ended, Halt, Job, Level, Observation, Phase, Running, State, Unknown
 from ft_service.rundir.documents import Desired, ErrorInfo
 
 MAX_FAILURES = 3
@@ -135,6 +135,8 @@ def _decide_running(job: Job, seen: Observation, now: float) -> Action:
     match seen:
         case Unknown():
             return _tell_unseen(job, seen) if _is_news(job, seen) else Wait()
+        case Absent() if _is_stopped_by_sweep(job):
+            return _swept(job, now)
         case Absent():
             return Launch() if job.desired is Desired.RUN else Become(_at_rest(job), release=True)
         case Running():
@@ -186,8 +188,10 @@ def _decide_ended(job: Job, seen: Ended, now: float) -> Action:
     job = replace(job, pending=None)
     reason = reason_of(seen.exit)
     if reason is Reason.SUCCEEDED:
-        done = replace(job, state=State.SUCCEEDED, phase=None, reason=reason, finished_at=now)
+        done = replace(job, state=State.SUCCEEDED, phase=None, reason=reason, finished_at=now, stopped=None)
         return Become(done, release=True, message=USER_TEXT[reason])
+    if _is_stopped_by_sweep(job):
+        return _swept(job, now)
     if job.halt is Halt.TIME_LIMIT and job.desired is Desired.RUN:
         return _out_of_time(job, now)
     if reason is None:
@@ -213,6 +217,35 @@ def _after_stop(job: Job, seen: Ended, now: float) -> Become:
 
 def _out_of_time(job: Job, now: float) -> Become:
     return Become(fail(job, Reason.TIME_LIMIT, None, now), release=True, message=USER_TEXT[Reason.TIME_LIMIT])
+
+
+def _is_stopped_by_sweep(job: Job) -> bool:
+    return job.halt is Halt.SWEEP and job.desired is Desired.RUN
+
+
+def _swept(job: Job, now: float) -> Become:
+    ended = replace(
+        job,
+        state=State.CANCELLED,
+        phase=None,
+        halt=None,
+        signalled=job.generation,
+        reason=Reason.SWEEP_STOPPED,
+        pending=None,
+        finished_at=now,
+    )
+    return Become(ended, release=True, message=USER_TEXT[Reason.SWEEP_STOPPED])
+
+
+def stopped_by_sweep(job: Job, why: str, now: float) -> Job:
+    """The job when its sweep stops it: at a checkpoint if an attempt of it runs, else at once. Itself, if it is over, stops
+    already, or stops because its user wants it to. `why`: for the user."""
+    if job.state in TERMINAL or job.halt is Halt.SWEEP:
+        return job
+    if job.state is State.RUNNING:
+        stops = replace(halted(job, Halt.SWEEP, f"It stops at a checkpoint: {why}."), stopped=why)
+        return stops if job.desired is Desired.RUN else job
+    return _swept(replace(job, stopped=why), now).job
 
 
 def halted(job: Job, halt: Halt, why: str | None = None) -> Job:
@@ -252,7 +285,7 @@ def _after_failure(job: Job, checkpoint_step: int, reason: Reason, error: ErrorI
 def _at_rest(job: Job) -> Job:
     """Where a job goes whose attempt has ended before its time."""
     state = State.PAUSED if job.desired is Desired.PAUSE else State.QUEUED
-    job = replace(job, state=state, phase=None, halt=None, signalled=job.generation, pending=None)
+    job = replace(job, state=state, phase=None, halt=None, signalled=job.generation, pending=None, stopped=None)
     if not job.shapes:
         return job
     fewest = job.shapes[-1]  # with which it waits, whatever it had
@@ -273,7 +306,8 @@ def fail(job: Job, reason: Reason, error: ErrorInfo | None, now: float, text: st
 def validated(job: Job, error: ErrorInfo | None, now: float) -> Job:
     """The job after its data files were read: failed, or on its way."""
     if error is not None:
-        reason = Reason.INVALID_FILE if error.param in ("training_file", "validation_file") else Reason.PERMANENT_ERROR
+        of_data = error.param in ("training_file", "validation_file", "validation_split")
+        reason = Reason.INVALID_FILE if of_data else Reason.PERMANENT_ERROR
         return fail(job, reason, error, now, error.message)
     return replace(job, state=State.PAUSED if job.desired is Desired.PAUSE else State.QUEUED)
 

@@ -32,6 +32,8 @@ class Reason(StrEnum):
     """It made room for a job of higher priority."""
     TIME_LIMIT = "time_limit"
     """It held its slots for as long as it may (`max_seconds`)."""
+    SWEEP_STOPPED = "sweep_stopped"
+    """Its sweep found it hopeless."""
     LAUNCH_FAILED = "launch_failed"
     """The launcher could not start the attempt."""
 
@@ -57,6 +59,7 @@ RETRY: dict[Reason, Retry] = {
     Reason.STOP_TIMEOUT: Retry.COUNTED,
     Reason.PREEMPTED: Retry.UNCOUNTED,
     Reason.TIME_LIMIT: Retry.NEVER,
+    Reason.SWEEP_STOPPED: Retry.NEVER,
     Reason.LAUNCH_FAILED: Retry.COUNTED,
 }
 
@@ -73,6 +76,7 @@ ERROR_CODE: dict[Reason, str] = {
     Reason.STOP_TIMEOUT: "worker_stalled",
     Reason.PREEMPTED: "preempted",
     Reason.TIME_LIMIT: "time_limit",
+    Reason.SWEEP_STOPPED: "sweep_stopped",
     Reason.LAUNCH_FAILED: "launch_failed",
 }
 """`error.code` of a failed job, unless the worker gave a more precise one."""
@@ -90,6 +94,7 @@ USER_TEXT: dict[Reason, str] = {
     Reason.STOP_TIMEOUT: "Training did not stop when asked and was killed.",
     Reason.PREEMPTED: "The job made room for one of higher priority, at a checkpoint.",
     Reason.TIME_LIMIT: "The job has used the time that it may take (max_seconds). Its checkpoints stay.",
+    Reason.SWEEP_STOPPED: "The job was stopped by its sweep. Its checkpoints stay.",
     Reason.LAUNCH_FAILED: "The training processes could not be started.",
 }
 

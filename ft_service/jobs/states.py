@@ -46,6 +46,8 @@ class Halt(StrEnum):
     """It makes room for a job of higher priority, and is queued again."""
     TIME_LIMIT = "time_limit"
     """It has held its slots for as long as it may (`max_seconds`), and the job ends."""
+    SWEEP = "sweep"
+    """Its sweep has found it hopeless, and the job ends."""
     DRAINED = "drained"
     """Its host is to be left, and it is queued again."""
 
@@ -121,6 +123,14 @@ class Job:
     """The same times the number of slots: what it has used."""
     seen_tokens: int = 0
     """Tokens trained, as far as its attempts have reported; steps repeated after a resume count once."""
+    sweep_id: str | None = None
+    """The sweep that it is one of; None: it is alone."""
+    sweep_values: dict[str, Any] | None = None
+    """What it has of its own in the sweep: dotted option → value."""
+    sweep_course: dict[str, Any] | None = None
+    """How far it has come, as its sweep compares it (ft_service/sweeps/course.py); None: it has reported no step."""
+    stopped: str | None = None
+    """Why its sweep stops it, for the user; None: it does not."""
     version: int = 1
     """Raised by every write; a write names the version it read and changes nothing if another came first."""
 

@@ -30,12 +30,16 @@ def find_local(name: str, settings: Settings) -> tuple[JobSpec, AdapterRef]:
     if wanted.step is None:
         if not run.path("adapter").is_dir():
             raise _refusal(name, f"its job has left no adapter in {run.root}. Name one of its checkpoints: …{CHECKPOINT}N")
-        return before, AdapterRef(name=name, job_id=before.job_id, path=str(run.path("adapter")))
+        return before, _ref(name, before, run, "adapter")
     try:
         point = worker_tasks.name_of_step(run, wanted.step)
     except NotFoundError as error:
         raise _refusal(name, error.message.rstrip(".")) from None
-    return before, AdapterRef(name=name, job_id=before.job_id, path=str(run.path(f"adapters/{point}")))
+    return before, _ref(name, before, run, f"adapters/{point}")
+
+
+def _ref(name: str, before: JobSpec, run: RunDir, key: str) -> AdapterRef:
+    return AdapterRef(name=name, job_id=before.job_id, path=str(run.path(key)), shared_experts=before.shared_experts)
 
 
 def prepare_local(parent: AdapterRef) -> None:

@@ -15,8 +15,9 @@ from typing import Any
 import yaml
 
 from ft_service.bases.catalogue import Catalogue
+from ft_service.data.answer_metrics import check_metrics
 from ft_service.data.formats.folders import dataset_files
-from ft_service.data.formats.reading import open_data
+from ft_service.data.formats.reading import count_samples, open_data
 from ft_service.errors import SpecError
 from ft_service.host.hardware import gpu_count
 from ft_service.local.parent import find_local
@@ -30,8 +31,11 @@ from ft_service.spec import (
     inherit,
     is_tuned,
     parse_request,
+    read_prompts,
     resolve,
 )
+from ft_service.spec.rates import COUNTED
+from ft_service.sweeps.asked import parse_sweep
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class SpecFile:
 
     path: Path
     body: dict[str, Any]
-    """As written, but for a chat template, which is its text."""
+    """As written, but for a chat template, which is its text, and the prompts of a file, which stand in it."""
     request: JobRequest
 
     @property
@@ -88,8 +92,11 @@ class SpecFile:
         return (self.path.parent / Path(name).expanduser()).resolve()
 
 
-def load_spec_file(path: Path) -> SpecFile:
-    """Read and validate. Raises SpecError naming file and line, or field, value and limit."""
+def load_spec_file(path: Path, *, sweep: bool = False) -> SpecFile:
+    """Read and validate. `sweep`: it is one of a sweep, and `request` that of its first job.
+
+    Raises SpecError naming file and line, or field, value and limit.
+    """
     if path.suffix == ".jsonl":
         raise SpecError(f"{path} holds data, by its name: write a SPEC (YAML) that names it as training_file.")
     try:
@@ -98,8 +105,11 @@ def load_spec_file(path: Path) -> SpecFile:
         raise SpecError(f"{path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise SpecError(f"{path} is not a text file in UTF-8.") from None
-    body = _with_template(parse_yaml(text, str(path)), path.parent)
-    return SpecFile(path=path.absolute(), body=body, request=parse_request(body))
+    body = _with_prompts(_with_template(parse_yaml(text, str(path)), path.parent), path.parent)
+    request = parse_sweep(body).jobs[0].request if sweep else parse_request(body)
+    if request.evaluation is not None:
+        check_metrics(request.evaluation.metrics)
+    return SpecFile(path=path.absolute(), body=body, request=request)
 
 
 def _with_template(body: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -113,6 +123,23 @@ def _with_template(body: dict[str, Any], folder: Path) -> dict[str, Any]:
         raise SpecError(f"chat_template = {given!r}: the file cannot be read: {error}.", param="chat_template") from None
 
 
+def _with_prompts(body: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The body with the prompts of a file that its evaluation names. Raises SpecError."""
+    given = body.get("evaluation")
+    name = given.get("prompts") if isinstance(given, dict) else None
+    if not isinstance(given, dict) or not isinstance(name, str):
+        return body
+    path = (folder / Path(name).expanduser()).resolve()
+    try:
+        prompts = read_prompts(path.read_text(encoding="utf-8"), path.name)
+    except OSError as error:
+        message = f"evaluation.prompts = {name!r}: {path} cannot be read: {error.strerror}."
+        raise SpecError(message, param="evaluation.prompts") from None
+    except ValueError as error:
+        raise SpecError(f"evaluation.prompts = {name!r}: {error}.", param="evaluation.prompts") from None
+    return {**body, "evaluation": {**given, "prompts": prompts}}
+
+
 def resolve_spec_file(spec: SpecFile, settings: Settings, *, job_id: str, seed: int, to_train: bool = True) -> JobSpec:
     """What a worker on this host trains on: model and data files found. `seed`: for a SPEC without one. `to_train` False: of
     the base config.json is enough.
@@ -121,17 +148,19 @@ def resolve_spec_file(spec: SpecFile, settings: Settings, *, job_id: str, seed: 
     """
     request, model, parent = _model(spec, settings, to_train)
     validation = spec.validation_file
+    training = spec.training_file
     return resolve(
         request,
         job_id=job_id,
         organization=settings.organization,
         model=model,
-        training_data=spec.training_file.ref(),
+        training_data=training.ref(),
         validation_data=validation.ref() if validation else None,
         seed=seed,
         gpus=gpu_count(),
         parent=parent,
         date=datetime.now(UTC).date().isoformat(),
+        samples=count_samples(training.path, training.files, most=COUNTED) if request.counts_samples else None,
     )
 
 
@@ -154,7 +183,8 @@ def parse_yaml(text: str, name: str) -> dict[str, Any]:
         body = yaml.load(text, Loader=_UniqueKeyLoader)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise SpecError(f"{name}{line}: {error.problem}.") from None
+        problem = str(error.problem).replace("'<stream end>'", "the end of the file")
+        raise SpecError(f"{name}{line}: {problem}.") from None
     except yaml.YAMLError as error:
         raise SpecError(f"{name}: {' '.join(str(error).split())}") from None
     if not isinstance(body, dict):

@@ -15,12 +15,13 @@ from typing import Any, Literal
 
 from ft_service.bases.contents import BaseContents
 from ft_service.bases.experts import CHOSEN, COUNTS, projection_of
+from ft_service.bases.families.acceptance import refuse_untunable, untested
 from ft_service.bases.families.family import Family
 from ft_service.bases.families.known import family_of
 from ft_service.bases.logit_chunks import IN_CHUNKS
 from ft_service.bases.module_rules import WeightNames, kept_plain
 from ft_service.bases.published_layouts import LARGEST_SIZE
-from ft_service.bases.wrapped import Parts, refuse_not_causal, text_config
+from ft_service.bases.wrapped import Parts, text_config
 from ft_service.errors import SpecError
 from ft_service.plan.logical import LogicalTensor, logical_tensors
 from ft_service.spec import WeightFormat
@@ -30,8 +31,10 @@ Kind = Literal["linear", "embedding", "head", "experts", "router", "norm", "bias
 _NUMBERED = re.compile(r"^(?P<stack>[^0-9]*?)\.?(?P<layer>\d+)\.(?P<inside>.+)$")
 _EXPERT = re.compile(r"^(?P<before>.*\bexperts)\.(?P<expert>\d+)\.(?P<matrix>[^.]+)(\.weight)?$")
 _BUFFERS = re.compile(
-    r"\.(inv_freq|masked_bias|(?<!moe_statics\.)e_score_correction_bias|layer_scalar|feed_forward\.expert_bias|slope_rate|query_decay|key_decay|diagonal_decay|tid2eid|attention\.bias|attn\.bias)$"
+    r"\.(inv_freq|masked_bias|e_score_correction_bias|layer_scalar|act_fn\.beta|act_fn\.eps|balancing_biases|feed_forward\.expert_bias|slope_rate|query_decay|key_decay|diagonal_decay|tid2eid|attention\.bias|attn\.bias)$"
 )
+_EMBEDDING = re.compile(r"embed|^wte$|^wpe$|position")
+"""In the last name of a table from which rows are taken, among weights outside the decoder layers; others are linear layers."""
 _HEADS = ("lm_head", "embed_out", "output")
 _STEMS = {"gpt_neox": "gpt_neox.", "gpt2": "transformer.", "falcon": "transformer.", "bloom": "transformer."}
 """What a causal model calls its trunk, where that is not `model.`."""
@@ -107,6 +110,8 @@ class BaseShape:
     family: Family
     model_type: str
     """Of the decoder, as in config.json."""
+    untested: str | None = None
+    """What is to be said of a decoder that no test knows; None: one does."""
 
     def quantizable(self) -> list[Weight]:
         """The weights that the precision map decides on: linear layers and experts inside the decoder layers."""
@@ -136,17 +141,21 @@ class BaseShape:
 @lru_cache(maxsize=32)
 def base_shape(contents: BaseContents) -> BaseShape:
     """The shape of a base, from its tensors. Raises SpecError if it is not a decoder whose layers can be told apart."""
-    refuse_not_causal(contents.config)
+    refuse_untunable(contents.config)
     config = text_config(contents.config)
     parts = Parts.of(contents.config, (tensor.name for tensor in contents.tensors))
     logical = logical_tensors(contents)
-    tensors = [t for t in logical if parts.is_text(t.name) and not _BUFFERS.search(t.name)]
+    tensors = [t for t in logical if parts.is_text(t.name)]
     stack = _decoder_stack(tensors, _layers(config))
-    weights = _joined(_weight(tensor, stack, config, parts) for tensor in tensors if _belongs(tensor, stack, config))
+    named = (_weight(tensor, stack, config, parts) for tensor in tensors if _belongs(tensor, stack, config))
+    weights = _joined(
+        w for w in named if w.parameter in family_of(config).parameters or not _BUFFERS.search(w.name.removesuffix(".weight"))
+    )
     weights = _stack_experts(weights, _number(config, "hidden_size"))
     weights = _tie(weights, config)
     in_chunks = str(config.get("model_type")) in IN_CHUNKS
-    return BaseShape(_shape(config, weights), tuple(weights), in_chunks, family_of(config), str(config.get("model_type")))
+    kind, note = str(config.get("model_type")), untested(contents.config)
+    return BaseShape(_shape(config, weights), tuple(weights), in_chunks, family_of(config), kind, note)
 
 
 def _decoder_stack(tensors: Iterable[LogicalTensor], layers: int | None) -> str:
@@ -177,8 +186,9 @@ def _weight(tensor: LogicalTensor, stack: str, config: Mapping[str, Any], parts:
     for theirs, ours in family_of(config).renamed.items():
         name = re.sub(theirs, ours, name)
     bare = "." not in stack and not parts.several
-    if bare and not name.startswith(_HEADS):
-        name = _STEMS.get(str(config.get("model_type")), "model.") + name
+    stem = _STEMS.get(str(config.get("model_type")), "model.")
+    if bare and not name.startswith((*_HEADS, stem)):
+        name = stem + name
     module, _, parameter = name.rpartition(".")
     if parameter not in ("weight", "bias"):
         module, parameter = (name, "weight") if len(tensor.shape) == 3 else (module, parameter)
@@ -198,8 +208,10 @@ def _kind(module: str, parameter: str, shape: tuple[int, ...], layer: int | None
         return "experts"
     if len(shape) != 2 or parameter != "weight":
         return "other"
-    if layer is None:
-        return "head" if last in _HEADS else "embedding"
+    if layer is None and last in _HEADS:
+        return "head"
+    if layer is None and (_EMBEDDING.search(last) or shape[0] == _number(config, "vocab_size")):
+        return "embedding"
     if last in ("gate", "router") and shape[0] == _experts(config):
         return "router"
     return "linear"
@@ -258,7 +270,7 @@ def _tie(weights: list[Weight], config: Mapping[str, Any]) -> list[Weight]:
 def _shape(config: Mapping[str, Any], weights: list[Weight]) -> Shape:
     linears = [w for w in weights if w.layer is not None and w.kind == "linear"]
     hidden = _number(config, "hidden_size", "n_embd", "d_model")
-    heads = _number(config, "num_attention_heads", "n_head", "n_heads")
+    heads = _number(config, "num_attention_heads", "n_head", "n_heads", "attention_heads", "num_heads")
     if not hidden or not heads or not linears:
         raise SpecError("The base's config.json names no hidden_size or num_attention_heads: not supported.", param="model")
     head = _number(config, "head_dim") or hidden // heads
@@ -291,7 +303,7 @@ def _layers(config: Mapping[str, Any]) -> int | None:
     """The number of decoder layers; hybrids may only list them."""
     listed = (config.get(name) for name in ("layer_types", "layers_block_type", "hybrid_override_pattern"))
     lengths = (len(layers) for layers in listed if isinstance(layers, (list, str)))
-    return _number(config, "num_hidden_layers", "n_layer") or next(lengths, None)
+    return _number(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers") or next(lengths, None)
 
 
 def _experts(config: Mapping[str, Any]) -> int:

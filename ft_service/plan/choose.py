@@ -33,7 +33,9 @@ COPIES = "distributed.replicate"
 FORMAT = "precision.default"
 LENGTH = "training.max_length"
 RATE = "training.learning_rate"
-KEPT = (FORMAT, LENGTH, RATE)
+BATCH = "training.batch_size"
+EPOCHS = "training.n_epochs"
+KEPT = (FORMAT, LENGTH, RATE, BATCH, EPOCHS)
 """What results depend on: chosen once, and never again for the same job."""
 COMPILE = "distributed.compile"
 FITTED = (FORMAT, COPIES, CHECKPOINTING, BUDGET)

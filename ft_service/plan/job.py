@@ -129,7 +129,7 @@ def training_time(plan: Plan, spec: JobSpec, examples: int) -> dict[str, Any]:
     length.
     """
     options = spec.training
-    steps = options.max_steps or options.n_epochs * -(-examples // options.batch_size)
+    steps = options.max_steps or options.epochs * -(-examples // options.batch)
     most, likely = (
         None if cost is None or cost.speed is None else steps * cost.speed.step_seconds for cost in (plan, plan.likely)
     )
@@ -260,6 +260,8 @@ def _warnings(base: BaseShape, spec: JobSpec, layout: Layout, adapters: list[Ada
             f"lora.r = {first.r} is more than the matrix of {first.module} has ({first.rows} x {first.cols}): "
             "a rank above the smaller side adds parameters and no freedom."
         )
+    if base.untested is not None:
+        yield base.untested
     longest = base.shape.max_positions
     given = "max_length" in spec.training.model_fields_set
     if given and longest is not None and spec.training.max_length > longest:
@@ -267,8 +269,8 @@ def _warnings(base: BaseShape, spec: JobSpec, layout: Layout, adapters: list[Ada
             f"training.max_length = {spec.training.max_length}: the base was made for {longest} positions "
             "(max_position_embeddings). Lower it, or expect worse results of longer samples."
         )
-    if layout.world > spec.training.batch_size:
+    if layout.world > spec.training.batch:
         yield (
             f"training.batch_size = {spec.training.batch_size}: {layout.world} ranks share it, so that "
-            f"{layout.world - spec.training.batch_size} of them have nothing to do. Raise it, or ask for fewer ranks."
+            f"{layout.world - spec.training.batch} of them have nothing to do. Raise it, or ask for fewer ranks."
         )

@@ -39,6 +39,6 @@ class Lengths:
         """Tokens of the whole training, over all epochs or steps."""
         training = spec.training
         if training.max_steps is None:
-            return training.n_epochs * self.tokens
-        samples = training.max_steps * training.batch_size * (1 if spec.dpo is None else 2)
+            return training.epochs * self.tokens
+        samples = training.max_steps * training.batch * (1 if spec.dpo is None else 2)
         return samples * (self.mean or training.max_length)

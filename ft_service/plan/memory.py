@@ -130,7 +130,7 @@ def planned_micro_batches(spec: JobSpec, layout: Layout, length: int | None = No
     training = spec.training
     length = training.max_length if length is None else max(1, min(length, training.max_length))
     together = 1 if spec.dpo is None else 2  # batches count pairs, of which both samples are in one micro-batch
-    share = together * -(-training.batch_size // layout.world)
+    share = together * -(-training.batch // layout.world)
     most = min(share, together * (training.per_device_train_batch_size or share))
     budget = training.tokens_per_micro_batch
     budget = max(together * length, UNKNOWN_BUDGET if budget == "auto" else budget)

@@ -14,11 +14,13 @@ from ft_service.errors import SpecError
 from ft_service.plan.base import BaseShape, base_shape
 from ft_service.plan.choose import (
     AUTO,
+    BATCH,
     BUDGET,
     BUSY,
     CHECKPOINTING,
     COMPILE,
     COPIES,
+    EPOCHS,
     FITTED,
     FORMAT,
     KEPT,
@@ -115,8 +117,8 @@ def _length_given(spec: JobSpec) -> bool:
 
 
 def keep_choices(spec: JobSpec, before: JobSpec) -> JobSpec:
-    """The spec with the format and the rate that were chosen for the same job before, if they are still "auto", and its length
-    of samples, unless that is given.
+    """The spec with what results depend on as it was chosen for the same job before, if that is still "auto", and its length of
+    samples, unless that is given.
     """
     if not _length_given(spec):
         spec = with_options(spec, {LENGTH: before.training.max_length})
@@ -126,7 +128,13 @@ def keep_choices(spec: JobSpec, before: JobSpec) -> JobSpec:
             kept.pop(option, None)
         elif option in kept:
             spec = with_options(spec, {option: value_of(before, option)})
-    return spec.model_copy(update={"chosen": kept, "date": before.date})
+    for option in (BATCH, EPOCHS):  # chosen by the samples already, of which there may be as many as then
+        if option not in spec.chosen:
+            kept.pop(option, None)
+        elif option in kept:
+            spec = with_options(spec, {option: value_of(before, option)})
+    pinned = {name: getattr(before, name) for name in ("date", "windows", "shared_experts")}
+    return spec.model_copy(update={"chosen": kept, **pinned})
 
 
 def sentences(spec: JobSpec) -> tuple[str, ...]:

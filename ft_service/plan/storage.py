@@ -153,7 +153,8 @@ def adapters_of(base: BaseShape, spec: JobSpec) -> list[AdapterShape]:
     """The adapters that the spec asks for. Raises SpecError for names and patterns that match nothing."""
     adaptable = {weight.module: weight for weight in base.adaptable()}
     experts = [weight.module for weight in base.experts()]
-    chosen = choose_targets(list(adaptable), experts, spec.lora.target_modules, base.family)
+    wanted = spec.lora.target_modules
+    chosen = choose_targets(list(adaptable), experts, wanted, base.family, shared_experts=spec.shared_experts)
     stacks = choose_parameters(experts, spec.lora.target_parameters, spec.lora.lora_dropout, chosen)
     ranks = values_by_module([*chosen, *stacks], spec.lora.rank_pattern, "lora.rank_pattern")
     values_by_module([*chosen, *stacks], spec.lora.alpha_pattern, "lora.alpha_pattern")

@@ -6,8 +6,7 @@ checkpoints.py.)
     base-status.json                      by rank 0: the base's files as they were when their contents were last read
     reference.bin  reference.json         of pairs of answers, by rank 0: their log-probabilities before the first step (see
                                           workers/training/reference.py)
-    evaluation.json                       by rank 0: answers to a few prompts before the first step, and behind the last one
-                                          (see workers/training/answers.py)
+    evaluations/step-<s>-a<n>.json        Evaluation, by rank 0: answers to a few prompts at a step (see evaluations.py)
     attempts/<n>/start.json               Start, by the launcher, before anything runs
     attempts/<n>/control.json             Control, by the reconciler, rewritten as the user changes their mind
     attempts/<n>/supervisor.lock          held by the supervisor as long as it lives
@@ -22,7 +21,11 @@ checkpoints.py.)
     checkpoints/step-<s>-a<n>/            DCP shards (and adapter/), then COMPLETE (CheckpointMarker) last; DAMAGED by a later
                                           attempt
     adapter/  metrics.csv  manifest.json  the outcome
+    tensorboard/                          event files, by rank 0, where the job's integrations ask for them
     adapters/step-<s>-a<n>/               adapters of checkpoints, made when they are asked for
+    exports/<format>/                     forms of the outcome for other programs, made by the service when they are asked for;
+                                          exports/<format>.json says what came of it (see exports.py)
+    served.json                           Served, with the outcome: what the adapter is worth where it is served
     probes.json                           Probes, with the outcome: by which whoever serves the adapter is verified
     serving.json                          by the service: where the adapter is served (ft_service/serving/handoff.py)
     result.json                           Result, last of all; names the attempt

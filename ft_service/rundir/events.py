@@ -42,15 +42,19 @@ class Metrics(BaseModel):
     more: dict[str, float] | None = None
     """What the job's method measures besides, by the field's names; of the validation file with `valid_` in front. Direct
     preference optimisation: rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies, logps/chosen and
-    logps/rejected, means over the pairs (workers/training/preference.py)."""
+    logps/rejected, means over the pairs (workers/training/preference.py). Where the model was asked the prompts of the job's
+    evaluation, `evaluation/` and a metric of it."""
     checkpoint_stall_seconds: float | None = None
     """With kind checkpoint: for how long training stood still for it, waiting for the one before it included."""
     checkpoint_seconds: float | None = None
     """With kind checkpoint: from when it was due to when it was complete."""
 
     def flat(self) -> dict[str, int | float]:
-        """All that was measured by one name each, as events and tables show it."""
-        return {**self.model_dump(exclude_none=True, exclude={"more"}), **(self.more or {})}
+        """All that was measured by one name each, as events and tables show it. A validation reads the whole file, so its
+        numbers are OpenAI's `full_valid_` ones as well."""
+        own = self.model_dump(exclude_none=True, exclude={"more"})
+        full = {f"full_{name}": own[name] for name in ("valid_loss", "valid_mean_token_accuracy") if name in own}
+        return {**own, **full, **(self.more or {})}
 
 
 class Event(BaseModel):

@@ -2,12 +2,15 @@
 
 origins.json             Origins, by rank 0 of the first attempt: what the job is made of
 adapter/manifest.json    Manifest; the run directory's manifest.json is a copy
+
+A manifest goes wherever its adapter goes, so it holds no path of the host that trained: spec.json and origins.json do.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +29,10 @@ BASE_FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "token
 """What of a base folder decides what is trained: weights, architecture, tokenizer."""
 
 
+_PATH = re.compile(r"(?<![\w./:])/(?:[^\s/:,;'\"()]+/)+([^\s/:,;'\"()]*)")
+"""An absolute path in a sentence; the group is its last part."""
+
+
 class _Document(BaseModel):
     model_config = ConfigDict(frozen=True)
 
@@ -33,6 +40,7 @@ class _Document(BaseModel):
 class BaseOrigin(_Document):
     name: str
     path: str
+    """Of its folder, in origins.json; empty in a manifest, but for those of earlier versions."""
     files: dict[str, FileDigest]
     digest: str
     """SHA-256 over names and SHA-256 of the files: the same wherever the folder lies."""
@@ -155,7 +163,7 @@ def history(run: RunDir, attempt: int) -> list[AttemptSummary]:
             continue
         ended = one.read_exit() if number < attempt else None
         reason = ended.reason.value if ended else "published" if number == attempt else "lost"
-        message = ended.message if ended else ""
+        message = _PATH.sub(r"…/\1", ended.message) if ended else ""
         found.append(
             AttemptSummary(
                 attempt=number, world_size=start.world_size, resumed_from=start.checkpoint, ended=reason, message=message
@@ -167,7 +175,7 @@ def history(run: RunDir, attempt: int) -> list[AttemptSummary]:
 def manifest_of(
     run: RunDir, *, attempt: int, step: int, checkpoint: str | None, metrics: Metrics | None, versions: Mapping[str, str]
 ) -> Manifest:
-    """The manifest of an adapter whose files are not written yet, without them and without a digest."""
+    """The manifest of an adapter, without the adapter's files and without a digest."""
     spec, origins = run.read("spec.json", JobSpec), run.read(ORIGINS, Origins)
     assert spec is not None, f"{run.root} holds no spec.json"
     assert origins is not None, f"{run.root} holds no {ORIGINS}"
@@ -178,8 +186,8 @@ def manifest_of(
         step=step,
         checkpoint=checkpoint,
         seed=spec.seed,
-        spec=spec,
-        base=origins.base,
+        spec=without_paths(spec),
+        base=base_without_path(origins.base),
         data=origins.data,
         frozen_modules=origins.frozen_modules,
         quantiser=origins.quantiser,
@@ -190,6 +198,25 @@ def manifest_of(
         files={},
         digest="",
     )
+
+
+def without_paths(spec: JobSpec) -> JobSpec:
+    """The spec as it is told to others: what lies on the host that trains is known by name and digest only."""
+    places = {name: getattr(spec, name) for name in ("model", "training_data", "validation_data", "parent")}
+    return spec.model_copy(update={name: ref and ref.model_copy(update={"path": ""}) for name, ref in places.items()})
+
+
+def base_without_path(base: BaseOrigin) -> BaseOrigin:
+    return base.model_copy(update={"path": ""})
+
+
+def spec_beside(adapter: Path, manifest: Manifest) -> JobSpec:
+    """The spec of the job that made an adapter: with paths where the adapter's folder lies in its run directory."""
+    for folder in (adapter.parent, adapter.parent.parent):
+        spec = RunDir(folder).read("spec.json", JobSpec)
+        if spec is not None and spec.job_id == manifest.job:
+            return spec
+    return manifest.spec
 
 
 def write_manifest(draft: Manifest, folder: Path) -> Manifest:

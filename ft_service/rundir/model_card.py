@@ -10,7 +10,7 @@ from ft_service.bases.origin import is_published, portable_name
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.events import Metrics
 from ft_service.rundir.manifest import Manifest, manifest_of, write_manifest
-from ft_service.spec import JobOptions
+from ft_service.spec import JobOptions, JobSpec
 
 CARD = "README.md"
 
@@ -48,7 +48,9 @@ def describe_adapter(
 ) -> Manifest:
     """Write the card and the manifest of the adapter in `folder`, which is complete but for these."""
     draft = manifest_of(run, attempt=attempt, step=step, checkpoint=checkpoint, metrics=metrics, versions=versions)
-    base = portable_name(Path(draft.base.path), draft.base.name)
+    spec = run.read("spec.json", JobSpec)
+    assert spec is not None, "the manifest was made of it"
+    base = portable_name(Path(spec.model.path), spec.model.name)
     (folder / CARD).write_text(model_card(draft, base), encoding="utf-8")
     return write_manifest(draft, folder)
 

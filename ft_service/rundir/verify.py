@@ -25,7 +25,7 @@ from ft_service.rundir.checkpoints import checkpoint_faults, complete_checkpoint
 from ft_service.rundir.directory import RunDir, sha256_of
 from ft_service.rundir.documents import Result
 from ft_service.rundir.file_digest import FileDigest
-from ft_service.rundir.manifest import MANIFEST, ORIGINS, Manifest, Origins, digest_of
+from ft_service.rundir.manifest import MANIFEST, ORIGINS, Manifest, Origins, base_without_path, digest_of, without_paths
 from ft_service.rundir.untrusted_tar import unpack
 from ft_service.spec import JobSpec, match_pattern
 
@@ -224,12 +224,14 @@ def _verify_run(path: Path) -> VerifyReport:
 def _document_faults(run: RunDir, manifest: Manifest) -> list[str]:
     faults = []
     try:
-        if run.read("spec.json", JobSpec) != manifest.spec:
+        spec = run.read("spec.json", JobSpec)
+        if spec is None or without_paths(spec) != without_paths(manifest.spec):
             faults.append("spec.json is not the spec that the manifest was written for")
         origins, result = run.read(ORIGINS, Origins), run.read("result.json", Result)
     except ValidationError as error:
         return [*faults, f"a document of the run cannot be read: {error.title}"]
-    if origins is None or (origins.base, origins.data) != (manifest.base, manifest.data):
+    base = base_without_path(manifest.base)
+    if origins is None or (base_without_path(origins.base), origins.data) != (base, manifest.data):
         faults.append(f"{ORIGINS} names another base or other data than the manifest")
     whole = result is not None and manifest.checkpoint is None  # otherwise an earlier step was better than the last
     if result is None or result.attempt != manifest.attempt or (whole and result.steps != manifest.step):

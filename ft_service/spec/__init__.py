@@ -15,7 +15,7 @@ faults        what is wrong with a request, in words
 
 from __future__ import annotations
 
-from ft_service.spec.evaluation import AnswerMetric, EvaluationOptions
+from ft_service.spec.evaluation import AnswerMetric, EvaluationOptions, Prompt, read_prompts
 from ft_service.spec.faults import spec_error
 from ft_service.spec.integrations import Integration, Wandb
 from ft_service.spec.methods import AUTO, DpoHyperparameters, DpoOptions, Hyperparameters, Method, SupervisedMethod
@@ -38,6 +38,7 @@ from ft_service.spec.resolved import (
     DataFileRef,
     JobSpec,
     Resolved,
+    by_samples,
     check_distributed,
     inherit,
     resolve,
@@ -73,6 +74,7 @@ __all__ = [
     "Pattern",
     "PrecisionOptions",
     "Prefetch",
+    "Prompt",
     "Resolved",
     "StoredSpec",
     "Strict",
@@ -84,12 +86,14 @@ __all__ = [
     "Wandb",
     "WeightFormat",
     "WrapBySize",
+    "by_samples",
     "check_distributed",
     "compile_pattern",
     "inherit",
     "is_tuned",
     "match_pattern",
     "parse_request",
+    "read_prompts",
     "resolve",
     "spec_error",
 ]

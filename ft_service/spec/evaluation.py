@@ -1,22 +1,248 @@
-"""What is asked of a model before and after training, so that its owner sees what it has learned."""
+"""What is asked of a model before, while and after it is trained, so that its owner sees what it has learned, and by what its
+answers are scored: metrics by name, or graders in OpenAI's shape.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 
 from ft_service.spec.values import Strict
 
-AnswerMetric = Literal["exact_match", "contains", "json_valid", "rouge_l"]
+AnswerMetric = Literal["exact_match", "contains", "json_valid", "rouge_l", "bleu"]
+MOST_PROMPTS = 256
+MOST_CHARACTERS = 262_144
+"""Of all prompts of a job together, as JSON: they are part of its spec."""
+
+Template = Annotated[str, Field(max_length=16_384)]
+"""Text with `{{ sample.output_text }}`, `{{ sample.output_json.key }}` and `{{ item.key }}`."""
+GraderName = Annotated[str, Field(min_length=1, max_length=64)]
+
+
+class StringCheck(Strict):
+    """OpenAI's string_check: 1 or 0."""
+
+    type: Literal["string_check"]
+    name: GraderName
+    input: Template
+    reference: Template
+    operation: Literal["eq", "ne", "like", "ilike"]
+    """eq, ne: the input is, or is not, the reference; like: it contains it; ilike: in whatever case."""
+
+
+class TextSimilarity(Strict):
+    """OpenAI's text_similarity, in [0, 1]."""
+
+    type: Literal["text_similarity"]
+    name: GraderName
+    input: Template
+    reference: Template
+    evaluation_metric: Literal["fuzzy_match", "bleu", "gleu", "rouge_1", "rouge_2", "rouge_3", "rouge_4", "rouge_5", "rouge_l"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_by_models(cls, value: Any) -> Any:
+        wanted = value.get("evaluation_metric") if isinstance(value, Mapping) else None
+        if wanted in _METRICS_REFUSED:
+            raise ValueError(f"evaluation_metric {wanted!r} is not available: {_METRICS_REFUSED[wanted]}")
+        return value
+
+
+_METRICS_REFUSED = {
+    "cosine": "it needs an embedding model, which this service has not. Use fuzzy_match or rouge_l",
+    "meteor": "it needs WordNet, which this service has not. Use rouge_l or gleu",
+}
+_REFUSED = {
+    "python": "no code of a request is run here. Use string_check, text_similarity, or a multi grader with a formula of those",
+    "score_model": "no model here grades. Use string_check or text_similarity",
+    "label_model": "no model here grades. Use string_check or text_similarity",
+    "endpoint": "this service asks nobody else. Use string_check or text_similarity",
+}
+
+
+def _refuse(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if isinstance(kind, str) and kind in _REFUSED:
+        raise ValueError(f"a grader of type {kind!r} is not available: {_REFUSED[kind]}")
+    return value
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, str):
+        return "metric"
+    return value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+
+
+_UNKNOWN = "a grader has a type: string_check, text_similarity or multi"
+Single = Annotated[
+    Annotated[StringCheck, Tag("string_check")] | Annotated[TextSimilarity, Tag("text_similarity")],
+    Discriminator(_kind, custom_error_type="grader_type", custom_error_message="must be string_check or text_similarity"),
+    BeforeValidator(_refuse),
+]
+
+
+class Multi(Strict):
+    """OpenAI's multi: a formula of other graders' scores."""
+
+    type: Literal["multi"]
+    name: GraderName
+    graders: Annotated[dict[GraderName, Single], Field(min_length=1, max_length=16)]
+    """By the names that the formula calls them by. One alone may stand here itself: it is called by its own name then."""
+    calculate_output: Annotated[str, Field(min_length=1, max_length=1024)]
+    """+ - * / ^, min, max, abs, floor, ceil, exp, sqrt and log of numbers and graders' names."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, value: Any) -> Any:
+        alone = value.get("graders") if isinstance(value, Mapping) else None
+        if isinstance(alone, Mapping) and isinstance(alone.get("type"), str) and isinstance(alone.get("name"), str):
+            return {**value, "graders": {alone["name"]: alone}}
+        return value
+
+
+Grader = Annotated[
+    Annotated[StringCheck, Tag("string_check")]
+    | Annotated[TextSimilarity, Tag("text_similarity")]
+    | Annotated[Multi, Tag("multi")],
+    Discriminator(_kind, custom_error_type="grader_type", custom_error_message=f"must have a type that is known: {_UNKNOWN}"),
+    BeforeValidator(_refuse),
+]
+Metric = Annotated[
+    Annotated[AnswerMetric, Tag("metric")]
+    | Annotated[StringCheck, Tag("string_check")]
+    | Annotated[TextSimilarity, Tag("text_similarity")]
+    | Annotated[Multi, Tag("multi")],
+    Discriminator(
+        _kind, custom_error_type="grader_type", custom_error_message=f"must be a metric's name or a grader; {_UNKNOWN}"
+    ),
+    BeforeValidator(_refuse),
+]
+
+
+class AskedMessage(Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str
+
+
+class Prompt(Strict):
+    """One prompt: a conversation or bare text, with the answer that is expected of it, if one is known."""
+
+    messages: Annotated[list[AskedMessage], Field(min_length=1)] | None = None
+    prompt: str | None = None
+    """Bare text, which no chat template sees."""
+    reference: str | None = None
+    item: dict[str, Any] = {}
+    """What else graders may ask for, as `{{ item.key }}`."""
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Prompt:
+        if (self.messages is None) == (self.prompt is None):
+            raise ValueError("a prompt has either messages or prompt")
+        if self.messages is not None and self.messages[-1].role == "assistant":
+            raise ValueError("the messages of a prompt end before the assistant's answer, which goes to reference")
+        return self
 
 
 class EvaluationOptions(Strict):
-    """Greedy answers to held-out prompts before the first step and behind the last, scored and side by side."""
+    """Greedy answers to held-out prompts before the first step and behind the last, scored and side by side. Where another
+    step's adapter is published (training.load_best_model_at_end), that one is asked too."""
 
-    prompts: Annotated[int, Field(ge=1, le=256)] = 8
-    """The first so many samples of the validation file (without one: of the training file), each up to its last answer."""
+    prompts: (
+        Annotated[int, Field(ge=1, le=MOST_PROMPTS)]
+        | Annotated[str, Field(min_length=1, max_length=4096)]
+        | Annotated[list[Prompt], Field(min_length=1, max_length=MOST_PROMPTS)]
+    ) = 8
+    """A number: the first so many samples of the validation file (without one: of the training file), each up to its last
+    answer. Or a file's id, in a SPEC file its path: JSON lines with `messages` (a last answer is the expected one) or `prompt`,
+    and `reference`; what else they hold is for graders. Or such lines themselves."""
     max_new_tokens: Annotated[int, Field(ge=1, le=2048)] = 64
     """Of an answer; each is a forward of the whole model, since training keeps nothing of earlier ones."""
-    metrics: Annotated[list[AnswerMetric], Field(min_length=1, default_factory=lambda: ["exact_match", "rouge_l"])]
-    """Means over the answers, in [0, 1]: exact_match, contains (the expected answer, in any case), json_valid, rouge_l."""
+    on_validation: bool = False
+    """Also at every validation. Ignored without a validation file."""
+    metrics: Annotated[list[Metric], Field(min_length=1, max_length=32, default_factory=lambda: ["exact_match", "rouge_l"])]
+    """Means over the answers, in [0, 1]: exact_match, contains (the expected answer, in any case), json_valid, rouge_l, bleu;
+    or graders in OpenAI's shape (string_check, text_similarity, multi), by their names."""
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> EvaluationOptions:
+        names = [metric_name(metric) for metric in self.metrics]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"evaluation.metrics: {twice[0]!r} is there twice, and scores go by name: rename one")
+        return self
+
+    @model_validator(mode="after")
+    def _fits_a_spec(self) -> EvaluationOptions:
+        if isinstance(self.prompts, list):
+            size = len(json.dumps([own.model_dump() for own in self.prompts], ensure_ascii=False))
+            if size > MOST_CHARACTERS:
+                raise ValueError(
+                    f"evaluation.prompts: {size:,} characters, at most {MOST_CHARACTERS:,}: give fewer or shorter ones"
+                )
+        return self
+
+    @property
+    def given(self) -> list[Prompt]:
+        """The prompts themselves; empty: they are a data file's first samples."""
+        assert not isinstance(self.prompts, str), "a file is read when the job is created"
+        return self.prompts if isinstance(self.prompts, list) else []
+
+    @property
+    def count(self) -> int:
+        """Prompts, at most."""
+        return self.prompts if isinstance(self.prompts, int) else len(self.given)
+
+
+def metric_name(metric: Metric) -> str:
+    return metric if isinstance(metric, str) else metric.name
+
+
+def read_prompts(text: str, name: str) -> list[dict[str, Any]]:
+    """The prompts of a file of JSON lines, as a create body holds them. `name`: the file's, for messages.
+
+    Raises ValueError naming the line at fault.
+    """
+    found: list[dict[str, Any]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        if len(found) == MOST_PROMPTS:
+            raise ValueError(f"{name} has more than {MOST_PROMPTS} prompts. Give a file of fewer")
+        try:
+            row = json.loads(line)
+        except ValueError:
+            raise ValueError(f"{name}, line {number}: it is no JSON. Each line is one prompt") from None
+        try:
+            found.append(Prompt.model_validate(_as_prompt(row)).model_dump(exclude_none=True))
+        except ValidationError as error:
+            fault = error.errors(include_url=False)[0]
+            place = ".".join(map(str, fault["loc"]))
+            said = fault["msg"].removeprefix("Value error, ")
+            raise ValueError(f"{name}, line {number}: {place + ': ' if place else ''}{said}") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{name}, line {number}: {error}") from None
+    if not found:
+        raise ValueError(f"{name} holds no prompt")
+    return found
+
+
+def _as_prompt(row: Any) -> dict[str, Any]:
+    """A line as a Prompt: a last answer becomes the reference, and what no field is called by becomes the item."""
+    if not isinstance(row, Mapping):
+        raise ValueError("it is no object with messages or prompt")
+    known = {key: row[key] for key in ("messages", "prompt", "reference") if key in row}
+    if isinstance(known.get("prompt"), Sequence) and not isinstance(known["prompt"], str):
+        known["messages"] = known.pop("prompt")
+    messages = known.get("messages")
+    if isinstance(messages, list) and messages and all(isinstance(own, Mapping) for own in messages):
+        kept = [{key: own[key] for key in ("role", "content") if key in own} for own in messages]
+        if kept[-1].get("role") == "assistant":
+            known.setdefault("reference", kept.pop().get("content"))
+        known["messages"] = kept
+    for other in ("completion", "reference_answer"):
+        if isinstance(row.get(other), str):
+            known.setdefault("reference", row[other])
+    return {**known, "item": {str(key): value for key, value in row.items() if key not in known}}

@@ -84,7 +84,7 @@ def _fault(place: str, faults: list[Any], model: type[BaseModel]) -> OptionFault
     if first["type"] == "missing":
         return OptionFault(place, f"{place} is required.", "missing_required_parameter")
     choices: list[str] = [choice for fault in faults for choice in _choices(fault)]
-    said = list(dict.fromkeys(_words(fault) for fault in faults if fault["type"] != "literal_error"))
+    said = list(dict.fromkeys(words_of(fault) for fault in faults if fault["type"] != "literal_error"))
     message = _one_of([*said, *choices])
     if choices and not said:
         message = f"must be {message}"
@@ -95,7 +95,8 @@ def _fault(place: str, faults: list[Any], model: type[BaseModel]) -> OptionFault
     return OptionFault(place, f"{place} = {shown_value(first['input'])}: {message}{hint}")
 
 
-def _words(fault: Any) -> str:
+def words_of(fault: Any) -> str:
+    """What is wrong with a value, by one of pydantic's faults: `must be a whole number`."""
     context = fault.get("ctx") or {}
     template = _PATTERNS.get(context.get("pattern", "")) or _WORDS.get(fault["type"])
     if template is None:
@@ -123,7 +124,7 @@ def _one_of(ways: Sequence[str]) -> str:
 def _place(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
     """A dotted field name from pydantic's location, without the names of union branches and validators."""
     parts: list[str] = []
-    current: type[BaseModel] | None = model
+    current: Sequence[type[BaseModel]] = [model]
     keyed = False
     for part in loc:
         if isinstance(part, int):
@@ -131,25 +132,24 @@ def _place(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
         elif keyed:
             parts.append(part[:80])
             keyed = False
-        elif current is not None and part in current.model_fields:
+        elif field := next((own.model_fields[part] for own in current if part in own.model_fields), None):
             parts.append(part)
-            annotation = current.model_fields[part].annotation
-            current = _model_of(annotation)
-            keyed = _is_mapping(annotation)
-        elif current is not None:
+            current = _models_of(field.annotation)
+            keyed = _is_mapping(field.annotation)
+        elif len(current) == 1:  # of several models the part names one
             parts.append(part[:80])
-            current = None
+            current = []
     return ".".join(parts)
 
 
-def _model_of(annotation: Any) -> type[BaseModel] | None:
-    """The model that a field holds, by itself or as a list's items (or none); None if it holds something else."""
+def _models_of(annotation: Any) -> Sequence[type[BaseModel]]:
+    """The model that a field holds, by itself or as a list's items (or none), or the models that it chooses from; empty if it
+    holds something else."""
     union = get_origin(annotation) in (Union, UnionType)
-    inner = [part for part in get_args(annotation) if part is not NoneType] if union else [annotation]
-    held = _bare(inner[0]) if len(inner) == 1 else None
-    if get_origin(held) is list:
-        held = get_args(held)[0]
-    return held if isinstance(held, type) and issubclass(held, BaseModel) else None
+    inner = [_bare(part) for part in get_args(annotation) if part is not NoneType] if union else [_bare(annotation)]
+    if len(inner) == 1 and get_origin(inner[0]) is list:
+        inner = [get_args(inner[0])[0]]
+    return inner if all(isinstance(held, type) and issubclass(held, BaseModel) for held in inner) else []
 
 
 def _is_mapping(annotation: Any) -> bool:

@@ -1,10 +1,11 @@
-"""OpenAI's `integrations` of a job: where else its metrics are sent."""
+"""OpenAI's `integrations` of a job: where else its metrics go."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
+from pydantic_core import PydanticKnownError
 
 from ft_service.spec.values import Strict
 
@@ -28,8 +29,19 @@ class Wandb(Strict):
 
 
 class Integration(Strict):
-    type: Literal["wandb"]
-    wandb: Wandb
+    type: Literal["wandb", "tensorboard"]
+    """wandb: a run there, sent by the server. tensorboard: files that the job writes for TensorBoard, with no settings."""
+    wandb: Annotated[Wandb | None, Field(validate_default=True)] = None
+
+    @field_validator("wandb", mode="before")
+    @classmethod
+    def _settings_of_its_type(cls, value: object, info: ValidationInfo) -> object:
+        kind = info.data.get("type")
+        if kind == "wandb" and value is None:
+            raise PydanticKnownError("missing")
+        if kind == "tensorboard" and value is not None:
+            raise ValueError("belongs to type: wandb; type: tensorboard has no settings")
+        return value
 
 
 Integrations = Annotated[list[Integration], Field(max_length=5)]

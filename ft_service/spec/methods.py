@@ -21,8 +21,9 @@ was trained."""
 
 
 class Hyperparameters(Strict):
-    """OpenAI's three. "auto" leaves the choice to the service: n_epochs 3 (of dpo 1), batch_size 8, and a learning rate that
-    suits the base (ft_service/spec/rates.py); the usual one where nothing is said, or of dpo."""
+    """OpenAI's three. "auto" leaves the choice to the service: epochs and batch by the number of samples, a learning rate that
+    suits the base (ft_service/spec/rates.py). Where nothing is said it is the usual: 3 (of dpo 1), 8 and LEARNING_RATE; of dpo
+    the rate always."""
 
     n_epochs: Annotated[int, Field(ge=1, le=50)] | Literal["auto"] = AUTO
     batch_size: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = AUTO

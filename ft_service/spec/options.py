@@ -48,7 +48,7 @@ class LoraOptions(Strict):
     that know no adapters on experts, merge."""
     rank_pattern: dict[Pattern, Annotated[int, Field(ge=1, le=512)]] = {}
     """RE2 pattern on the end of the module's full name, from a dot on → rank in place of r. The first one that matches wins.
-    vLLM reads no patterns: such an adapter is served by PEFT, or merged."""
+    vLLM reads no patterns: it gets such an adapter padded to its largest rank (`ft export --format vllm`)."""
     alpha_pattern: dict[Pattern, Annotated[Number, Field(gt=0, le=4096)]] = {}
     """As rank_pattern, in place of lora_alpha."""
     use_rslora: bool = False
@@ -82,6 +82,11 @@ class PrecisionOptions(Strict):
     fp8_products: Literal["auto", "off"] = "auto"
     """auto: layers stored in fp8 multiply in FP8 where the GPU can and compute is bf16, inputs and gradients rounded to FP8 row
     by row; off: they are always dequantised first. The job's events say which it is."""
+    compare_served: Literal["auto", "off"] = "auto"
+    """auto: once training is over, the validation loss (of up to 64 samples) and the evaluation's answers are also measured
+    with the base in bf16 and with the adapter merged into it, which is how adapters are often served; a loss that is higher by
+    more than 0.02 nats is told of by a warning. Needs a validation file and, for a base that was quantised, memory for it in
+    bf16 beside the model, else it says why it was not done. off: never."""
 
     @property
     def format(self) -> WeightFormat:
@@ -93,12 +98,14 @@ class PrecisionOptions(Strict):
 class TrainingOptions(Strict):
     """The optimisation, in the names of Transformers' TrainingArguments."""
 
-    n_epochs: Annotated[int, Field(ge=1, le=50)] = 3
-    """Passes over the training file; ignored when max_steps is given."""
+    n_epochs: Annotated[int, Field(ge=1, le=50)] | Literal["auto"] = 3
+    """Passes over the training file; ignored when max_steps is given. "auto": by the number of samples
+    (ft_service/spec/rates.py), chosen once, when the job is created; OpenAI's n_epochs "auto" is the same."""
     max_steps: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
     """Optimizer steps; None: as many as n_epochs take."""
-    batch_size: Annotated[int, Field(ge=1, le=8192)] = 8
-    """Samples per optimizer step over all ranks, whatever their number; the last batch of an epoch may be smaller."""
+    batch_size: Annotated[int, Field(ge=1, le=8192)] | Literal["auto"] = 8
+    """Samples per optimizer step over all ranks, whatever their number; the last batch of an epoch may be smaller. Of documents
+    rows of max_length tokens, where they are packed. "auto": by the number of samples, as n_epochs."""
     per_device_train_batch_size: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Samples per forward on one rank, at most; None: as many as tokens_per_micro_batch takes. Memory, not mathematics: a step
     runs as many micro-batches as batch_size needs."""
@@ -109,7 +116,8 @@ class TrainingOptions(Strict):
     """Tokens per forward on one rank, padding included; a longer sample raises it to its length. Memory and speed, not
     mathematics. "auto": enough to keep the machine busy, as far as memory goes: on a GPU up to 16,384, on a CPU about 2,048."""
     max_length: Annotated[int, Field(ge=8, le=1_048_576)] = 2048
-    """Tokens kept of a sample; the rest is cut from the end, and counted in a warning. Bounded by the model's own limit."""
+    """Tokens kept of a sample; the rest is cut from the end, and counted in a warning. What is learned whole (documents, and
+    all with train_on "everything") is split into windows of so many instead. Bounded by the model's own limit."""
     train_on: TrainOn = "all_assistant"
     """What is learned of a conversation: every answer of the assistant's that has not weight 0, only its last one, or
     everything, users' words and system prompts included. "everything" learns the prompts of bare text too; documents are
@@ -155,6 +163,18 @@ class TrainingOptions(Strict):
         """`learning_rate` where it was chosen."""
         assert self.learning_rate != "auto", "a learning rate is chosen before a job is stored"
         return self.learning_rate
+
+    @property
+    def batch(self) -> int:
+        """`batch_size` where it was chosen."""
+        assert self.batch_size != "auto", "a batch size is chosen before a job is planned"
+        return self.batch_size
+
+    @property
+    def epochs(self) -> int:
+        """`n_epochs` where it was chosen."""
+        assert self.n_epochs != "auto", "a number of epochs is chosen before a job is planned"
+        return self.n_epochs
 
 
 class Prefetch(Strict):
@@ -283,7 +303,10 @@ class JobOptions(Strict):
     (TEMPLATES); in a SPEC file also the path of a .jinja file. None: the base's own, and conversations are refused where it has
     none. Saved with the adapter."""
     evaluation: EvaluationOptions | None = None
-    """Answers to a few prompts before and after training, in the job's events and evaluation.json; None: none."""
+    """Answers to a few prompts before and after training, in the job's events and at its `evaluation`; None: none."""
+    serve: Literal["vllm"] | None = None
+    """The inference server that the adapter is meant for: what it would refuse, or ignore without a word, is refused before
+    training. None: nothing is asked of the adapter."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
     """Higher starts first; among equal ones the project that has used less lately, and within it the one created first."""
     max_seconds: Annotated[int, Field(ge=1, le=10_000_000)] | None = None

@@ -17,6 +17,8 @@ NAMES: Mapping[str, str] = {
     **dict.fromkeys(("base_model", "model_name_or_path", "model_name", "pretrained_model_name_or_path"), "model"),
     **dict.fromkeys(("train_file", "dataset", "datasets", "dataset_name", "train_data", "data"), "training_file"),
     **dict.fromkeys(("eval_file", "eval_dataset", "valid_file", "val_file", "validation_data"), "validation_file"),
+    **dict.fromkeys(("train_on_inputs", "train_on_prompt"), "training.train_on"),
+    **dict.fromkeys(("val_set_size", "val_size", "validation_share", "eval_split", "test_size"), "validation_split"),
     **dict.fromkeys(("rank", "lora_r", "lora_rank"), "lora.r"),
     **dict.fromkeys(("alpha", "lora_alpha"), "lora.lora_alpha"),
     **dict.fromkeys(("dropout", "lora_dropout"), "lora.lora_dropout"),

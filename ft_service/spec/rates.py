@@ -1,14 +1,25 @@
-"""The learning rate that "auto" stands for. Pure.
+"""The learning rate, the batch size and the number of epochs that "auto" stands for. Pure.
 
-As measured by "LoRA Without Regret" (Thinking Machines, 2025) over fourteen models and put into tinker-cookbook's
-hyperparam_utils: ten times full fine-tuning's 5e-5, times (2000 / width) to a power that depends on the family. That is for the
-scaling alpha / r with alpha 32, by which the best rate hardly depends on the rank; what an adapter adds early in training grows
-with scaling times rate, so that another scaling takes another rate.
+The learning rate: as measured by "LoRA Without Regret" (Thinking Machines, 2025) over fourteen models and put into
+tinker-cookbook's hyperparam_utils: ten times full fine-tuning's 5e-5, times (2000 / width) to a power that depends on the
+family. That is for the scaling alpha / r with alpha 32, by which the best rate hardly depends on the rank; what an adapter
+adds early in training grows with scaling times rate, so that another scaling takes another rate.
+
+The batch size: 0.2 % of the training file's samples, as OpenAI's fine-tuning API has documented its own default, as a power
+of two. OpenAI stops at 256; we stop at 32, the batch of that article's experiments, since it finds that LoRA loses more than
+full fine-tuning does as batches grow, whatever the rank. Never below 4, nor below the number of ranks, which would leave some
+idle.
+
+Epochs: 3, but enough to see 100 samples (at most 25 epochs), and few enough to see no more than 25,000 (at least one), as
+OpenAI's cookbook for preparing chat data estimates its default. Of direct preference optimisation 1: further passes learn
+pairs by heart.
 """
 
 from __future__ import annotations
 
-from ft_service.spec.options import LoraOptions
+import math
+
+from ft_service.spec.options import DPO_EPOCHS, LoraOptions
 
 OF_FULL_TRAINING = 5e-5
 FOR_LORA = 10.0
@@ -18,6 +29,13 @@ POWERS = {"llama": 0.781, "qwen": 0.0775}
 """Beginning of the model type → the power. Other families take Llama's, which is the more careful one of wide models."""
 MOST = 1e-2
 """No rate above this: what holds of widths from 2,000 on says little of the smallest."""
+BATCH_SHARE = 0.002
+LEAST_BATCH, MOST_BATCH = 4, 32
+EPOCHS, MOST_EPOCHS = 3, 25
+LEAST_SEEN, MOST_SEEN = 100, 25_000
+"""Samples seen over all epochs."""
+COUNTED = 25_000
+"""Samples from which on neither batch size nor epochs depend on their number, so that nobody need count further."""
 
 
 def rate_for(model_type: str, hidden: int, lora: LoraOptions) -> tuple[float, str]:
@@ -32,3 +50,30 @@ def rate_for(model_type: str, hidden: int, lora: LoraOptions) -> tuple[float, st
     if alpha != ALPHA:
         why += f", times {ALPHA:g} / {alpha:g} for the adapter's scaling"
     return rate, why + (f", at most {MOST:g}" if exact > MOST else "")
+
+
+def batch_for(samples: int, ranks: int) -> tuple[int, str]:
+    """Samples (or pairs) an optimizer step, and why. `samples`: of the training file, COUNTED for all that are more."""
+    exact = BATCH_SHARE * samples
+    batch = min(MOST_BATCH, max(LEAST_BATCH, 2 ** round(math.log2(max(1.0, exact)))))
+    why = f"0.2 % of {_counted(samples)}, as a power of two from {LEAST_BATCH} to {MOST_BATCH}"
+    if batch < ranks:
+        return ranks, f"{why}, and one for each rank"
+    return batch, why
+
+
+def epochs_for(samples: int, *, dpo: bool) -> tuple[int, str]:
+    """Passes over the training file, and why. `samples`: as of `batch_for`."""
+    if dpo:
+        return DPO_EPOCHS, "further passes of direct preference optimisation learn the pairs by heart"
+    counted = _counted(samples)
+    if samples * EPOCHS < LEAST_SEEN:
+        epochs = min(MOST_EPOCHS, LEAST_SEEN // max(1, samples))
+        return epochs, f"{counted} are few: as many passes as see {LEAST_SEEN}, at most {MOST_EPOCHS}"
+    if samples * EPOCHS > MOST_SEEN:
+        return max(1, MOST_SEEN // samples), f"{counted} are many: passes that see at most {MOST_SEEN:,}, at least one"
+    return EPOCHS, f"usual for {counted}"
+
+
+def _counted(samples: int) -> str:
+    return f"{samples:,} samples" + (" or more" if samples >= COUNTED else "")

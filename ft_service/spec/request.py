@@ -16,6 +16,7 @@ from ft_service.spec.faults import OptionFault, joined, option_faults
 from ft_service.spec.integrations import Integrations
 from ft_service.spec.methods import AUTO, Hyperparameters, Method
 from ft_service.spec.options import DPO_EPOCHS, DPO_LEARNING_RATE, LEARNING_RATE, JobOptions, TrainingOptions
+from ft_service.spec.values import Number
 
 NOT_YET: Mapping[str, str] = {
     "lora.use_dora": "leave it out; plain LoRA and rsLoRA (lora.use_rslora) work",
@@ -28,6 +29,9 @@ NOT_YET_VALUES: Mapping[tuple[str, object], str] = {
     ("method.type", "reinforcement"): "use 'supervised' or 'dpo'",
 }
 """Values that the design names and this version refuses."""
+
+SWEEP = "sweep"
+"""The key of a body or a SPEC file that asks for several jobs (ft_service/sweeps/asked.py)."""
 
 Suffix = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")]
 Metadata = Annotated[
@@ -42,6 +46,9 @@ class JobRequest(JobOptions):
     training_file: Annotated[str, Field(min_length=1, max_length=4096)]
     """REST: a file id. SPEC file: a path, relative to the SPEC file."""
     validation_file: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    validation_split: Annotated[Number, Field(gt=0, lt=1)] | None = None
+    """Share of the training file's samples that is set aside for validation, where there is no validation_file. Which ones
+    follows from their tokens and the seed, whatever their order; equal samples stay together. None: none."""
     method: Method = Method()
     hyperparameters: Hyperparameters = Hyperparameters()
     """OpenAI's older place for method.supervised.hyperparameters."""
@@ -50,7 +57,12 @@ class JobRequest(JobOptions):
     """Decides adapter initialisation and sample order; None: drawn at submission and shown in the job."""
     metadata: Metadata | None = None
     integrations: Integrations | None = None
-    """Where else the metrics are sent. For jobs of a server that has FT_WANDB_API_KEY; `ft run` refuses it."""
+    """Where else the metrics go. wandb: for jobs of a server that has FT_WANDB_API_KEY; `ft run` refuses it. tensorboard: files
+    in the run directory's `tensorboard/` while it trains, and with the adapter."""
+
+    def integrated(self, kind: str) -> bool:
+        """Whether an integration of this type is asked for."""
+        return any(one.type == kind for one in self.integrations or ())
 
     @model_validator(mode="after")
     def _one_place_per_value(self) -> JobRequest:
@@ -59,7 +71,9 @@ class JobRequest(JobOptions):
 
     @model_validator(mode="after")
     def _validation_file_where_needed(self) -> JobRequest:
-        if self.validation_file is not None:
+        if self.validation_file is not None and self.validation_split is not None:
+            raise ValueError("validation_file and validation_split are both given: keep one")
+        if self.validation_file is not None or self.validation_split is not None:
             return self
         for section, name in (
             ("training", "early_stopping_patience"),
@@ -67,7 +81,9 @@ class JobRequest(JobOptions):
             ("checkpoint", "keep_best"),
         ):
             if getattr(getattr(self, section), name):
-                raise ValueError(f"{section}.{name} goes by validation loss: give a validation_file, or leave it out")
+                raise ValueError(
+                    f"{section}.{name} goes by validation loss: give a validation_file or validation_split, or leave it out"
+                )
         return self
 
     def given_hyperparameters(self) -> dict[str, tuple[str, Any]]:
@@ -97,7 +113,10 @@ class JobRequest(JobOptions):
                 raise ValueError(f"{place}.{name} and training.{ours} are both given: keep one")
             updates[ours] = value * of_one if name == "learning_rate_multiplier" else value
         usual: dict[str, Any] = {"learning_rate": DPO_LEARNING_RATE, "n_epochs": DPO_EPOCHS} if dpo else {}
-        if not dpo and self._asks_for_a_rate:
+        for name in ("n_epochs", "batch_size"):
+            if self._leaves_open(name):
+                usual[name] = AUTO
+        if not dpo and self._leaves_open("learning_rate_multiplier"):
             usual["learning_rate"] = AUTO
         given = self.training.model_dump(exclude_unset=True)
         if dpo and given.get("learning_rate") == AUTO:
@@ -105,27 +124,46 @@ class JobRequest(JobOptions):
         return TrainingOptions(**{**usual, **given, **updates})
 
     @property
-    def _asks_for_a_rate(self) -> bool:
-        """Whether a multiplier is given as "auto", which leaves the choice to the service."""
+    def counts_samples(self) -> bool:
+        """Whether an option depends on how many samples the training file has."""
+        training = self.resolved_training()
+        return AUTO in (training.n_epochs, training.batch_size)
+
+    def _leaves_open(self, name: str) -> bool:
+        """Whether one of OpenAI's hyperparameters is given as "auto", which leaves the choice to the service."""
         places = (self.hyperparameters, self.method.hyperparameters)
-        given = [place for place in places if "learning_rate_multiplier" in place.model_fields_set]
-        return bool(given) and all(place.learning_rate_multiplier == AUTO for place in given)
+        given = [place for place in places if name in place.model_fields_set]
+        return bool(given) and all(getattr(place, name) == AUTO for place in given)
 
 
 def parse_request(body: object) -> JobRequest:
     """Validate a create body. Raises SpecError naming every field at fault (dotted) with its value and limit."""
     if not isinstance(body, Mapping):
         raise SpecError(f"The body must be an object with model and training_file, not {type(body).__name__}.")
-    faults = list(_not_yet(body))
+    request, faults = read_request(body)
+    if request is None:
+        raise joined(faults)
+    return request
+
+
+def read_request(body: Mapping[Any, Any]) -> tuple[JobRequest | None, list[OptionFault]]:
+    """A create body, or all that is wrong with it."""
+    faults = [*_not_yet(body), *_sweep(body)]
     refused = {fault.place for fault in faults}
     try:
         request = JobRequest.model_validate(dict(body))
     except ValidationError as error:
-        faults += [fault for fault in option_faults(error, JobRequest) if fault.place not in refused]
-    else:
-        if not faults:
-            return request
-    raise joined(faults) from None
+        return None, faults + [fault for fault in option_faults(error, JobRequest) if fault.place not in refused]
+    return (None, faults) if faults else (request, [])
+
+
+def _sweep(body: Mapping[Any, Any]) -> Iterator[OptionFault]:
+    if SWEEP in body:
+        text = (
+            "sweep: makes several jobs, and this is for one. Submit them to a server with `ft sweep submit SPEC` (POST "
+            "/v1/fine_tuning/sweeps), or leave it out and give each option one value."
+        )
+        yield OptionFault(SWEEP, text, "not_available")
 
 
 def _not_yet(body: Mapping[Any, Any]) -> Iterator[OptionFault]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -11,7 +12,9 @@ from ft_service.spec.evaluation import EvaluationOptions
 from ft_service.spec.mesh import check_reshard_size, mesh_shape
 from ft_service.spec.methods import AUTO, DpoOptions
 from ft_service.spec.options import CheckpointOptions, DistributedOptions, LoraOptions, PrecisionOptions, TrainingOptions
+from ft_service.spec.rates import batch_for, epochs_for
 from ft_service.spec.request import JobRequest
+from ft_service.spec.served import check_served
 from ft_service.spec.templates import named_template
 from ft_service.spec.tuned_name import TunedName
 
@@ -54,6 +57,8 @@ class AdapterRef(Resolved):
     job_id: str
     path: str
     """Absolute folder with PEFT's two files and their manifest, as the worker sees it."""
+    shared_experts: bool = False
+    """JobSpec's, of the job that trained it."""
 
 
 class JobSpec(Resolved):
@@ -64,6 +69,8 @@ class JobSpec(Resolved):
     model: BaseModelRef
     training_data: DataFileRef
     validation_data: DataFileRef | None
+    validation_split: float | None = None
+    """Share of the training data's samples that is set aside for validation (ft_service/data/tokens/training_set/split.py)."""
     seed: int
     tuned_name: str
     """The outcome's TunedName."""
@@ -78,13 +85,29 @@ class JobSpec(Resolved):
     date: str = ""
     """Year, month and day (ISO 8601) for chat templates that write today's date, so that a resume makes the same tokens; empty:
     a job of an earlier version, whose templates write the date of the day."""
+    windows: bool = False
+    """What is learned whole (documents, and everything with train_on "everything") is split into windows of
+    training.max_length tokens, which are packed into full rows; False: a job of an earlier version, which cut it."""
     evaluation: EvaluationOptions | None = None
+    shared_experts: bool = False
+    """Whether "all-linear" means shared experts and dense feed-forwards of a mixture of experts too. False: a job of an earlier
+    version, or one with lora_dropout, which PEFT has not for them."""
     dpo: DpoOptions | None = None
     """Of direct preference optimisation, whose data files hold pairs of answers; None: training is supervised."""
     parent: AdapterRef | None = None
     """The tuned model whose adapter training starts from; None: a new one. Optimizer, schedule and data are the job's own."""
+    tensorboard: bool = False
+    """Whether event files for TensorBoard are written."""
     chosen: dict[str, str] = {}
-    """Options that were "auto" and were chosen for the machine (ft_service/plan/choose.py): dotted name → why."""
+    """Options that were "auto" and were chosen (for the machine by ft_service/plan/choose.py): dotted name → why."""
+    rungs: tuple[float, ...] = ()
+    """Of a job of a sweep: shares of its steps, ascending, below 1, after which it is validated too, so that its sweep can
+    compare it (ft_service/sweeps/halving.py)."""
+
+    @property
+    def validates(self) -> bool:
+        """Whether there are samples for validation."""
+        return self.validation_data is not None or self.validation_split is not None
 
     def shapes(self, most_nodes: int, most_per_node: int, gpus: int) -> list[tuple[int, int]]:
         """(hosts, ranks of each) on which it may train, the most ranks first, as far as the machines go; the last is that of
@@ -113,6 +136,10 @@ class JobSpec(Resolved):
         assert isinstance(self.distributed.nproc_per_node, int), "a resolved spec names a number of ranks"
         return self.distributed.nnodes * self.distributed.nproc_per_node
 
+    def rung_steps(self, total_steps: int) -> tuple[int, ...]:
+        """The steps, from 1, at which it reaches its rungs."""
+        return tuple(max(1, math.ceil(share * total_steps)) for share in self.rungs)
+
 
 def resolve(
     request: JobRequest,
@@ -126,32 +153,60 @@ def resolve(
     gpus: int,
     parent: AdapterRef | None = None,
     date: str = "",
+    samples: int | None = None,
 ) -> JobSpec:
     """Fill in every default. `gpus`: GPUs of the host that will train, for `nproc_per_node: auto`. What depends on the base and
-    the machine's memory stays "auto", for `ft_service.plan.choose`. `date`: JobSpec's.
+    the machine's memory stays "auto", for `ft_service.plan.choose`. `date`: JobSpec's. `samples`: of the training file, for
+    batch_size and n_epochs "auto"; None: they are not known, and these are the usual ones.
 
     Raises SpecError for options that do not fit the number of ranks.
     """
+    check_served(request.serve, request.lora)
     distributed = _resolve_distributed(request.distributed, gpus)
     name = TunedName.of_job(job_id, base=model.name, organization=organization, suffix=request.suffix)
+    ranks = distributed.nnodes * int(distributed.nproc_per_node)
+    if samples is not None and request.validation_split is not None:
+        samples = round(samples * (1 - request.validation_split))
+    training, chosen = by_samples(request.resolved_training(), samples, ranks, dpo=request.method.type == "dpo")
     return JobSpec(
         job_id=job_id,
         model=model,
         training_data=training_data,
         validation_data=validation_data,
+        validation_split=request.validation_split,
         seed=request.seed if request.seed is not None else seed,
         tuned_name=str(name),
         lora=request.lora,
         precision=request.precision,
-        training=request.resolved_training(),
+        training=training,
         distributed=distributed,
         checkpoint=request.checkpoint,
         chat_template=named_template(request.chat_template or ""),
         date=date,
+        shared_experts=not request.lora.lora_dropout if parent is None else parent.shared_experts,
+        windows=True,
         evaluation=request.evaluation,
         dpo=request.method.dpo_options(),
         parent=parent,
+        chosen=chosen,
+        tensorboard=request.integrated("tensorboard"),
     )
+
+
+def by_samples(
+    training: TrainingOptions, samples: int | None, ranks: int, *, dpo: bool
+) -> tuple[TrainingOptions, dict[str, str]]:
+    """The options with batch_size and n_epochs in numbers, and for those that were "auto" why (dotted)."""
+    found: dict[str, tuple[int, str]] = {}
+    usual = TrainingOptions()
+    unknown = "the usual one; the number of samples is not known"
+    if training.n_epochs == AUTO:
+        known = samples is not None or dpo
+        found["n_epochs"] = epochs_for(samples or 0, dpo=dpo) if known else (usual.epochs, unknown)
+    if training.batch_size == AUTO:
+        found["batch_size"] = batch_for(samples, ranks) if samples is not None else (usual.batch, unknown)
+    values = {name: value for name, (value, _) in found.items()}
+    return training.model_copy(update=values), {f"training.{name}": why for name, (_, why) in found.items()}
 
 
 def inherit(request: JobRequest, parent: JobSpec, name: str) -> JobRequest:

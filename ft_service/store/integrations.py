@@ -15,6 +15,8 @@ from ft_service.store.records import JobIntegration, NewEvent
 from ft_service.store.rows import JOB, columns_of, event_row, to_job, to_metrics
 from ft_service.store.tables import UNDELIVERED, events, integrations, jobs
 
+WRITTEN_BY_JOBS = ("tensorboard",)
+"""Types that the job itself sees to."""
 INTEGRATION = columns_of(JobIntegration, integrations)
 _NEW = ("job_id", "number", "project_id", "settings", "tries", "next_try_at", "lease_expires_at")
 CREATE_INTEGRATIONS = Direct(insert(integrations), _NEW)
@@ -106,7 +108,7 @@ class IntegrationStore(Database):
 
 
 def integration_rows(job: Job) -> list[dict[str, Any]]:
-    """Rows for CREATE_INTEGRATIONS: one for each integration that a new job's create body asks for."""
+    """Rows for CREATE_INTEGRATIONS: one for each integration that a new job's create body asks the service for."""
     return [
         {
             "job_id": job.id,
@@ -118,4 +120,5 @@ def integration_rows(job: Job) -> list[dict[str, Any]]:
             "lease_expires_at": 0.0,
         }
         for number, settings in enumerate(job.request.get("integrations") or ())
+        if settings["type"] not in WRITTEN_BY_JOBS
     ]

@@ -88,23 +88,9 @@ class JobStore(Database):
         Raises ConflictError if an id is taken or there is no such project, LimitError if more jobs of a project would wait than
         may (`NewJob.max_queued`).
         """
-        created: list[Job] = []
-        pairs: list[dict[str, Any]] = []
-        told: list[dict[str, Any]] = []
-        asked: list[dict[str, Any]] = []
-        given = [_as_stored(one.job) for one in new]
+        given = [as_stored(one.job) for one in new]
         with self.driving(write=True) as driver:
-            _refuse_more_waiting(driver, new)
-            for (job, row), one in zip(given, new, strict=True):
-                [(created_at, position)] = _CREATE_JOB.run(driver, row)
-                created.append(replace(job, created_at=created_at))
-                pairs += _pairs(job, position)
-                told += _first_events(created[-1], one.told)
-                asked += integration_rows(job)
-            _CREATE_PAIRS.run_all(driver, pairs)
-            _CREATE_EVENTS.run_all(driver, told)
-            if asked:
-                CREATE_INTEGRATIONS.run_all(driver, asked)
+            created = create(driver, new, given)
         self.stirred.set()
         return created
 
@@ -155,7 +141,7 @@ class JobStore(Database):
                 new = verbs.request(old, verb, now, slots)
                 if new == old:
                     return old
-                if _write(connection, old, new):
+                if write_job(connection, old, new):
                     connection.execute(_INSERT_EVENTS, event_row(NewEvent(level="info", message=ASKED[verb]), old, now))
                     record(connection, project_id, f"job.{verb.value}", job_id)
                     if new.state is not old.state:
@@ -169,7 +155,7 @@ class JobStore(Database):
             row = connection.execute(select(*JOB).where(jobs.c.id == job_id)).mappings().one_or_none()
             old = None if row is None else to_job(row)
             new = old and decisions.displaced_by(old, head)
-            if old is None or new is None or new == old or not _write(connection, old, new):
+            if old is None or new is None or new == old or not write_job(connection, old, new):
                 return False
             now = connection.scalars(select(database_time())).one()
             event = NewEvent(level="warn", message=f"The job makes room. {new.pending}")
@@ -281,6 +267,26 @@ class JobStore(Database):
         ]
 
 
+def create(driver: Driver, new: Sequence[NewJob], given: Sequence[tuple[Job, dict[str, Any]]]) -> list[Job]:
+    """Store jobs within a transaction. `given`: `as_stored` of each, made before it begins. Raises LimitError."""
+    created: list[Job] = []
+    pairs: list[dict[str, Any]] = []
+    told: list[dict[str, Any]] = []
+    asked: list[dict[str, Any]] = []
+    _refuse_more_waiting(driver, new)
+    for (job, row), one in zip(given, new, strict=True):
+        [(created_at, position)] = _CREATE_JOB.run(driver, row)
+        created.append(replace(job, created_at=created_at))
+        pairs += _pairs(job, position)
+        told += _first_events(created[-1], one.told)
+        asked += integration_rows(job)
+    _CREATE_PAIRS.run_all(driver, pairs)
+    _CREATE_EVENTS.run_all(driver, told)
+    if asked:
+        CREATE_INTEGRATIONS.run_all(driver, asked)
+    return created
+
+
 def _refuse_more_waiting(driver: Driver, new: Sequence[NewJob]) -> None:
     """Count in the transaction that adds to the count; only for projects that have such a limit."""
     limits = {one.job.project_id: one.max_queued for one in new if one.max_queued is not None}
@@ -309,20 +315,23 @@ def _get(connection: Connection, project_id: str, job_id: str) -> Job:
     return to_job(row)
 
 
-def _write(connection: Connection, old: Job, new: Job) -> bool:
+def write_job(connection: Connection, old: Job, new: Job) -> bool:
+    """Write a job unless another has written it since `old` was read."""
     # Whoever reconciles next should see the wish at once, not only when the job's turn comes round.
     statement = update(jobs).where(jobs.c.id == old.id, jobs.c.version == old.version)
     return connection.execute(statement.values(**changed_job_row(old, new), looked_at=0.0)).rowcount == 1
 
 
-def _as_stored(job: Job) -> tuple[Job, dict[str, Any]]:
+def as_stored(job: Job) -> tuple[Job, dict[str, Any]]:
     """A new job as it will be read, and its row as drivers take it."""
     request, request_text = storable_json(job.request)
     spec, spec_text = storable_json(job.stored_spec.document)
     error, error_text = storable_json(job.error) if job.error else (None, None)
     stored_spec = job.stored_spec if spec is job.stored_spec.document else StoredSpec(spec)
-    job = replace(job, request=request, stored_spec=stored_spec, error=error)
-    return job, {**new_job_row(job), "request": request_text, "spec": spec_text, "error": error_text}
+    values, values_text = storable_json(job.sweep_values) if job.sweep_values else (None, None)
+    job = replace(job, request=request, stored_spec=stored_spec, error=error, sweep_values=values)
+    texts = {"request": request_text, "spec": spec_text, "error": error_text, "sweep_values": values_text}
+    return job, new_job_row(job) | texts
 
 
 def _first_events(job: Job, told: Sequence[NewEvent]) -> list[dict[str, Any]]:

@@ -35,7 +35,21 @@ CHECKPOINT = columns_of(Checkpoint, checkpoints)
 
 # What a job is asked to do never changes after its creation; leases, the time of queueing and use have writers of their own.
 _ASKED = frozenset(
-    {"id", "project_id", "created_at", "request", "stored_spec", "max_seconds", "key_id", "work", "planned_seconds", "memory"}
+    {
+        *(
+            "id",
+            "project_id",
+            "created_at",
+            "request",
+            "stored_spec",
+            "max_seconds",
+            "key_id",
+            "work",
+            "planned_seconds",
+            "memory",
+        ),
+        *("sweep_id", "sweep_values"),
+    }
 )
 _FIXED = _ASKED | {"queued_at", "taken_at", "held_seconds", "slot_seconds"}
 

@@ -22,6 +22,7 @@ from ft_service.store.leases import LeaseStore
 from ft_service.store.models import ModelStore
 from ft_service.store.queue import QueueStore
 from ft_service.store.statistics import StatisticsStore
+from ft_service.store.sweeps.store import SweepStore
 from ft_service.store.tenants.audit import AuditStore
 from ft_service.store.tenants.keys import KeyStore, SessionStore
 from ft_service.store.tenants.projects import ProjectStore
@@ -47,6 +48,7 @@ class Store(
     WebhookStore,
     IntegrationStore,
     JobStore,
+    SweepStore,
     LeaseStore,
     QueueStore,
     HostStore,

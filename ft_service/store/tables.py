@@ -159,6 +159,11 @@ jobs = Table(
     Column("held_seconds", Double, nullable=False, server_default="0"),
     Column("slot_seconds", Double, nullable=False, server_default="0"),
     Column("seen_tokens", BigInteger, nullable=False, server_default="0"),
+    # The sweep that it is one of (ft_service/store/sweeps/), and what it has of its own there; NULL: it is alone.
+    Column("sweep_id", StorableText),
+    Column("sweep_values", StorableJson),
+    Column("sweep_course", StorableJson),
+    Column("stopped", StorableText),
     Column("version", Integer, nullable=False),
     Column("lease_owner", StorableText),
     Column("lease_token", StorableText),

@@ -37,8 +37,10 @@ from ft_service.rundir.checkpoints import (
 )
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Result
+from ft_service.rundir.evaluations import EVALUATIONS, SERVED
 from ft_service.rundir.events import parse_event
 from ft_service.rundir.fence import Fence, SealedError
+from ft_service.rundir.probes import PROBES
 from ft_service.spec import JobSpec
 from ft_service.storage.locations import ObjectRunDir
 from ft_service.storage.object_store import ObjectStore
@@ -54,7 +56,7 @@ FLUSH_SECONDS = 60.0
 """How long the flush waits for the other nodes' shards of the last checkpoint."""
 TRIES = 4
 """How often storage that does not answer is tried, after 2, 4 and 8 seconds."""
-_OUTCOME = ("adapter", "metrics.csv", "manifest.json", "evaluation.json")
+_OUTCOME = ("adapter", "metrics.csv", "manifest.json", PROBES, SERVED)
 
 
 class Sync:
@@ -115,6 +117,8 @@ class Sync:
         parts = key.split("/")
         if parts[0] == ATTEMPTS:
             return "logs" not in parts
+        if parts[0] == EVALUATIONS:
+            return True
         return (parts[0] == CHECKPOINTS and parts[-1] in (MARKER, "position.json")) or len(parts) == 1
 
     def _fetch_checkpoint(self, name: str) -> None:
@@ -161,7 +165,7 @@ class Sync:
 
     def _push_training(self) -> bool:
         """What the ranks have made. False: as `push`. Raises SealedError."""
-        for key in ("origins.json", "reference.bin", "reference.json"):
+        for key in ("origins.json", "reference.bin", "reference.json", *self.run.list(EVALUATIONS)):
             self._put_once(key)
         self._push_shards()
         mine = [name for name in complete_checkpoints(self.run) if name.endswith(f"-a{self.attempt}")]

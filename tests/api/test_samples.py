@@ -32,3 +32,23 @@ def test_samples_of_a_file_and_of_a_job(service: Service) -> None:
     wrong = get(service, f"/v1/files/{file.id}/samples", model="tiny", chat_template="chatmi").json()["error"]
     assert wrong["param"] == "chat_template"
     assert "there are chatml, llama-3" in wrong["message"]
+
+
+def test_statistics_of_a_file_and_of_a_job(service: Service) -> None:
+    client = service.client()
+    lines = b"".join(b'{"text": "%d"}\n' % (number % 30) for number in range(32))
+    file, other = (client.files.create(file=(f"{name}.jsonl", lines), purpose="fine-tune") for name in "ab")
+    asked = {"model": "tiny", "validation_split": 0.25, "seed": 7, "batch_size": 4}
+    found = get(service, f"/v1/files/{file.id}/statistics", **asked).json()
+    assert (found["training"]["samples"], found["validation"]["samples"], found["steps"]) == (24, 8, 3 * 6)
+    assert found["training"]["duplicates"]["count"] + found["validation"]["duplicates"]["count"] == 2
+    assert found["overlap"] == {"count": 0, "first": []}
+    assert "with the very tokens of one further up" in found["warnings"][0]
+    options = {"training": {"batch_size": 4}, "validation_split": 0.25}
+    job = client.fine_tuning.jobs.create(model="tiny", training_file=file.id, seed=7, extra_body=options)
+    of_job = get(service, f"/v1/fine_tuning/jobs/{job.id}/statistics").json()
+    assert of_job["flops"] > 0
+    assert {**of_job, "flops": None, "seconds": None} == found
+    assert service.http("GET", f"/v1/fine_tuning/jobs/{job.id}").json()["validation_split"] == 0.25
+    refused = get(service, f"/v1/files/{file.id}/statistics", **asked, validation_file=other.id).json()["error"]
+    assert refused["param"] == "validation_split"

@@ -155,7 +155,7 @@ def test_a_file_that_cannot_be_trained_on_fails_the_job_without_a_training_proce
     assert job.error is not None
     assert job.error.model_dump() == {
         "code": "invalid_training_file",
-        "message": "bad.jsonl: line 4: messages is required (1 line at fault, 3 fine).",
+        "message": "bad.jsonl: 1 of 4 lines cannot be trained on.\nline 4: messages is required",
         "param": "training_file",
     }
     assert not (tmp_path / "runs" / job_id / "attempts").exists()

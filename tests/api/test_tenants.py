@@ -40,9 +40,13 @@ def theirs(service: Service, client: openai.OpenAI, training_file: str) -> dict[
     service.use(service.settings.model_copy(update={"webhook_allow_private": True}))
     endpoint = client.webhooks.create(name="secret-name", url="http://secret.example", event_types=["fine_tuning.job.failed"])
     key, _ = service.store.create_key(project_id="default", name="secret-name", scope="submit")
+    tried = {"suffix": "secret-name", "sweep": {"lora.r": [4, 8]}}
+    body = {"model": "tiny", "training_file": training_file, "validation_file": training_file, **tried}
+    sweep = service.http("POST", "/v1/fine_tuning/sweeps", json=body).json()
     [checkpoint] = client.fine_tuning.jobs.checkpoints.list(job_id).data
     return {
         "job_id": job_id,
+        "sweep_id": sweep["id"],
         "file_id": training_file,
         "upload_id": upload.id,
         "model": job.spec.tuned_name,

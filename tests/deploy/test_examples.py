@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "deploy/examples"
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
 def test_every_example_loads_and_finds_its_files(path: Path) -> None:
-    spec = load_spec_file(path)
+    spec = load_spec_file(path, sweep=path.name == "sweep.yaml")
     assert spec.training_file.path.is_file()
     assert spec.validation_file is not None
 

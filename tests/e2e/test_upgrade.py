@@ -28,6 +28,8 @@ from tests.support.service import SECONDS, Server, eventually, freeze, nothing_l
 VERSION = "0.1.0"
 EXACT = 1e-6
 """Largest relative difference of a loss from the uninterrupted job's."""
+FP8 = 1e-2
+"""The same of a job on FP8 that had not begun: its base is rounded as torchao does, which version 0.1.0 did not."""
 SUPERVISOR = [sys.executable, "-P", "-m", "ft_service.supervisor"]
 """As version 0.1.0 spells it, and pods of its launcher do: other versions must know it by this name."""
 CLI = [sys.executable, "-m", "ft_service.cli"]
@@ -60,8 +62,11 @@ def server(old: OldHome, hook: Receiver) -> Iterator[Server]:
         with server.client() as client:
             endpoint = old.recorded["webhook"]["id"]
             client.post(f"/webhook_endpoints/{endpoint}", body={"url": f"{hook.url}/new"}, cast_to=httpx2.Response)
-            # The reconciler has been at all jobs, then.
-            eventually(lambda: ask(client, f"/fine_tuning/jobs/{old.job_id('lost')}")["attempt"] == 2)
+            # The reconciler has been at all jobs, then. `lost` needs two slots, of which `launching` has one: it waits for it.
+            eventually(lambda: ask(client, f"/fine_tuning/jobs/{old.job_id('lost')}")["status"] == "queued")
+    except BaseException:
+        server.stop()
+        raise
     finally:
         send(frozen, signal.SIGCONT)
     yield server
@@ -242,10 +247,10 @@ def test_jobs_that_had_not_begun_run_to_their_end(tmp_path: Path) -> None:
         model: Any = client.fine_tuning.jobs.retrieve(old.job_id("first")).fine_tuned_model
         extra = {"training": {"max_steps": 2}}
         new = client.fine_tuning.jobs.create(model=model, training_file=old.recorded["files"]["train"], extra_body=extra)
-        for name in ("launching", "queued"):
+        for name, tolerance in (("launching", EXACT), ("queued", FP8)):
             job: Any = wait_until(client, old.job_id(name), "succeeded")
             assert job.attempt == 1
-            assert losses_of(client, job.id) == pytest.approx(old.losses(name), rel=EXACT)
+            assert losses_of(client, job.id) == pytest.approx(old.losses(name), rel=tolerance)
         for job_id in (new.id, old.job_id("lost")):
             wait_until(client, job_id, "succeeded")
             eventually(lambda job_id=job_id: nothing_left(server.run(job_id)))

@@ -115,6 +115,9 @@ class Recording:
         self.read += [(name, index, row) for row in range(start, end)]
         return self.tensors[name][start:end] if index is None else self.tensors[name][index, start:end]
 
+    def whole(self, name: str) -> Tensor:
+        return self.tensors[name]
+
 
 @pytest.mark.parametrize("original_format", [True, False])
 def test_a_rank_reads_the_rows_of_experts_that_it_owns_and_no_others(original_format: bool, tmp_path: Path) -> None:

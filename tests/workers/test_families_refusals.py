@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from ft_service.errors import SpecError
-from tests.support.training.models import COMMON, save_tiny, spec_for
+from tests.support.training.models import COMMON, FAMILIES, save_tiny, spec_for
 from workers.base.load import load
 from workers.model.build import base_on_meta, build, decoder_layers
 
@@ -89,8 +89,11 @@ def test_a_rank_pattern_that_matches_nothing(tmp_path: Path) -> None:
         ("t5", {}, "t5 model, which is no causal language model"),
         ("paligemma", {}, "paligemma model, made of several"),
         ("phimoe", {}, "draws experts at random"),
-        ("gpt2", {"n_layer": 1, "n_embd": 16, "n_head": 2}, "GPT2LMHeadModel has no linear layers"),
-        ("jetmoe", {**COMMON, "num_local_experts": 2, "num_key_value_heads": 2, "kv_channels": 12}, "JetMoeParallelExperts"),
+        ("gpt2", {"n_layer": 1, "n_embd": 16, "n_head": 2}, "in place of linear layers"),
+        ("jetmoe", {**COMMON, "num_local_experts": 2, "num_key_value_heads": 2, "kv_channels": 12}, "attention is a mixture"),
+        ("roberta", {}, "its tokens see those behind them"),
+        ("gemma3_text", {**COMMON, "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("llama", {**COMMON, "architectures": ["LlamaForSequenceClassification"]}, "whose head writes no text"),
     ],
 )
 def test_an_architecture_that_cannot_be_tuned(model_type: str, values: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -100,13 +103,13 @@ def test_an_architecture_that_cannot_be_tuned(model_type: str, values: dict[str,
 
 
 def test_modules_that_peft_does_not_adapt_are_left_out_unless_they_are_named(tmp_path: Path) -> None:
-    base = config_only(tmp_path / "base", "mamba", hidden_size=16, num_hidden_layers=1, vocab_size=32)
+    base = config_only(tmp_path / "base", "falcon_h1", **COMMON, **FAMILIES["falcon_h1"])
     error = refusal(base, lora={"target_modules": ["in_proj", "out_proj"]})
     assert error.param == "lora.target_modules"
     assert "out_proj" in error.message
     built = build(spec_for(base, lora={"target_modules": "all-linear"}), CPU)
     adapted = {name.split(".")[-4] for name, p in built.peft_model.named_parameters() if p.requires_grad}
-    assert adapted == {"in_proj", "x_proj"}, "dt_proj gets no gradient"
+    assert adapted == {*(f"{name}_proj" for name in ("q", "k", "v", "o", "in", "gate", "up", "down"))}
 
 
 def test_an_unknown_architecture(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def peak_of_a_step(rank: int, world: int, spec: JobSpec) -> int:
     """Bytes of tensors that a step has beside those that were there before it, at most."""
     built = constructed(spec, world)
     job = JobState(dict(adapters(built.peft_model)), spec.training)
-    data = full_samples(spec.training.batch_size)
+    data = full_samples(spec.training.batch)
 
     keys = list(range(len(data))) if spec.lora.lora_dropout else None
 

@@ -20,16 +20,18 @@ from ft_service.rundir.documents import Outcome, OutcomeKind, Result, Start
 from ft_service.rundir.manifest import Manifest
 from ft_service.rundir.verify import verify
 from ft_service.spec import JobSpec
+from tests.support.event_files import curves
 from tests.support.ranks import run_on_ranks
 from tests.support.training.attempts import attempt_on_rank
 from tests.support.training.models import save_chat_base, save_chats, spec_for
 from workers.base.load import adapters, load
+from workers.exports import gguf_vocabulary
 from workers.job.training_state import JobState
 from workers.model.build import build
 from workers.output.checkpoint import restore
 from workers.output.export import gathered_adapter
 from workers.output.saver import WITH_ADAPTERS
-from workers.tasks import consolidate, merge
+from workers.tasks import consolidate, export, merge
 
 CPU = torch.device("cpu")
 
@@ -53,6 +55,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
         training={"max_steps": 4, "batch_size": 4, "learning_rate": 1e-2},
         checkpoint={"save_steps": 2},
         lora={"r": 3},
+        integrations=[{"type": "tensorboard"}],
     )
     run = RunDir(folder / "run")
     run.write("spec.json", spec)
@@ -115,6 +118,23 @@ def test_an_adapter_can_be_used_and_shared_without_the_machine_that_made_it(fini
     assert alone.apply_chat_template(chat, tokenize=False) == base.apply_chat_template(chat, tokenize=False)
     assert alone("Hello, world").input_ids == base("Hello, world").input_ids
     assert not (folder / "config.json").exists(), "which would make the folder pass for a whole model"
+
+
+def test_tensorboard_finds_the_curves_beside_the_run_and_with_the_adapter(finished: RunDir) -> None:
+    (live,) = finished.path("tensorboard").iterdir()
+    (kept,) = finished.path("adapter").glob("events.out.tfevents.*")
+    header, *rows = [line.split(",") for line in finished.path("metrics.csv").read_text().splitlines()]
+    losses = {int(row[0]): float(row[header.index("train_loss")]) for row in rows}
+    for file in (live, kept):
+        assert dict(curves(file)["train/loss"]) == pytest.approx(losses)
+    manifest = finished.read("adapter/manifest.json", Manifest)
+    assert manifest is not None
+    assert kept.name in manifest.files
+
+
+def test_no_path_of_the_host_leaves_with_the_adapter(finished: RunDir) -> None:
+    held = {path.name: str(finished.root.parent).encode() in path.read_bytes() for path in finished.path("adapter").iterdir()}
+    assert not any(held.values()), held
 
 
 VLLM_LORA = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<which>[AB])\.weight")
@@ -186,6 +206,27 @@ def test_a_merge_reports_the_losses_before_and_after(
     assert losses["merged"] != losses["adapter_on_bf16_base"], "rounding costs something"
     assert (out / "tokenizer.json").is_file()
     assert (out / "adapter_manifest.json").read_bytes() == finished.path("adapter/manifest.json").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_gguf_reports_the_losses_of_what_it_holds(
+    finished: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base's tokenizer has no merges, without which llama.cpp has none: here it is given one."""
+    monkeypatch.setattr(gguf_vocabulary, "_merges", lambda given: [["a", "b"]])
+    arguments = [str(finished.path("adapter")), str(tmp_path / "out"), "--format"]
+    assert export.main([*arguments, "gguf-q8_0"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "model.gguf",
+        "Modelfile",
+        "fidelity.json",
+        "adapter_manifest.json",
+    }
+    losses = report["validation_loss"]
+    assert losses["merged"] == pytest.approx(losses["adapter_on_bf16_base"], rel=1e-2)
+    assert losses["merged"] != losses["adapter_on_bf16_base"], "rounding costs something"
+    assert (report["tensors"], 0 < report["relative_error"] < 0.01) == (21, True)
 
 
 def test_a_merge_onto_another_base_is_refused(finished: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

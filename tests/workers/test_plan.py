@@ -33,7 +33,7 @@ def measure(rank: int, world: int, spec: JobSpec) -> dict[str, Any]:
     """Bytes that the tensors of one rank take during a step of the real worker code, and what its collectives carried."""
     built = constructed(spec, world)
     job = JobState(dict(adapters(built.peft_model)), spec.training)
-    data = full_samples(spec.training.batch_size)
+    data = full_samples(spec.training.batch)
     batches = batches_of(data, rank, world, spec)
     kept = spec.distributed.keep_unsharded
     with counted_collectives() as collectives:

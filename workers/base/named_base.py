@@ -32,6 +32,9 @@ class WeightsOnly:
     def rows(self, name: str, start: int, end: int, index: int | None = None, *, transposed: bool = False) -> Tensor:
         return self._base.rows(name, start, end, index, transposed=transposed)
 
+    def whole(self, name: str) -> Tensor:
+        return self._base.whole(name)
+
 
 class NamedBase:
     """The values of a model's frozen parameters, by rows, and the parts of those that the base holds quantised."""

@@ -34,6 +34,8 @@ class BaseTensors(Protocol):
 
     def rows(self, name: str, start: int, end: int, index: int | None = None, *, transposed: bool = False) -> Tensor: ...
 
+    def whole(self, name: str) -> Tensor: ...
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -82,6 +84,11 @@ class NamedTensors:
             first += height
         return torch.cat(parts) if parts else self._rows(pieces[0], 0, 0)
 
+    def whole(self, name: str) -> Tensor:
+        """All of a small parameter, which may be one number."""
+        shape = self.shape(name)
+        return self.rows(name, 0, shape[0]) if shape else self._tensors.whole(self._pieces[name][0].tensor)
+
     def _rows(self, piece: Piece, start: int, end: int) -> Tensor:
         if not piece.transposed:
             return self._tensors.rows(piece.tensor, start, end, piece.index)
@@ -119,12 +126,9 @@ def load_buffers(model: nn.Module, tensors: NamedTensors, plain: Callable[[str],
             if buffer is None or name in module._non_persistent_buffers_set:
                 continue
             ours = plain(f"{module_name}.{name}")
-            if ours not in tensors or not tensors.shape(ours):
-                raise SpecError(
-                    f"The base's safetensors lack {ours}, or hold it in a layout that is not supported.", param="model"
-                )
-            rows = tensors.rows(ours, 0, tensors.shape(ours)[0])
-            module._buffers[name] = rows.to(device)
+            if ours not in tensors:
+                raise SpecError(f"The base's safetensors lack {ours}: its layout is not supported.", param="model")
+            module._buffers[name] = tensors.whole(ours).to(device)
 
 
 def find_pieces(base: PreTrainedModel, wanted: Iterable[str], held: Iterable[str]) -> dict[str, list[Piece]]:

@@ -105,6 +105,10 @@ class StoredBase:
             return stored.rows_of(index, start, end)
         return self._files.rows(name, start, end, index, transposed=transposed) if stored is None else stored.rows(start, end)
 
+    def whole(self, name: str) -> Tensor:
+        """All of a small plain tensor, which may be one number."""
+        return self._files.whole(name)
+
     def stored(self, name: str) -> StoredWeight | None:
         """How a tensor is quantised, None: not at all. Raises SpecError, naming it, for a layout that is not known here."""
         if name not in self._stored:

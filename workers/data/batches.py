@@ -31,6 +31,8 @@ class Batch:
     """int64 [targets]: these next tokens."""
     packing: Packing | None = None
     """None: a row is one sample, padded at the end."""
+    rows: tuple[int, ...] = ()
+    """Tokens of each padded row's sample."""
     keys: Tensor | None = None
     """int32 [rows, length]: the key of every token, from which follows what is random about it. None: nothing is."""
     lengths: Tensor | None = None
@@ -130,7 +132,8 @@ def collate(samples: Sequence[Tokens], device: torch.device, keys: Sequence[int]
         lengths = np.array([len(s.ids) for s in samples] or [length], dtype=np.float32)
         own_lengths = _moved(np.repeat(lengths[:, None], length, axis=1), device)
     on_device = (_moved(ids, device), _moved(places, device), _moved(targets, device))
-    return Batch(*on_device, keys=of_tokens, lengths=own_lengths)
+    own = tuple(len(s.ids) for s in samples) or (length,)
+    return Batch(*on_device, rows=own, keys=of_tokens, lengths=own_lengths)
 
 
 def pack(samples: Sequence[Tokens], device: torch.device, keys: Sequence[int] | None = None) -> Batch:
@@ -148,7 +151,7 @@ def pack(samples: Sequence[Tokens], device: torch.device, keys: Sequence[int] | 
         of_tokens = torch.cat(rows)[None]
         own_lengths = _moved(np.repeat(np.array(lengths, dtype=np.float32), lengths)[None], device)
     on_device = (_moved(ids[None], device), _moved(places, device), _moved(targets, device))
-    return Batch(*on_device, packing, of_tokens, own_lengths)
+    return Batch(*on_device, packing, keys=of_tokens, lengths=own_lengths)
 
 
 def _targets(samples: Sequence[Tokens], starts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -24,6 +24,8 @@ from ft_service.data.tokens.keeping import Recording, find
 from ft_service.data.tokens.render import writes_date
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.tokenize import file_samples, load_tokenizer, trainable
+from ft_service.data.tokens.training_set.split import Split, split_off
+from ft_service.data.tokens.training_set.windows import are_whole, in_windows
 from ft_service.errors import DataError
 from ft_service.rundir.directory import RunDir
 from ft_service.spec import DataFileRef, JobSpec
@@ -41,9 +43,22 @@ def job_samples(run: RunDir, spec: JobSpec) -> tuple[TokenSet, TokenSet]:
 
     Raises DataError on all ranks for a file that cannot be trained on, SpecError for a tokenizer that cannot be used.
     """
-    training, validation = (_samples(run, spec, file) for file in (spec.training_data, spec.validation_data))
-    assert training is not None, "every job has a training file"
-    return training, TokenSet.of([]) if validation is None else validation
+    pairs, length = spec.dpo is not None, spec.training.max_length
+    training, file = _samples(run, spec, spec.training_data), spec.validation_data
+    validation = None if file is None else _samples(run, spec, file)
+    if (split := Split.of(spec)) is not None:
+        file = spec.training_data
+        training, validation = split_off(training, split, file.name, pairs=pairs)
+    used = trainable(_whole(training, spec), spec.training_data, length, pairs=pairs)
+    if file is None or validation is None:
+        return used, TokenSet.of([])
+    return used, trainable(_whole(validation, spec), file, length, pairs=pairs)
+
+
+def _whole(samples: TokenSet, spec: JobSpec) -> TokenSet:
+    """What is learned whole in windows, of which none is cut; other samples as they are."""
+    split = spec.windows and spec.dpo is None and are_whole(samples)
+    return in_windows(samples, spec.training.max_length) if split else samples
 
 
 def remove_own(run: RunDir) -> None:
@@ -51,9 +66,8 @@ def remove_own(run: RunDir) -> None:
     shutil.rmtree(run.path(token_folder.IN_RUN), ignore_errors=True)
 
 
-def _samples(run: RunDir, spec: JobSpec, file: DataFileRef | None) -> TokenSet | None:
-    if file is None:
-        return None
+def _samples(run: RunDir, spec: JobSpec, file: DataFileRef) -> TokenSet:
+    """All samples of a file, uncut."""
     pairs = spec.dpo is not None
     key = tokens_key(spec.model.path, file.sha256, TokenOptions.of(spec), pairs=pairs)
     shared = os.environ.get(token_folder.FOLDER)
@@ -76,7 +90,7 @@ def _samples(run: RunDir, spec: JobSpec, file: DataFileRef | None) -> TokenSet |
             "tokenizers on all of them.",
             code="tokens_differ",
         )
-    return trainable(samples, file, spec.training.max_length, pairs=pairs)
+    return samples
 
 
 def _of_run(run: RunDir) -> Cache:

@@ -73,8 +73,8 @@ def record(
             code="base_changed",
         )
     data = [_data_file("training", spec.training_data, train)]
-    if spec.validation_data is not None:
-        data.append(_data_file("validation", spec.validation_data, valid))
+    if spec.validates:
+        data.append(_data_file("validation", spec.validation_data or spec.training_data, valid))
     compare_tokens(before.data if before is not None else [], data, [train, valid][: len(data)])
     if dist.get_rank() == 0:
         formats = {module.format for module in modules}

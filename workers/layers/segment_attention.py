@@ -15,7 +15,7 @@ every step, and selective checkpointing keeps their results by their namespace.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -45,16 +45,22 @@ class Segments:
         self._starts: Tensor | None = None
         self._on_device: Tensor | None = None
         self.longest = 0
+        self.lengths: Sequence[int] = ()
+        """Tokens of the sample in each padded row, as far as they are known."""
         self.fused = False
         """Whether the segments are on a GPU that has a fused kernel for them."""
         self.faults: list[str] | None = None
         """While it is tried whether an architecture can be trained this way: what stands against it."""
 
-    def use(self, starts: Tensor | None, on_device: Tensor | None = None, longest: int = 0) -> None:
+    def use(
+        self, starts: Tensor | None, on_device: Tensor | None = None, longest: int = 0, lengths: Sequence[int] = ()
+    ) -> None:
         """`starts` int32 [segments + 1], on the CPU: first token of each, and the end. None: every row is one segment.
 
-        `on_device`: the same where the model computes. `longest`: tokens of the longest segment.
+        `on_device`: the same where the model computes. `longest`: tokens of the longest segment. `lengths`: of the samples of
+        padded rows.
         """
+        self.lengths = lengths
         self._starts, self._on_device, self.longest = starts, on_device, longest
         self.fused = on_device is not None and _has_kernel(on_device.device)
 

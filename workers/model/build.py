@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from ft_service.bases.families.acceptance import refuse_untunable
 from ft_service.bases.module_rules import refuse_resharding_of_held
-from ft_service.bases.wrapped import refuse_not_causal
 from ft_service.errors import SpecError
 from ft_service.spec import JobSpec, WeightFormat
 from workers.base.frozen import Loaded
 from workers.layers import segment_mixers
 from workers.layers.noise import add_noise
+from workers.layers.sample_positions import rotate_by_sample
 from workers.layers.segment_attention import NAME as SEGMENTS
 from workers.model.attention import stock_attention, takes_segments
 from workers.model.lora import add_adapters
@@ -27,9 +28,6 @@ from workers.ranks.runtime import COMPUTE_DTYPE
 
 STORAGE_DTYPE = torch.bfloat16
 """What frozen weights without a quantised format are stored in, and the face dtype of the quantised ones."""
-
-RANDOM_IN_TRAINING = frozenset({"phimoe"})
-"""Model types with randomness that no option of their config turns off."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +51,14 @@ def build(spec: JobSpec, device: torch.device) -> BuiltModel:
     base = base_on_meta(spec.model.path)
     restore_buffers(base, device, COMPUTE_DTYPE[spec.precision.compute])
     segment_mixers.use_segments(base)
+    rotate_by_sample(base)
     layers = decoder_layers(base)
     held = formats_of_base(base, layers, spec.model.path)
     refuse_resharding_of_held(spec.distributed.reshard_size, held)
     formats = precision_map(base, layers, spec.precision, held)
     swap(base, layers, formats)
     products = choose_products(base, spec.precision, COMPUTE_DTYPE[spec.precision.compute], device)
-    peft_model = add_adapters(base, spec.lora)
+    peft_model = add_adapters(base, spec.lora, shared_experts=spec.shared_experts)
     if spec.training.neftune_noise_alpha is not None:
         add_noise(base, spec.training.neftune_noise_alpha)
     return BuiltModel(peft_model, layers, formats, products)
@@ -117,16 +116,10 @@ def _config(path: str) -> PreTrainedConfig:
 
 
 def _require_text_decoder(config: PreTrainedConfig, text: PreTrainedConfig) -> None:
-    refuse_not_causal(config.to_dict())
+    refuse_untunable(config.to_dict())
     known = text is not config or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     if not known:
         raise SpecError(f"The base is a {config.model_type} model, which is no causal language model.", param="model")
-    if text.model_type in RANDOM_IN_TRAINING:
-        raise SpecError(
-            f"The base is a {config.model_type} model, whose router draws experts at random in training: no step could be "
-            "repeated, and no resume be exact.",
-            param="model",
-        )
 
 
 def balance_note(path: str) -> str | None:

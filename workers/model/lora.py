@@ -9,12 +9,20 @@ from typing import TypeVar
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import nn
 from transformers import PreTrainedModel
 
 from ft_service.bases.families.known import family_of
-from ft_service.bases.module_rules import choose_parameters, choose_targets, last_name, named_apart, values_by_module
+from ft_service.bases.module_rules import (
+    choose_parameters,
+    choose_targets,
+    last_name,
+    named_apart,
+    refuse_dropout,
+    values_by_module,
+)
 from ft_service.errors import SpecError
 from ft_service.spec import LoraOptions
 from workers.layers.dropout import Dropping
@@ -26,11 +34,15 @@ from workers.model.wrapped import names_of_towers
 T = TypeVar("T", int, float)
 
 
-def add_adapters(model: PreTrainedModel, lora: LoraOptions) -> PeftModel:
-    """Wrap a model on meta by PEFT, with fp32 adapters. Raises SpecError for names and patterns that match nothing."""
-    chosen = adapted_modules(model, lora)
+def add_adapters(model: PreTrainedModel, lora: LoraOptions, *, shared_experts: bool) -> PeftModel:
+    """Wrap a model on meta by PEFT, with fp32 adapters. `shared_experts`: the job's. Raises SpecError for names and patterns
+    that match nothing.
+    """
+    chosen = adapted_modules(model, lora, shared_experts=shared_experts)
     stacks = adapted_stacks(model, lora, chosen)
-    apart = named_apart(chosen, [name for name, module in model.named_modules() if isinstance(module, ExpertsLinear)])
+    apart: list[str] = named_apart(
+        chosen, [name for name, module in model.named_modules() if isinstance(module, ExpertsLinear)]
+    )
     by_peft = [name for name in chosen if name not in apart]
     ranks = values_by_module([*chosen, *stacks], lora.rank_pattern, "lora.rank_pattern")
     alphas = values_by_module([*chosen, *stacks], lora.alpha_pattern, "lora.alpha_pattern")
@@ -52,13 +64,16 @@ def add_adapters(model: PreTrainedModel, lora: LoraOptions) -> PeftModel:
     except ValueError as error:  # PEFT knows modules that only look as if they could be adapted
         raise SpecError(f"lora.target_modules: {error}", param="lora.target_modules") from None
     assert isinstance(peft_model, PeftModel)
+    apart += [name for name in by_peft if not isinstance(model.get_submodule(name), LoraLayer)]  # it took them for experts
+    by_peft = [name for name in by_peft if name not in apart]
+    refuse_dropout(lora.lora_dropout, apart)
     if stacks or apart:  # only now: PEFT would wrap other modules, and freeze what it does not know
         config.rank_pattern = _by_module(model, [*chosen, *stacks], ranks, lora.r)
         config.alpha_pattern = _by_module(model, [*chosen, *stacks], alphas, lora.lora_alpha)
         _adapt_apart(peft_model, config, apart)
         _adapt_stacks(model, stacks, lora, ranks, alphas)
         config.target_parameters = [*shortest_parameters(model, stacks), *(f"{name}.weight" for name in apart)]
-        config.target_modules = shortest_names(model, by_peft)
+    config.target_modules = shortest_names(model, by_peft)  # PEFT shortens long lists by a model that has no towers
     if lora.lora_dropout:
         for name, module in model.named_modules():
             if isinstance(module, LoraLinear):
@@ -69,7 +84,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraOptions) -> PeftModel:
     return peft_model
 
 
-def adapted_modules(model: PreTrainedModel, lora: LoraOptions) -> list[str]:
+def adapted_modules(model: PreTrainedModel, lora: LoraOptions, *, shared_experts: bool) -> list[str]:
     """Full names of the linear layers that get an adapter, in the model's order. Raises SpecError where there are none.
 
     Subclasses of linear layers, such as routers, compute something else.
@@ -77,7 +92,8 @@ def adapted_modules(model: PreTrainedModel, lora: LoraOptions) -> list[str]:
     head = model.get_output_embeddings()
     names = [name for name, m in model.named_modules() if type(m) in (nn.Linear, FrozenLinear) and m is not head]
     experts = [name for name, module in model.named_modules() if isinstance(module, ExpertsLinear)]
-    return choose_targets(names, experts, lora.target_modules, family_of(model.config.to_dict()))
+    family = family_of(model.config.to_dict())
+    return choose_targets(names, experts, lora.target_modules, family, shared_experts=shared_experts)
 
 
 def adapted_stacks(model: PreTrainedModel, lora: LoraOptions, modules: list[str]) -> list[str]:

@@ -8,8 +8,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import peft
@@ -25,7 +26,8 @@ from ft_service.bases.origin import portable_name
 from ft_service.data.tokenizer_files import tokenizer_files
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Result
-from ft_service.rundir.events import Metrics
+from ft_service.rundir.evaluations import SERVED, Served
+from ft_service.rundir.events import Event, Metrics
 from ft_service.rundir.fence import Fence
 from ft_service.rundir.manifest import MANIFEST
 from ft_service.rundir.model_card import describe_adapter
@@ -37,46 +39,73 @@ from workers.model.build import BuiltModel
 from workers.output import checkpoint
 from workers.output.checkpoint_pruning import best, held
 from workers.output.disk_errors import explained, sync
+from workers.output.event_files import write_event_file
 from workers.output.model_shards import TensorPlan, write_file
 from workers.output.publishing import adapter_folder, put_document, write_document
-from workers.output.report import metrics_csv, metrics_of_all_attempts
+from workers.output.report import metrics_csv, steps_of_all_attempts, with_evaluations
 from workers.quant.kernels import VERSION as BITSANDBYTES_VERSION
 from workers.ranks.runtime import ExportError
 
 BASE_CONFIG = "config.json"
 """Of the base's tokenizer files the one that tells of the whole model: in an adapter's folder it would pass for one."""
 
+_PLACES = ("name_or_path", "special_tokens_map_file", "tokenizer_file")
+"""Of tokenizer_config.json: paths, as older versions of transformers have noted them."""
 
-def publish(
-    run: RunDir, fence: Fence, spec: JobSpec, built: BuiltModel, job: JobState, probe: Callable[[], list[Probe]]
-) -> int:
-    """Write the outcome of a finished job; returns the step of its adapter. Called by all ranks together; rank 0 writes.
 
-    `probe`: measures the model as it is; called by all ranks. With training.load_best_model_at_end the job's state becomes that
-    of the best checkpoint. Raises ExportError on rank 0 if
-    the disk refuses the adapter or reads back another one, and SealedError there if the attempt is over.
-    """
+@dataclass(frozen=True)
+class Chosen:
+    """The step whose adapter is published, and all that was trained."""
+
+    checkpoint: str | None
+    """The job's state is this checkpoint's; None: the last step's."""
+    steps: int
+    trained_tokens: int
+
+
+def use_best(run: RunDir, spec: JobSpec, job: JobState) -> Chosen:
+    """With training.load_best_model_at_end, make the job's state that of the best checkpoint. Called by all ranks together."""
     steps, tokens = job.step, job.trained_tokens
     chosen = _best_checkpoint(run, spec, job.step)
     if chosen is not None:
         checkpoint.restore(job, run, chosen, spec)
-    probes = Probes(step=job.step, probes=probe())
+    return Chosen(chosen, steps, tokens)
+
+
+def publish(
+    run: RunDir,
+    fence: Fence,
+    spec: JobSpec,
+    built: BuiltModel,
+    job: JobState,
+    chosen: Chosen,
+    probes: list[Probe],
+    served: Served | None,
+) -> None:
+    """Write the outcome of a finished job. Called by all ranks together; rank 0 writes.
+
+    `probes`, `served`: what was measured of it. Raises ExportError on rank 0 if the disk refuses the adapter or reads back
+    another one, and SealedError there if the attempt is over.
+    """
     if dist.get_rank() == 0:
-        rows = metrics_of_all_attempts(run, fence.attempt)
+        reported = with_evaluations(steps_of_all_attempts(run, fence.attempt), run)
+        rows = [event.metrics for event in reported if event.metrics is not None]
         try:
-            write_document(run, PROBES, probes, fence)
-            _write_outcome(run, fence, spec, built, job, rows, chosen)
+            write_document(run, PROBES, Probes(step=job.step, probes=probes), fence)
+            if served is not None:
+                write_document(run, SERVED, served, fence)
+            _write_outcome(run, fence, spec, built, job, reported, chosen.checkpoint)
         except OSError as error:
             fence.check()  # a later attempt removes what this one has not finished
             needed = sum(parameter.numel() * parameter.element_size() for parameter in job.parameters.values())
             raise ExportError(f"The adapter could not be written: {explained(error, run.root, needed)}") from error
-        result = _result(fence.attempt, steps, tokens, [row for row in rows if row.step <= job.step])
+        up_to = [row for row in rows if row.step <= job.step]
+        result = _result(fence.attempt, chosen.steps, chosen.trained_tokens, up_to)
         write_document(run, "result.json", result, fence)
     else:
         for _ in gathered_adapter(job):
             pass
     dist.barrier()
-    return job.step
 
 
 def gathered_adapter(job: JobState) -> Iterator[tuple[str, Tensor]]:
@@ -125,11 +154,22 @@ def write_adapter(
     config.save_pretrained(str(folder))
     for path in tokenizer_files(Path(spec.model.path)):  # so that the folder can be used, and shared, by itself
         if path.name != BASE_CONFIG and path.parent == Path(spec.model.path):
-            shutil.copyfile(path, folder / path.name)
+            _copy_for_others(path, folder / path.name)
     if spec.chat_template:  # goes before the one in the tokenizer's configuration, wherever the folder is loaded
         (folder / "chat_template.jinja").write_text(spec.chat_template, encoding="utf-8")
     sync(folder)
     _check_in_fresh_process(folder, digests)
+
+
+def _copy_for_others(source: Path, target: Path) -> None:
+    """Copy one of a tokenizer's files, without the places where its files lay when somebody saved it."""
+    if source.name == "tokenizer_config.json":
+        settings = json.loads(source.read_text(encoding="utf-8"))
+        kept = {name: value for name, value in settings.items() if name not in _PLACES or not str(value).startswith("/")}
+        if kept != settings:
+            target.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            return
+    shutil.copyfile(source, target)
 
 
 @contextmanager
@@ -158,12 +198,15 @@ def _best_checkpoint(run: RunDir, spec: JobSpec, last_step: int) -> str | None:
 
 
 def _write_outcome(
-    run: RunDir, fence: Fence, spec: JobSpec, built: BuiltModel, job: JobState, rows: list[Metrics], chosen: str | None
+    run: RunDir, fence: Fence, spec: JobSpec, built: BuiltModel, job: JobState, reported: list[Event], chosen: str | None
 ) -> None:
+    rows = [event.metrics for event in reported if event.metrics is not None]
     shapes = {name.replace(".default.", "."): tuple(parameter.shape) for name, parameter in job.parameters.items()}
     config = built.peft_model.peft_config["default"]
     with adapter_folder(run.path("adapter"), fence) as folder:
         write_adapter(folder, shapes, gathered_adapter(job), config, spec)
+        if spec.tensorboard:
+            write_event_file(folder, spec.job_id, reported)
         manifest = describe_adapter(
             run,
             folder,

@@ -7,15 +7,17 @@ import io
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.checkpoints import step_of
 from ft_service.rundir.directory import RunDir
+from ft_service.rundir.evaluations import by_name, evaluated_steps, read_evaluation
 from ft_service.rundir.events import Event, Metrics, read_segments, write_segment
 from ft_service.rundir.fence import SEAL_SECONDS, Fence
+from workers.output.event_files import EventFile
 
 FLUSH_SECONDS = 0.5
 """Metrics wait this long for company, and are written beside training; messages and checkpoints do not wait."""
@@ -26,6 +28,7 @@ PRINT_SECONDS = 5.0
 COLUMNS = ("step", "train_loss", "train_accuracy", "valid_loss", "valid_mean_token_accuracy")
 """What existing scripts read from a result file, by position."""
 MORE_COLUMNS = (
+    *("full_valid_loss", "full_valid_mean_token_accuracy"),
     *("learning_rate", "grad_norm", "tokens", "trained_tokens", "step_seconds", "epoch"),
     *("checkpoint_stall_seconds", "checkpoint_seconds"),
 )
@@ -46,13 +49,15 @@ class Reporter:
         active: bool,
         clock: Callable[[], float] = time.time,
         fence: Fence | None = None,
+        event_file: EventFile | None = None,
     ) -> None:
-        """`fence`: the attempt's; None: make one."""
+        """`fence`: the attempt's; None: make one. `event_file`: takes the metrics too, and is closed with this."""
         self._run = run
         self._attempt = attempt
         self._active = active
         self._fence = fence or Fence(run, attempt)
         self._clock = clock
+        self._event_file = event_file
         self._waiting: list[Event] = []
         self._flushed_at = float("-inf")
         self._seq = 0
@@ -74,7 +79,11 @@ class Reporter:
             self._due.set()
             self._thread.join()
             self._thread = None
-        self.flush()
+        try:
+            self.flush()
+        finally:
+            if self._event_file is not None:
+                self._event_file.close()
 
     def message(self, text: str, level: Literal["info", "warn", "error"] = "info") -> None:
         self._add(Event(time=self._clock(), level=level, message=text), now=True)
@@ -99,6 +108,9 @@ class Reporter:
                 self._fence.check(SEAL_SECONDS)
                 write_segment(self._run, self._attempt, self._seq, events)
                 self._seq += 1
+                if self._event_file is not None:
+                    for event in events:
+                        self._event_file.add(event)
                 with self._adding:
                     del self._waiting[: len(events)]
             self._flushed_at = time.monotonic()
@@ -146,21 +158,42 @@ class Reporter:
             self._crash = error
 
 
-def metrics_of_all_attempts(run: RunDir, last_attempt: int) -> list[Metrics]:
-    """One row a step, in order. A step that was trained again after a resume counts as its newest attempt saw it.
+def steps_of_all_attempts(run: RunDir, last_attempt: int) -> list[Event]:
+    """One event with metrics for each step, in order. A step that was trained again after a resume counts as its newest attempt
+    saw it.
 
     Steps that an attempt trains anew are its own from its beginning: an earlier attempt that did not know its end may still
     report some of those steps. A step's checkpoint repeats its numbers and adds its own.
     """
-    by_step: dict[int, Metrics] = {}
+    by_step: dict[int, Event] = {}
     for attempt in range(1, last_attempt + 1):
         start = Attempt(run, attempt).read_start()
         if start is not None:
             resumed = step_of(start.checkpoint) if start.checkpoint else 0
             by_step = {step: row for step, row in by_step.items() if step <= resumed}
         for _, events in read_segments(run, attempt):
-            by_step.update({e.metrics.step: e.metrics for e in events if e.metrics is not None})
+            by_step.update({event.metrics.step: event for event in events if event.metrics is not None})
     return [by_step[step] for step in sorted(by_step)]
+
+
+def metrics_of_all_attempts(run: RunDir, last_attempt: int) -> list[Metrics]:
+    """The metrics of `steps_of_all_attempts`."""
+    return [event.metrics for event in steps_of_all_attempts(run, last_attempt) if event.metrics is not None]
+
+
+def with_evaluations(events: list[Event], run: RunDir) -> list[Event]:
+    """The events with what the evaluations at their steps measured, `evaluation/<metric>`."""
+    keys = evaluated_steps(run)
+    return [_with_evaluation(event, run, keys) for event in events]
+
+
+def _with_evaluation(event: Event, run: RunDir, keys: Mapping[int, str]) -> Event:
+    row = event.metrics
+    found = read_evaluation(run, keys[row.step]) if row is not None and row.step in keys else None
+    if row is None or found is None:
+        return event
+    more = {**(row.more or {}), **by_name(found.metrics)}
+    return event.model_copy(update={"metrics": row.model_copy(update={"more": more})})
 
 
 def metrics_csv(rows: list[Metrics]) -> str:

@@ -70,20 +70,20 @@ def _engine(wanted: dict[str, Any], wire: Wire) -> Any:
 
     from ft_service.bases.cache_folder import Cache
     from ft_service.spec import PrecisionOptions
-    from workers.serving.chat import Chat
+    from workers.serving.chat import Chats
     from workers.serving.engine import Engine
     from workers.serving.model import ServedModel
 
     torch.set_num_threads(wanted["threads"])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    chat = Chat(wanted["path"])
+    chats = Chats(wanted["path"])
     precision = PrecisionOptions.model_validate(wanted["precision"])
     if device.type == "cpu":
         precision = precision.model_copy(update={"compute": _compute(wanted["path"])})
     model = ServedModel(wanted["path"], precision, device, Cache.from_environment(os.environ))
     if device.type == "cpu":
         model.settle_threads(wanted["threads"])
-    return Engine(model, chat, wire.say)
+    return Engine(model, chats, wire.say)
 
 
 def _compute(path: str) -> str:

@@ -2,27 +2,52 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+from ft_service.data.tokenizer_files import stops_of
 from ft_service.data.tokens.tokenize import load_tokenizer
 from ft_service.errors import SpecError
 from workers.serving.tool_calls import call_format
 
 _WORDS = "ft_words"
+_TEMPLATE = "chat_template.jinja"
+"""Of an adapter's folder: the chat template that its job learned by, where that is a file of its own."""
+_TEMPLATES = 8
+"""Chat templates of jobs that are kept compiled."""
+
+
+class Chats:
+    """A base's conversations, by its own chat template and by those that jobs have trained with."""
+
+    def __init__(self, path: str) -> None:
+        """Raises SpecError for a base without a usable tokenizer."""
+        load_tokenizer(path)
+        self._by = lru_cache(maxsize=_TEMPLATES)(partial(Chat, path))
+
+    def of(self, adapter: str | None) -> Chat:
+        """As the model that is the base with this adapter, a PEFT folder, was trained; None: the base. Raises SpecError."""
+        try:
+            template = (Path(adapter) / _TEMPLATE).read_text(encoding="utf-8") if adapter is not None else ""
+        except OSError:
+            template = ""
+        return self._by(template)
 
 
 class Chat:
-    """The chat template of one base."""
+    """One chat template of one base."""
 
-    def __init__(self, path: str) -> None:
-        """Raises SpecError for a base without a usable tokenizer or chat template."""
-        self.tokenizer: Any = load_tokenizer(path)
+    def __init__(self, path: str, chat_template: str = "") -> None:
+        """`chat_template`: in place of the base's own. Raises SpecError for a base without tokenizer or chat template."""
+        self.tokenizer: Any = load_tokenizer(path, chat_template)
         if self.tokenizer.chat_template is None:
-            raise SpecError("The base's tokenizer has no chat template, so it cannot be talked to.", param="model")
+            raise SpecError(
+                "The base's tokenizer has no chat template, so it cannot be talked to. Models that a job with a chat_template "
+                "has tuned can.",
+                param="model",
+            )
         self.calls = call_format(self.tokenizer)
         self.ends = _ends(self.tokenizer, Path(path))
         """Tokens that end an answer."""
@@ -55,12 +80,7 @@ def _ends(tokenizer: Any, folder: Path) -> frozenset[int]:
     """The tokenizer's end, those that generation_config.json names, and what the template writes behind an answer if that is
     one special token: what training taught the model to end with.
     """
-    ends = {tokenizer.eos_token_id}
-    try:
-        given = json.loads((folder / "generation_config.json").read_text()).get("eos_token_id")
-        ends |= set(given) if isinstance(given, list) else {given}
-    except (OSError, ValueError, AttributeError):
-        pass
+    ends = {tokenizer.eos_token_id, *stops_of(folder)}
     try:
         talk = [{"role": "user", "content": "ft_question"}, {"role": "assistant", "content": _WORDS}]
         text = tokenizer.apply_chat_template(talk, tokenize=False)

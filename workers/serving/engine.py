@@ -18,7 +18,7 @@ from ft_service.errors import FtError, SpecError
 from workers.serving.adapters import Adapter
 from workers.serving.answer_text import AnswerText
 from workers.serving.cached_attention import Memory, Span
-from workers.serving.chat import Chat
+from workers.serving.chat import Chat, Chats
 from workers.serving.model import Piece, ServedModel
 from workers.serving.sampling import Choice, Sampling, choose
 
@@ -55,6 +55,7 @@ class _Sequence:
     """One answer of a request."""
 
     request: Request
+    chat: Chat
     index: int
     ids: list[int]
     """Prompt and answer."""
@@ -78,8 +79,8 @@ class _Sequence:
 class Engine:
     """Answers requests, step by step, and says what becomes of them. For one thread."""
 
-    def __init__(self, model: ServedModel, chat: Chat, say: Say) -> None:
-        self._model, self._chat, self._say = model, chat, say
+    def __init__(self, model: ServedModel, chats: Chats, say: Say) -> None:
+        self._model, self._chats, self._say = model, chats, say
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
         self._tokens: dict[str, int] = {}
@@ -119,9 +120,10 @@ class Engine:
                     self._fail(one.request.id, SpecError(text, code="out_of_memory"))
 
     def _sequences(self, request: Request) -> list[_Sequence]:
-        if request.tools and not self._chat.takes_tools():
-            raise SpecError("tools: the base's chat template has no place for tools, so they would be left out.", param="tools")
-        prompt = self._chat.prompt(request.messages, request.tools)
+        chat = self._chats.of(request.adapter)
+        if request.tools and not chat.takes_tools():
+            raise SpecError("tools: the chat template has no place for tools, so they would be left out.", param="tools")
+        prompt = chat.prompt(request.messages, request.tools)
         room = self._model.context - len(prompt)
         wanted = request.max_tokens
         if room < (wanted or 1):
@@ -133,17 +135,18 @@ class Engine:
                 code="context_length_exceeded",
             )
         adapter = None if request.adapter is None else self._model.adapters.get(request.adapter)
-        calls = self._chat.calls if request.tools else None
+        calls = chat.calls if request.tools else None
         seed = random.getrandbits(48) if request.seed is None else request.seed
         return [
             _Sequence(
                 request,
+                chat,
                 index,
                 list(prompt),
                 len(prompt),
                 wanted or min(room, DEFAULT_MAX_TOKENS),
                 adapter,
-                AnswerText(self._chat.tokenizer, request.stop, calls.prefix if calls else None, keep_special=calls is not None),
+                AnswerText(chat.tokenizer, request.stop, calls.prefix if calls else None, keep_special=calls is not None),
                 torch.Generator().manual_seed(random.Random(f"{seed}/{index}").getrandbits(63)),
             )
             for index in range(request.n)
@@ -174,11 +177,11 @@ class Engine:
 
     def _advance(self, one: _Sequence, choice: Choice) -> None:
         one.ids.append(choice.token)
-        if choice.token in self._chat.ends:
+        if choice.token in one.chat.ends:
             self._finish(one, "stop")
             return
         if choice.logprob is not None:
-            one.unsaid.append(self._shown(choice))
+            one.unsaid.append(_shown(one.chat, choice))
         self._tell(one, one.text.push(choice.token))
         if one.text.stopped:
             self._finish(one, "stop")
@@ -196,8 +199,8 @@ class Engine:
     def _finish(self, one: _Sequence, reason: str) -> None:
         rest = one.text.end()
         calls: list[dict[str, Any]] = []
-        if one.request.tools and self._chat.calls is not None:
-            found = self._chat.calls.parse(one.text.whole)
+        if one.request.tools and one.chat.calls is not None:
+            found = one.chat.calls.parse(one.text.whole)
             if found is not None:
                 reason, calls = "tool_calls", found[1] if one.request.parallel_tool_calls else found[1][:1]
                 rest = ""
@@ -208,10 +211,6 @@ class Engine:
         if not any(other.request.id == one.request.id for other in (*self._running, *self._waiting)):
             self._say({"id": one.request.id, "kind": "done", "completion_tokens": self._tokens.pop(one.request.id)})
 
-    def _shown(self, choice: Choice) -> dict[str, Any]:
-        top = [{**self._chat.token(token), "logprob": logprob} for token, logprob in choice.top]
-        return {**self._chat.token(choice.token), "logprob": choice.logprob, "top_logprobs": top}
-
     def _fail(self, request_id: str, error: FtError) -> None:
         self.drop(request_id)
         said = {"message": error.message, "code": error.code, "param": error.param}
@@ -220,3 +219,8 @@ class Engine:
 
 def _sampling(request: Request) -> Sampling:
     return Sampling(request.temperature, request.top_p, request.top_logprobs)
+
+
+def _shown(chat: Chat, choice: Choice) -> dict[str, Any]:
+    top = [{**chat.token(token), "logprob": logprob} for token, logprob in choice.top]
+    return {**chat.token(choice.token), "logprob": choice.logprob, "top_logprobs": top}

@@ -13,8 +13,8 @@ from torch import nn
 from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.tokenize import load_dataset, load_tokenizer
+from ft_service.data.tokens.training_set.split import Split
 from ft_service.errors import DataError
-from ft_service.rundir.manifest import Manifest
 from ft_service.spec import JobSpec, PrecisionOptions
 from workers.base.load import adapters, load
 from workers.data.batches import Batch, collate
@@ -24,13 +24,13 @@ from workers.training.packing import settle_attention
 from workers.training.step import Sums, evaluate
 
 
-def measure(manifest: Manifest, base: Path, adapter: Path, merged: Path, samples: int) -> dict[str, Any]:
+def measure(spec: JobSpec, base: Path, adapter: Path, merged: Path, samples: int) -> dict[str, Any]:
     """The three losses over the first `samples` of the validation file. None, with the reason: there is no file to use.
 
     All in the job's compute dtype and on one device (a GPU if there is one), one model after the other. FP8 weights of a
     merged model are multiplied out: kernels that also compute in FP8 add an error of their own.
     """
-    spec = manifest.spec.model_copy(update={"model": manifest.spec.model.model_copy(update={"path": str(base)})})
+    spec = spec.model_copy(update={"model": spec.model.model_copy(update={"path": str(base)})})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokens, reason = _validation(spec, samples)
     if reason is not None:
@@ -49,12 +49,15 @@ def measure(manifest: Manifest, base: Path, adapter: Path, merged: Path, samples
 def _validation(spec: JobSpec, samples: int) -> tuple[Sequence[Tokens], str | None]:
     if samples <= 0:
         return [], "no samples were asked for"
-    if spec.validation_data is None:
+    if not spec.validates:
         return [], "the job had no validation file"
+    file = spec.validation_data or spec.training_data
+    if not file.path:
+        return [], "the validation file is not here: merge where the job has run"
     try:
         options = TokenOptions.of(spec)
         tokenizer = load_tokenizer(spec.model.path, options.chat_template)
-        data = load_dataset(tokenizer, spec.validation_data, spec.training.max_length, options)
+        data = load_dataset(tokenizer, file, spec.training.max_length, options, Split.of(spec))
     except DataError as error:
         return [], error.message
     return data[:samples], None

@@ -1,9 +1,9 @@
-"""A base and its adapter as one model: `python -m workers.tasks.merge ADAPTER OUT --to bf16|fp8`.
+"""A base and its adapter as one model: `python -m workers.tasks.merge ADAPTER OUT --to bf16|fp8|int4`.
 
 Row by row: merged = base + scaling · B · A in fp32, then cast, so that memory does not grow with the model. No GPU is used,
 and no process group. What is written has the base's own tensor names, config and tokenizer, and loads wherever the base does;
-`--to fp8` stores the linear layers of the decoder layers in compressed-tensors' `float-quantized` layout, codes [out, in] with
-one scale a row (the layout known as FP8-dynamic), which vLLM and transformers load.
+`--to fp8` and `--to int4` store the linear layers of the decoder layers in compressed-tensors' layouts
+(`workers.exports.compressed`), which vLLM and transformers load.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import json
 import math
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,11 +27,12 @@ from transformers import PreTrainedModel
 
 from ft_service.errors import FtError, SpecError
 from ft_service.rundir.file_digest import FileDigest
-from ft_service.rundir.manifest import MANIFEST, Manifest, base_files, base_of
-from ft_service.spec import PrecisionOptions
+from ft_service.rundir.manifest import MANIFEST, Manifest, base_files, base_of, spec_beside
+from ft_service.spec import JobSpec, PrecisionOptions
 from workers.base.load import Safetensors
 from workers.base.names import find_pieces
 from workers.base.stored import StoredBase as StoredBase
+from workers.exports.compressed import PACKED, SCALE, SHAPE, from_int4, group_of, layout, restore, to_fp8, to_int4
 from workers.layers.experts import experts_of
 from workers.model.adapted_experts import ExpertsUpdate, expected_shapes, updates_by_tensor
 from workers.model.build import base_on_meta, decoder_layers
@@ -38,7 +41,6 @@ from workers.model.precision import precision_map
 from workers.model.wrapped import names_of_towers
 from workers.output.export import new_folder
 from workers.output.model_shards import DTYPES, TensorPlan, in_files, write_file, write_index
-from workers.quant.fp8 import LARGEST
 from workers.tasks.fidelity import measure
 
 CHUNK_BYTES = 16 * 1024**2
@@ -50,6 +52,7 @@ COPIED = (
     *("generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
 """Files of the base that the merged model needs, or must carry."""
+FIDELITY = "fidelity.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -89,14 +92,14 @@ def merge(base: Path, adapter_folder: Path, out: Path, *, to: str, max_file_byte
                 param="base",
             )
         targets = Targets(base, model, tensors, adapter)
-        quantised = linears_of_layers(model, tensors) if to == "fp8" else set[str]()
-        files = in_files([_unit(name, tensors, quantised) for name in tensors.names()], max_file_bytes)
+        stored = Stored(to, linears_of_layers(model, tensors, to) if to != "bf16" else set(), tensors)
+        files = in_files([stored.unit(name) for name in tensors.names()], max_file_bytes)
         rounding = Rounding()
         for file, units in files.items():
-            pieces = (piece for unit in units for piece in _pieces(unit[0], tensors, targets, rounding))
+            pieces = (piece for unit in units for piece in _pieces(unit, stored, targets, rounding))
             write_file(folder / file, [plan for unit in units for plan in unit], pieces)
         write_index(folder, files)
-        _write_config(base, model, folder, quantised)
+        _write_config(base, model, folder, stored)
         for path in (path for pattern in COPIED for path in base.glob(pattern) if path.is_file()):
             shutil.copy(path, folder)
     return rounding
@@ -148,12 +151,12 @@ class Targets:
         return self.adapter.update(self.modules[name]) if name in self.modules else None
 
 
-def linears_of_layers(model: PreTrainedModel, tensors: Safetensors) -> set[str]:
-    """Weights of the linear layers inside the decoder layers. Raises SpecError where they cannot be stored in FP8 here."""
+def linears_of_layers(model: PreTrainedModel, tensors: Safetensors, to: str) -> set[str]:
+    """Weights of the linear layers inside the decoder layers. Raises SpecError where they cannot be stored quantised here."""
     layers = decoder_layers(model)
     if names_of_towers(model):
         raise SpecError(
-            "The base is made of several models, of which merging to fp8 would leave some as they are; no reader of that "
+            f"The base is made of several models, of which merging to {to} would leave some as they are; no reader of that "
             "layout knows which: merge to bf16.",
             param="to",
         )
@@ -161,73 +164,81 @@ def linears_of_layers(model: PreTrainedModel, tensors: Safetensors) -> set[str]:
     missing = sorted(name for name in names if name not in tensors)
     if missing or experts_of(layers):
         what = f"does not hold {missing[0]} by that name" if missing else "is a mixture of experts"
-        raise SpecError(f"The base {what}, which merging to fp8 does not support: merge to bf16.", param="to")
+        raise SpecError(f"The base {what}, which merging to {to} does not support: merge to bf16.", param="to")
     return names
 
 
-def _unit(name: str, tensors: Safetensors, quantised: set[str]) -> tuple[TensorPlan, ...]:
-    """The planned tensors for one tensor of the base: itself, or codes and scales."""
-    shape, dtype = tensors.shape(name), tensors.dtype(name)
-    if name in quantised:
-        return TensorPlan(name, shape, "F8_E4M3"), TensorPlan(f"{name}_scale", (shape[0], 1), "BF16")
-    return (TensorPlan(name, shape, "BF16" if dtype in FLOATS else dtype),)
+class Stored:
+    """How the merged weights are stored."""
+
+    def __init__(self, to: str, quantised: set[str], tensors: Safetensors) -> None:
+        """`quantised`: tensors of the base that are not in bf16. Raises SpecError where no group of INT4 fits them."""
+        self.to, self.quantised, self.tensors = to, quantised, tensors
+        self.group = group_of(tensors.shape(name)[1] for name in quantised) if to == "int4" else 0
+
+    def unit(self, name: str) -> tuple[TensorPlan, ...]:
+        """The planned tensors for one tensor of the base: itself, or codes and what belongs to them."""
+        shape, dtype = self.tensors.shape(name), self.tensors.dtype(name)
+        if name not in self.quantised:
+            return (TensorPlan(name, shape, "BF16" if dtype in FLOATS else dtype),)
+        if self.to == "fp8":
+            return TensorPlan(name, shape, "F8_E4M3"), TensorPlan(name + SCALE, (shape[0], 1), "BF16")
+        return (
+            TensorPlan(name + PACKED, (shape[0], shape[1] // 8), "I32"),
+            TensorPlan(name + SCALE, (shape[0], shape[1] // self.group), "BF16"),
+            TensorPlan(name + SHAPE, (2,), "I64"),
+        )
+
+    def quantise(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes and scales of fp32 rows, and the values that they stand for."""
+        if self.to == "fp8":
+            codes, scale = to_fp8(rows)
+            return codes, scale, codes.float() * scale.float()
+        codes, scale = to_int4(rows, self.group)
+        return codes, scale, from_int4(codes, scale)
 
 
-def _pieces(plan: TensorPlan, tensors: Safetensors, targets: Targets, rounding: Rounding) -> Iterator[Tensor]:
-    """A tensor's rows in their stored form, CHUNK_BYTES of fp32 at a time; scales come last."""
-    replacement = targets.replaced.get(plan.name)
-    if tensors.dtype(plan.name) not in FLOATS or replacement or not plan.shape:
-        whole = targets.adapter.read(replacement) if replacement else tensors.whole(plan.name)
+def _pieces(unit: tuple[TensorPlan, ...], stored: Stored, targets: Targets, rounding: Rounding) -> Iterator[Tensor]:
+    """A tensor's rows in their stored form, CHUNK_BYTES of fp32 at a time; what belongs to codes comes last."""
+    plan, tensors = unit[0], stored.tensors
+    name = plan.name if len(unit) == 1 else unit[1].name.removesuffix(SCALE)
+    shape = tensors.shape(name)
+    replacement = targets.replaced.get(name)
+    if tensors.dtype(name) not in FLOATS or replacement or not shape:
+        whole = targets.adapter.read(replacement) if replacement else tensors.whole(name)
         yield whole.to(DTYPES[plan.dtype])
         return
-    update = targets.update(plan.name)
-    height = max(1, CHUNK_BYTES // (4 * math.prod(plan.shape[1:])))
+    update = targets.update(name)
+    height = max(1, CHUNK_BYTES // (4 * math.prod(shape[1:])))
     scales = []
-    for start in range(0, plan.shape[0], height):
-        base = tensors.rows(plan.name, start, min(start + height, plan.shape[0])).float()
+    for start in range(0, shape[0], height):
+        base = tensors.rows(name, start, min(start + height, shape[0])).float()
         exact = update.rows(base, start, start + len(base)) if update else base
-        stored, scale = to_fp8(exact) if plan.dtype == "F8_E4M3" else (exact.bfloat16(), None)
-        if update:
-            rounding.add(base, exact, stored.float() if scale is None else stored.float() * scale.float())
-        yield stored
-        if scale is not None:
+        if len(unit) == 1:
+            codes = exact.bfloat16()
+            values = codes.float()
+        else:
+            codes, scale, values = stored.quantise(exact)
             scales.append(scale)
+        if update:
+            rounding.add(base, exact, values)
+        yield codes
     if scales:
         yield torch.cat(scales)
+    if len(unit) == 3:
+        yield torch.tensor(shape)
 
 
-def to_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [rows, cols] e4m3 and scales [rows, 1] bf16 of fp32 rows. The codes belong to the scale as stored."""
-    scale = (rows.abs().amax(dim=1, keepdim=True) / LARGEST).clamp(min=torch.finfo(torch.bfloat16).tiny).bfloat16()
-    return (rows / scale.float()).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale
-
-
-def _write_config(base: Path, model: PreTrainedModel, folder: Path, quantised: set[str]) -> None:
+def _write_config(base: Path, model: PreTrainedModel, folder: Path, stored: Stored) -> None:
     """The base's config, with the dtype and layout of what was written."""
     config = json.loads((base / "config.json").read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)
     config["dtype"] = "bfloat16"
-    if quantised:
+    if stored.quantised:
         linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        config["quantization_config"] = fp8_layout([name for name in linears if f"{name}.weight" not in quantised])
+        ignored = [name for name in linears if f"{name}.weight" not in stored.quantised]
+        config["quantization_config"] = layout(stored.to, ignored, stored.group)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def fp8_layout(ignored: list[str]) -> dict[str, Any]:
-    """How compressed-tensors describes e4m3 weights with one scale a row; inputs are scaled by token where they are in FP8."""
-    fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
-    group = {
-        "targets": ["Linear"],
-        "weights": {**fp8, "strategy": "channel", "dynamic": False},
-        "input_activations": {**fp8, "strategy": "token", "dynamic": True},
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ignored,
-    }
 
 
 def main(arguments: list[str]) -> int:
@@ -235,28 +246,56 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m workers.tasks.merge", description=__doc__)
     parser.add_argument("adapter", type=Path, help="an adapter's folder with its manifest")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--to", choices=("bf16", "fp8"), required=True)
-    parser.add_argument("--base", type=Path, help="the base's folder; default: where the manifest says")
+    parser.add_argument("--to", choices=("bf16", "fp8", "int4"), required=True)
+    parser.add_argument("--base", type=Path, help="the base's folder; default: where the job found it")
     parser.add_argument("--max-file-gib", type=float, default=5.0)
     parser.add_argument("--samples", type=int, default=64, help="of the validation file, for the fidelity report; 0: none")
     given = parser.parse_args(arguments)
     try:
-        manifest = Manifest.model_validate_json((given.adapter / MANIFEST).read_bytes())
-        base = given.base or Path(manifest.base.path)
-        check_base(manifest, base)
-        rounding = merge(base, given.adapter, given.out, to=given.to, max_file_bytes=int(given.max_file_gib * GIB))
-        shutil.copy(given.adapter / MANIFEST, given.out / "adapter_manifest.json")
-        report = {
-            "to": given.to,
-            "rounding": rounding.report(),
-            **measure(manifest, base, given.adapter, given.out, given.samples),
-        }
-        (given.out / "fidelity.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        size = int(given.max_file_gib * GIB)
+        report = merge_and_measure(given.adapter, given.out, given.to, given.base, given.samples, max_file_bytes=size)
     except FtError as error:
         print(json.dumps({"error": error.message, "code": error.code, "param": error.param}))
         return 64
     print(json.dumps(report))
     return 0
+
+
+def merge_and_measure(
+    adapter: Path, out: Path, to: str, base: Path | None, samples: int, *, max_file_bytes: int = 5 * GIB
+) -> dict[str, Any]:
+    """Merge into the new folder `out`, and leave what that cost beside the weights: `fidelity.json`, which is the answer too.
+
+    `base`: None: where the job found it. Raises SpecError for another base than it was trained on.
+    """
+    manifest = Manifest.model_validate_json((adapter / MANIFEST).read_bytes())
+    spec = spec_beside(adapter, manifest)
+    folder = base or base_of_job(spec)
+    check_base(manifest, folder)
+    rounding = merge(folder, adapter, out, to=to, max_file_bytes=max_file_bytes)
+    shutil.copy(adapter / MANIFEST, out / "adapter_manifest.json")
+    with _readable(out, to) as model:
+        report = {"to": to, "rounding": rounding.report(), **measure(spec, folder, adapter, model, samples)}
+    (out / FIDELITY).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return report
+
+
+@contextmanager
+def _readable(merged: Path, to: str) -> Iterator[Path]:
+    """The merged model as our loader reads it: INT4 as the plain weights that it stands for, while it is needed."""
+    if to != "int4":
+        yield merged
+        return
+    with tempfile.TemporaryDirectory(prefix=".restored-", dir=merged) as scratch:
+        restore(merged, Path(scratch) / "model")
+        yield Path(scratch) / "model"
+
+
+def base_of_job(spec: JobSpec) -> Path:
+    """The base's folder. Raises SpecError where the adapter lies in no run directory, and tells of none."""
+    if not spec.model.path:
+        raise SpecError(f"Where the base {spec.model.name} lies is not known here: name its folder with --base.", param="base")
+    return Path(spec.model.path)
 
 
 def check_base(manifest: Manifest, base: Path) -> None:

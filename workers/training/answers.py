@@ -1,4 +1,4 @@
-"""What was learned, in words: answers to a few held-out prompts before the first step and behind the last one, side by side.
+"""What was learned, in words: answers to a few prompts before the first step, on the way and behind the last one.
 
 The ranks write them themselves, with the sharded model as it stands, so that no second copy of it is needed. Each rank has its
 share of the prompts. Tokens are the likeliest ones, and nothing is cached: each token is a forward of all unfinished answers.
@@ -8,121 +8,198 @@ Before the first step the model is the base, or the tuned model that the job goe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
+from statistics import mean
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel
 from torch import nn
 
-from ft_service.data.answer_metrics import scores
+from ft_service.data.answer_metrics import score
 from ft_service.data.tokens.sample import Tokens
-from ft_service.data.tokens.token_set import TokenSet
+from ft_service.rundir.evaluations import Answered, Evaluation, evaluated_steps, evaluation_key, read_evaluation
 from ft_service.spec import EvaluationOptions
-from workers.base.agreement import from_all
+from workers.base.agreement import from_all, from_first
 from workers.data.batches import make_batch
+from workers.output.publishing import write_document
+from workers.output.report import Reporter
 from workers.ranks.runtime import Runtime
 from workers.ranks.sharding import reshard
+from workers.training.questions import Question, ends_of, text_of
 from workers.training.step import last_logits
 
-EVALUATION = "evaluation.json"
 SHOWN = 300
-"""Characters of an answer in an event; all of it is in evaluation.json."""
+"""Characters of an answer in an event; all of it is in the evaluation."""
+TOLD = 8
+"""Prompts that events show."""
+LOOK_TOKENS = 8
+"""Tokens between two looks whether to stop."""
+TELL_SECONDS = 30.0
 
 
-class Answered(BaseModel):
-    """One prompt with its answers."""
+class Evaluator:
+    """A job's prompts, asked of the model as it stands. Every method is called by all ranks together."""
 
-    prompt: str
-    expected: str
-    before: str
-    after: str | None = None
-    """None: training is not over."""
+    def __init__(
+        self,
+        runtime: Runtime,
+        model: nn.Module,
+        questions: Sequence[Question],
+        tokenizer: Any,
+        options: EvaluationOptions,
+        reporter: Reporter,
+        stops: Callable[[], bool],
+        *,
+        packed: bool,
+        ends: Collection[int] = (),
+    ) -> None:
+        """`stops`: asked often, on all ranks, whether to stop. `packed`: how samples are put together. `ends`: tokens that end
+        an answer, beside those of the questions."""
+        self._runtime, self._model, self._tokenizer, self._options = runtime, model, tokenizer, options
+        self._reporter, self._stops, self._packed = reporter, stops, packed
+        self._questions = list(questions)
+        self._ends = ends_of(questions, tokenizer) | set(ends)
+        self._begun: Evaluation | None = None
+        self._told_at = 0.0
 
+    @property
+    def on_validation(self) -> bool:
+        """Whether every validation asks too."""
+        return self._options.on_validation
 
-class Evaluation(BaseModel):
-    """`evaluation.json`: the answers, and their mean scores."""
+    def begin(self) -> bool:
+        """Ask the model that training starts from, unless an earlier attempt did. False: it was stopped meanwhile."""
+        self._begun = from_first(self._known(0) if self._runtime.rank == 0 else None)
+        if self._begun is None:
+            answers = self.ask(0)
+            if answers is None:
+                return False
+            scores = self.scores(answers)
+            rows = [
+                Answered(**self._told(question), base=answer, tuned=None, scores=own, base_scores=own)
+                for question, answer, own in zip(self._questions, answers, scores, strict=True)
+            ]
+            means = mean_scores(scores)
+            self._begun = self._write(Evaluation(step=0, time=time.time(), metrics=means, base_metrics=means, samples=rows))
+        return True
 
-    answers: list[Answered]
-    before: dict[str, float]
-    after: dict[str, float] | None = None
-    step: int | None = None
-    """The last one, whose answers `after` is."""
+    def at(self, step: int, *, last: bool) -> dict[str, float] | None:
+        """Ask the model at a step, once; the metrics. None: it was stopped meanwhile. `last`: tell of every prompt."""
+        known = from_first(self._known(step) if self._runtime.rank == 0 else None)
+        if known is not None:
+            return known.metrics
+        assert self._begun is not None, "begin comes first"
+        answers = self.ask(step)
+        if answers is None:
+            return None
+        scores, begun = self.scores(answers), self._begun
+        rows = [
+            before.model_copy(update={"tuned": answer, "scores": own})
+            for before, answer, own in zip(begun.samples, answers, scores, strict=True)
+        ]
+        found = Evaluation(
+            step=step, time=time.time(), metrics=mean_scores(scores), base_metrics=begun.base_metrics, samples=rows
+        )
+        for sentence in messages(found, everything=last):
+            self._reporter.message(sentence)
+        return self._write(found).metrics
 
-    def messages(self) -> list[str]:
-        """Sentences for events, once training is over: the scores, then every prompt."""
-        assert self.after is not None, "training is over"
-        told = ", ".join(f"{name} {self.after[name]:.2f} (before: {self.before[name]:.2f})" for name in self.after)
-        lines = [f"Evaluation after step {self.step}, {len(self.answers)} prompts: {told}."]
-        for own in self.answers:
-            asked, expected, before, after = (_short(text) for text in (own.prompt, own.expected, own.before, own.after or ""))
-            lines.append(f"Asked: {asked}\nExpected: {expected}\nBefore: {before}\nAfter: {after}")
-        return lines
-
-
-class Asker:
-    """The prompts of a job, and what ends an answer."""
-
-    def __init__(self, samples: TokenSet, tokenizer: Any, options: EvaluationOptions, *, pairs: bool, packed: bool) -> None:
-        """`samples`: the first ones are asked, each up to its last learned stretch, which is the expected answer. `pairs`: of
-        each pair the preferred one. `packed`: how samples are put together."""
-        self._tokenizer, self._options, self._packed = tokenizer, options, packed
-        chosen = [samples[i] for i in range(0, len(samples), 2 if pairs else 1)[: options.prompts]]
-        places = [last_stretch(sample.targets) for sample in chosen]
-        self._prompts = [sample.ids[:begin] for sample, (begin, _) in zip(chosen, places, strict=True)]
-        learned = [sample.ids[begin:end] for sample, (begin, end) in zip(chosen, places, strict=True)]
-        special = set(tokenizer.all_special_ids)
-        self._ends = {int(token) for answer in learned for token in answer if int(token) in special} | {tokenizer.eos_token_id}
-        self.expected = [self._text(answer) for answer in learned]
-
-    def ask(self, runtime: Runtime, model: nn.Module) -> list[str]:
-        """An answer to every prompt by the model as it stands. Called by all ranks together."""
-        own = self._prompts[runtime.rank :: runtime.world]
+    def ask(self, step: int, model: nn.Module | None = None) -> list[str] | None:
+        """An answer to every prompt by the model as it stands, or by another one. None: it was stopped meanwhile."""
+        runtime, model = self._runtime, model or self._model
+        own = [question.ids for question in self._questions[runtime.rank :: runtime.world]]
+        self._told_at = time.monotonic()
         training = model.training
         model.eval()
-        written = greedy(runtime, model, own, self._options.max_new_tokens, self._ends, packed=self._packed)
+        with torch.compiler.set_stance("force_eager"):  # every token is of another length
+            most = self._options.max_new_tokens
+            written = greedy(runtime, model, own, most, self._ends, packed=self._packed, goes_on=self._goes_on(step))
         model.train(training)
-        by_rank = from_all([self._text(tokens) for tokens in written])
-        return [by_rank[i % runtime.world][i // runtime.world] for i in range(len(self._prompts))]
+        if written is None:
+            return None
+        by_rank = from_all([text_of(tokens, self._tokenizer) for tokens in written])
+        return [by_rank[i % runtime.world][i // runtime.world] for i in range(len(self._questions))]
 
-    def before(self, answers: Sequence[str]) -> Evaluation:
-        """The first half of an evaluation."""
-        shown = [self._tokenizer.decode(prompt, skip_special_tokens=True).strip() for prompt in self._prompts]
-        rows = zip(shown, self.expected, answers, strict=True)
-        found = [Answered(prompt=prompt, expected=expected, before=answer) for prompt, expected, answer in rows]
-        return Evaluation(answers=found, before=scores(answers, self.expected, self._options.metrics))
+    def _goes_on(self, step: int) -> Callable[[int], bool]:
+        """Called with every token's number: whether to go on. Tells how far it is now and then: silence passes for a stall."""
 
-    def after(self, begun: Evaluation, answers: Sequence[str], step: int) -> Evaluation:
-        """All of it."""
-        both = [own.model_copy(update={"after": answer}) for own, answer in zip(begun.answers, answers, strict=True)]
-        after = scores(answers, self.expected, self._options.metrics)
-        return begun.model_copy(update={"answers": both, "after": after, "step": step})
+        def goes_on(token: int) -> bool:
+            if time.monotonic() - self._told_at >= TELL_SECONDS:
+                self._told_at = time.monotonic()
+                most = self._options.max_new_tokens
+                self._reporter.message(f"Evaluation at step {step}: the answers have {token} of at most {most} tokens.")
+            return token % LOOK_TOKENS != 0 or not self._stops()
 
-    def _text(self, tokens: Any) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True).strip()
+        return goes_on
+
+    def scores(self, answers: Sequence[str]) -> list[dict[str, float]]:
+        """Of an answer to every prompt."""
+        pairs = zip(answers, self._questions, strict=True)
+        return [score(answer, own.reference, self._options.metrics, own.item) for answer, own in pairs]
+
+    def _known(self, step: int) -> Evaluation | None:
+        """This attempt's evaluation of a step; of step 0 any attempt's, if the questions are the same."""
+        run = self._runtime.run
+        if step:
+            return read_evaluation(run, evaluation_key(step, self._runtime.start.attempt))
+        key = evaluated_steps(run).get(0)
+        found = read_evaluation(run, key) if key else None
+        asked = [(question.prompt, question.reference) for question in self._questions]
+        return found if found and [(own.prompt, own.reference) for own in found.samples] == asked else None
+
+    def _write(self, found: Evaluation) -> Evaluation:
+        if self._runtime.rank == 0:
+            key = evaluation_key(found.step, self._runtime.start.attempt)
+            write_document(self._runtime.run, key, found, self._runtime.fence)
+        return found
+
+    @staticmethod
+    def _told(question: Question) -> dict[str, Any]:
+        return {"prompt": question.prompt, "messages": question.messages, "reference": question.reference}
 
 
-def last_stretch(targets: np.ndarray) -> tuple[int, int]:
-    """The last run of targets: [begin, end). There is a target behind the first token."""
-    places = np.flatnonzero(targets)
-    end = int(places[-1]) + 1
-    gaps = np.flatnonzero(np.diff(places) > 1)
-    begin = int(places[gaps[-1] + 1] if len(gaps) else places[0])
-    return max(begin, 1), end
+def mean_scores(scores: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the prompts that have it."""
+    names = dict.fromkeys(name for own in scores for name in own)
+    return {name: mean(own[name] for own in scores if name in own) for name in names}
+
+
+def messages(found: Evaluation, *, everything: bool) -> list[str]:
+    """Sentences for events: the scores, then with `everything` the first prompts with their answers."""
+    told = ", ".join(
+        f"{name} {value:.2f} (before: {found.base_metrics.get(name, 0):.2f})" for name, value in found.metrics.items()
+    )
+    lines = [f"Evaluation after step {found.step}, {len(found.samples)} prompts: {told or 'no metric applies'}."]
+    for own in found.samples[: TOLD if everything else 0]:
+        asked, expected, before, after = (_short(text or "") for text in (own.prompt, own.reference, own.base, own.tuned))
+        lines.append(f"Asked: {asked}\nExpected: {expected}\nBefore: {before}\nAfter: {after}")
+    return lines
 
 
 @torch.no_grad()
 def greedy(
-    runtime: Runtime, model: nn.Module, prompts: Sequence[np.ndarray], most: int, ends: Collection[int], *, packed: bool
-) -> list[list[int]]:
+    runtime: Runtime,
+    model: nn.Module,
+    prompts: Sequence[np.ndarray],
+    most: int,
+    ends: Collection[int],
+    *,
+    packed: bool,
+    goes_on: Callable[[int], bool] = lambda token: True,
+) -> list[list[int]] | None:
     """The likeliest tokens behind each of this rank's prompts, without the one that ends them; at most `most`. Called by all
-    ranks together, which take part as long as any has something to write.
+    ranks together, which take part as long as any has something to write. `goes_on`: asked before every token, with its number;
+    at False the result is None.
     """
     written: list[list[int]] = [[] for _ in prompts]
     open_ones = list(range(len(prompts)))
-    for _ in range(most):
+    for token_number in range(1, most + 1):
+        if not goes_on(token_number):
+            reshard(model)
+            return None
         if not _anywhere(bool(open_ones), runtime):
             break
         rows = [np.concatenate([prompts[i], np.array(written[i], dtype=np.int32)]) for i in open_ones]

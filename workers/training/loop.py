@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ft_service.rundir.evaluations import by_name
 from ft_service.rundir.events import Metrics
 from ft_service.spec import JobSpec
 from workers.data.batches import Lengths, batch_of_step, steps_per_epoch, total_steps
@@ -22,6 +23,7 @@ from workers.output.report import Reporter
 from workers.output.saver import Saver
 from workers.ranks.runtime import Runtime
 from workers.ranks.sharding import gather_first
+from workers.training.answers import Evaluator
 from workers.training.guards import AdapterWatch, check_step
 from workers.training.moment import Moment
 from workers.training.objective import Measured, Objective, batches_of_rank
@@ -40,19 +42,23 @@ class Schedule:
     keep_every: int | None = None
     keeps_best: bool = False
     patience: int | None = None
+    rungs: tuple[int, ...] = ()
+    """Where a sweep compares its jobs."""
 
     @classmethod
     def of(cls, spec: JobSpec, samples: int) -> Schedule:
         """`samples`: or pairs, what training.batch_size counts."""
         options = spec.training
+        steps = total_steps(samples, options.batch, options.epochs, options.max_steps)
         return cls(
-            total_steps=total_steps(samples, options.batch_size, options.n_epochs, options.max_steps),
-            steps_per_epoch=steps_per_epoch(samples, options.batch_size),
+            total_steps=steps,
+            steps_per_epoch=steps_per_epoch(samples, options.batch),
             eval_steps=options.eval_steps,
             save_steps=spec.checkpoint.save_steps,
             keep_every=spec.checkpoint.keep_every,
             keeps_best=keeps_best(spec),
             patience=options.early_stopping_patience,
+            rungs=spec.rung_steps(steps),
         )
 
     def ends_at(self, step: int, validations: Validations) -> bool:
@@ -60,7 +66,8 @@ class Schedule:
         return step >= self.total_steps or (self.patience is not None and validations.without_progress >= self.patience)
 
     def validates_at(self, step: int) -> bool:
-        return step == self.total_steps or step % (self.eval_steps or self.steps_per_epoch) == 0
+        due = step == self.total_steps or step % (self.eval_steps or self.steps_per_epoch) == 0
+        return due or step in self.rungs
 
     def saves_at(self, step: int, validations: Validations) -> bool:
         """Whether a checkpoint is due. The last step always has one besides."""
@@ -104,6 +111,8 @@ class Trainer:
     saver: Saver
     watch: AdapterWatch
     limits: Limits
+    evaluator: Evaluator | None = None
+    """Asked at the last step, and with `on_validation` at every validation."""
 
     def fit(self) -> str | None:
         """Train to the end, or until a stop is agreed on. Returns the checkpoint to resume from; None: training is done."""
@@ -153,7 +162,7 @@ class Trainer:
     def _begin(self, began: Moment) -> StepBegun:
         options, distributed = self.runtime.spec.training, self.runtime.spec.distributed
         lengths = self._item_lengths if options.group_by_length else None
-        batch = batch_of_step(self.job.step, len(self.train), options.batch_size, self.runtime.spec.seed, lengths)
+        batch = batch_of_step(self.job.step, len(self.train), options.batch, self.runtime.spec.seed, lengths)
         rate = learning_rate_at(self.job.step, self.schedule.total_steps, options)
         tokens = int(self.train.samples.lengths[self.train.members(batch)].sum())
         if distributed.prefetch is not None:
@@ -189,9 +198,22 @@ class Trainer:
         if valid is not None:
             threshold = self.runtime.spec.training.early_stopping_threshold
             self.job.validations = self.job.validations.after(self.job.step, valid.mean_loss, threshold)
-        return self._report(begun, numbers, valid)
+        return self._report(begun, numbers, valid, self._answered(validated=valid is not None))
 
-    def _report(self, begun: StepBegun, numbers: tuple[Measured, float], valid: Measured | None) -> Metrics:
+    def _answered(self, *, validated: bool) -> dict[str, float]:
+        """Metrics of the answers at the newest step, if it is time for them."""
+        asked = self.evaluator is not None and (self._done or (validated and self.evaluator.on_validation))
+        if self.evaluator is None or not asked:
+            return {}
+        return by_name(self.evaluator.at(self.job.step, last=self._done) or {})
+
+    def _report(
+        self,
+        begun: StepBegun,
+        numbers: tuple[Measured, float],
+        valid: Measured | None,
+        answered: dict[str, float] | None = None,
+    ) -> Metrics:
         sums, norm = numbers
         metrics = Metrics(
             step=begun.step,
@@ -206,7 +228,7 @@ class Trainer:
             trained_tokens=begun.trained_tokens,
             step_seconds=begun.ended.since(begun.began),
             epoch=begun.step / self.schedule.steps_per_epoch,
-            more=_together(sums.more, valid.more if valid else None),
+            more=_together(sums.more, valid.more if valid else None, answered),
         )
         self.reporter.metrics(metrics)
         return metrics
@@ -226,11 +248,12 @@ class Trainer:
         return batches_of_rank(objective, items, runtime.rank, runtime.world, self.limits, runtime.device, key)
 
 
-def _together(train: dict[str, float] | None, valid: dict[str, float] | None) -> dict[str, float] | None:
-    """Metrics.more of a step and of its validation."""
-    if train is None:
-        return None
-    return train | {f"valid_{name}": value for name, value in (valid or {}).items()}
+def _together(
+    train: dict[str, float] | None, valid: dict[str, float] | None, answered: dict[str, float] | None
+) -> dict[str, float] | None:
+    """Metrics.more of a step, of its validation and of its answers."""
+    of_valid = {f"valid_{name}": value for name, value in (valid or {}).items()}
+    return {**(train or {}), **of_valid, **(answered or {})} or None
 
 
 def _to_host(numbers: Tensor) -> Tensor:

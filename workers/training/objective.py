@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ft_service.data.tokens.token_set import TokenSet
-from ft_service.spec import DpoOptions
+from ft_service.data.tokens.training_set.windows import Rows, are_whole, in_rows
+from ft_service.spec import DpoOptions, JobSpec
 from workers.data.batches import Batch, make_batch
 from workers.data.sharing import Limits, Rounds, share_out, share_out_pairs
 from workers.training.preference import PairBatch, PairSums, make_pairs, preference_loss
@@ -95,6 +96,33 @@ class Supervised:
     def read(self, sums: Sequence[float], items: Sequence[int]) -> Sums:
         loss, correct = sums
         return Sums(loss, int(correct), self.divisor(items))
+
+
+@dataclass(frozen=True)
+class WholeRows(Supervised):
+    """Cross entropy of what is learned whole; an item is a row of samples, one behind the other, of which none sees another."""
+
+    rows: Rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def members(self, items: Sequence[int]) -> list[int]:
+        return [sample for item in items for sample in self.rows[item]]
+
+    def share_out(self, items: Sequence[int], world: int, limits: Limits) -> Rounds:
+        lengths = self.samples.lengths
+        return share_out([int(lengths[self.rows[item]].sum()) for item in items], world, limits)
+
+    def divisor(self, items: Sequence[int]) -> int:
+        return int(self.samples.target_counts[self.members(items)].sum())
+
+
+def supervised(samples: TokenSet, spec: JobSpec, *, packed: bool) -> Supervised:
+    """The objective of supervised training: full rows of what is learned whole if it is packed, else samples."""
+    if not (spec.windows and packed and are_whole(samples)):
+        return Supervised(samples)
+    return WholeRows(samples, in_rows(samples.lengths.tolist(), spec.training.max_length))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Whether a model can be trained on packed rows: by its architecture, and then by trying it with its own weights.
+"""Whether a model can be trained, and on packed rows: by its architecture, and then by trying it with its own weights.
 
 What an architecture says of itself is not enough: a layer may mix tokens by a convolution or a recurrence, or make a mask that
-no window describes. So before training a few tokens go through the model, packed and apart, and the answers must agree.
+no window describes. So before training a few tokens go through the model, packed and apart, and the answers must agree. And no
+token may see those behind it, packed or padded: a loss would then be of what the model has read.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionMaskInterface
 
 from ft_service.data.tokens.sample import Tokens
+from ft_service.errors import SpecError
 from ft_service.spec import JobSpec
 from workers.data.batches import Batch, collate, pack
 from workers.data.sharing import Limits, attention_share
@@ -29,6 +31,8 @@ from workers.training.step import causal_model, logits_of
 
 _LENGTHS = (5, 9, 7)
 """Tokens of the samples that are tried. A convolution of four taps reaches over the end of one into the next."""
+_BEGINNING = 2
+"""Tokens of a sample whose answers nothing behind them may change."""
 
 _SAME = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 """Largest difference between a token's logits, packed and apart, as a share of their spread: rounding in deep models, or FP8
@@ -61,19 +65,22 @@ def settle_limits(model: nn.Module, spec: JobSpec, device: torch.device, warn: C
 
 def settle_attention(model: nn.Module, device: torch.device, compute_dtype: torch.dtype) -> str | None:
     """Try packed rows. Returns None if they may be used; else the model has the architecture's own attention, for padded
-    samples, and the answer says why. Called by all ranks together, before training.
+    samples, and the answer says why. Called by all ranks together, before training. Raises SpecError for a model whose tokens
+    see those behind them.
     """
     base = text_decoder(causal_model(model))
-    if base.config._attn_implementation != NAME:
-        return f"{base.config.model_type} has layers other than attention that mix tokens, or attention of its own kind"
     training = model.training
     model.eval()
-    reason = _tried(model, device, compute_dtype)
+    reason = f"{base.config.model_type} has layers other than attention that mix tokens, or attention of its own kind"
+    if base.config._attn_implementation == NAME:
+        reason = _tried(model, device, compute_dtype)
+        if _anywhere(reason is not None, device):
+            base.set_attn_implementation(stock_attention(base.config) or "sdpa")
+            reason = reason or "another rank found that packed samples see each other"
+    if reason is not None:
+        _refuse_not_causal(model, device, compute_dtype)
     model.train(training)
-    if _anywhere(reason is not None, device):
-        base.set_attn_implementation(stock_attention(base.config) or "sdpa")
-        return reason or "another rank found that packed samples see each other"
-    return None
+    return reason
 
 
 @torch.no_grad()
@@ -81,7 +88,7 @@ def _tried(model: nn.Module, device: torch.device, compute_dtype: torch.dtype) -
     words = text_decoder(causal_model(model)).config.vocab_size
     generator = np.random.default_rng(0)
     samples = [_sample(generator.integers(1, words, length)) for length in _LENGTHS]
-    other = [_sample(generator.integers(1, words, _LENGTHS[0])), *samples[1:]]
+    other = [_sample(_other_end(samples[0].ids, words)), *samples[1:]]
     with _uncompiled():
         try:
             with _masks_told() as faults:
@@ -98,7 +105,32 @@ def _tried(model: nn.Module, device: torch.device, compute_dtype: torch.dtype) -
         return "its packed samples are not computed as they are apart"
     if _difference(together, beside_other, slice(1, None)) > _UNMOVED[compute_dtype]:
         return "its layers carry something from one packed sample into the next"
+    if _difference([together[0][:_BEGINNING]], [beside_other[0][:_BEGINNING]], slice(0, None)) > _UNMOVED[compute_dtype]:
+        return "its packed samples' tokens see those behind them"
     return None
+
+
+@torch.no_grad()
+def _refuse_not_causal(model: nn.Module, device: torch.device, compute_dtype: torch.dtype) -> None:
+    """Raises SpecError, on all ranks alike, if a change of a sample's end changes the answers to its beginning."""
+    words = text_decoder(causal_model(model)).config.vocab_size
+    ids = np.random.default_rng(0).integers(1, words, _LENGTHS[0])
+    with _uncompiled():
+        one, other = (logits_of(model, collate([_sample(own)], device)).float() for own in (ids, _other_end(ids, words)))
+    reshard(model)
+    moved = _difference([one[0, :_BEGINNING]], [other[0, :_BEGINNING]], slice(0, None))
+    if _anywhere(moved > _UNMOVED[compute_dtype], device):
+        kind = text_decoder(causal_model(model)).config.model_type
+        raise SpecError(
+            f"The base is a {kind} model whose tokens see those behind them: a change at the end of a text changes its answers "
+            "to the beginning. Such a model is no causal language model and cannot be tuned here.",
+            param="model",
+        )
+
+
+def _other_end(ids: np.ndarray, words: int) -> np.ndarray:
+    """The same tokens, but for all behind the beginning."""
+    return np.concatenate([ids[:_BEGINNING], 1 + ids[_BEGINNING:] % (words - 1)])
 
 
 def _uncompiled() -> AbstractContextManager[object]:

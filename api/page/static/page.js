@@ -77,6 +77,7 @@
   };
 
   // Requests of parts that refresh themselves rest while nobody looks, and go on over a restart of the server.
+  document.addEventListener("htmx:beforeRequest", ({ detail }) => { if (detail.requestConfig.path === "/sign-out") sessionStorage.clear(); });
   let lost = false;
   const connection = (gone) => {
     if (gone && !lost) say("The server does not answer. This page goes on by itself as soon as it does.");

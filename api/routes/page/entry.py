@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Annotated
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import RedirectResponse, Response
@@ -11,9 +11,9 @@ from starlette.concurrency import run_in_threadpool
 
 from api.http import sessions
 from api.http.auth import authenticated
-from api.http.dependencies import Svc
+from api.http.dependencies import MAX_JSON_BYTES, Svc
 from api.page.rendering import HEADERS, SignInNeeded, leave_for, page, static_answer, static_files
-from ft_service.errors import AuthError, ForbiddenError, NotFoundError
+from ft_service.errors import AuthError, ForbiddenError, NotFoundError, SpecError
 from ft_service.store.records import Principal
 
 router = APIRouter(include_in_schema=False)
@@ -66,7 +66,7 @@ async def sign_in_form(request: Request, services: Svc, link: str | None = None,
 async def sign_in(request: Request, services: Svc) -> Response:
     """With a key in a form of this page's own."""
     _refuse_other_sites(request)
-    form = await _form(request)
+    form = await form_of(request, _MOST_BYTES)
     to = _local(form.get("to", "/jobs"))
     principal = await services.holders.find(form.get("key", "").strip())
     if principal is None:
@@ -111,10 +111,11 @@ def _refuse_other_sites(request: Request) -> None:
         raise ForbiddenError("Sign in on the page itself.", code="csrf")
 
 
-async def _form(request: Request) -> dict[str, str]:
+async def form_of(request: Request, most_bytes: int = MAX_JSON_BYTES) -> dict[str, str]:
+    """The fields of a form. Raises SpecError if it is larger than `most_bytes`."""
     body = b""
     async for chunk in request.stream():
         body += chunk
-        if len(body) > _MOST_BYTES:
-            raise ForbiddenError("The form is larger than a key can be.")
-    return {name: values[0] for name, values in parse_qs(body.decode("utf-8", "replace")).items()}
+        if len(body) > most_bytes:
+            raise SpecError(f"The form is larger than {most_bytes} bytes.", code="request_too_large")
+    return dict(parse_qsl(body.decode("utf-8", "replace")))

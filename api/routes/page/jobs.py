@@ -10,9 +10,11 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from api.http.dependencies import Svc
+from api.page.answers import Answers, from_evaluations, from_messages
 from api.page.inner_api import Api, ApiError, InnerApi
 from api.page.job_form import given_options, yaml_text
 from api.page.rendering import Part, fragment, page, rendered, sent
+from api.routes.page.chat import inference_of
 from api.routes.page.entry import Visitor, page_router
 
 router = page_router()
@@ -23,11 +25,13 @@ _SPARK_POINTS = 48
 _LOG_LINES = 400
 _RECENT_SECONDS = 2.0
 _MOST_RECENT = 100
+_MOST_EVENT_PAGES = 5
 TABS = (
     ("", "Curves"),
     ("logs", "Logs"),
     ("settings", "Settings"),
     ("samples", "Samples"),
+    ("answers", "Answers"),
     ("checkpoints", "Checkpoints"),
     ("events", "Events"),
 )
@@ -84,12 +88,20 @@ async def settings(request: Request, job_id: str, api: Api) -> Response:
 @router.get("/jobs/{job_id}/checkpoints")
 async def checkpoints(request: Request, job_id: str, api: Api) -> Response:
     found = await api.get(f"{JOBS}/{job_id}/checkpoints", limit=100)
-    return await _job_page(request, api, job_id, "job_checkpoints.html", "checkpoints", checkpoints=found["data"])
+    return await _job_page(
+        request, api, job_id, "job_checkpoints.html", "checkpoints", checkpoints=found["data"], chat=await inference_of(api)
+    )
 
 
 @router.get("/jobs/{job_id}/samples")
 async def samples(request: Request, job_id: str, api: Api, file: Literal["training", "validation"] = "training") -> Response:
     return await _job_page(request, api, job_id, "job_samples.html", "samples", file=file)
+
+
+@router.get("/jobs/{job_id}/answers")
+async def answers(request: Request, job_id: str, api: Api, step: int | None = None) -> Response:
+    found = await _answers(api, job_id, step)
+    return await _job_page(request, api, job_id, "job_answers.html", "answers", answers=found)
 
 
 @router.get("/jobs/{job_id}/events")
@@ -101,7 +113,7 @@ async def events(request: Request, job_id: str, api: Api, after: str | None = No
 @router.get("/page/live/jobs/{job_id}")
 async def live_job(request: Request, job_id: str, api: Api) -> Response:
     """What stands above the tabs: state, progress, and what one can do."""
-    return fragment(request, "job_head.html", job=await api.get(f"{JOBS}/{job_id}"))
+    return fragment(request, "job_head.html", **await _head(api, await api.get(f"{JOBS}/{job_id}")))
 
 
 @router.get("/page/live/jobs/{job_id}/events")
@@ -112,14 +124,34 @@ async def live_events(request: Request, job_id: str, api: Api) -> Response:
 @router.post("/jobs/{job_id}/{verb}")
 async def act(request: Request, job_id: str, verb: str, api: Api) -> Response:
     """Pause, resume or cancel; the answer is what then stands above the tabs."""
-    job = await api.post(f"{JOBS}/{job_id}/{verb}")
-    return fragment(request, "job_head.html", job=job)
+    return fragment(request, "job_head.html", **await _head(api, await api.post(f"{JOBS}/{job_id}/{verb}")))
 
 
 async def _job_page(request: Request, api: InnerApi, job_id: str, template: str, tab: str, **values: Any) -> Response:
     job = await api.get(f"{JOBS}/{job_id}")
     ranks = job["distributed"]["nproc_per_node"] * job["distributed"]["nnodes"]
-    return page(request, template, job=job, tabs=TABS, tab=tab, ranks=ranks, seen="", **values)
+    return page(request, template, **await _head(api, job) | {"tabs": TABS, "tab": tab, "ranks": ranks, "seen": ""} | values)
+
+
+async def _head(api: InnerApi, job: dict[str, Any]) -> dict[str, Any]:
+    """What stands above the tabs: the job, and who would answer for its model once there is one."""
+    return {"job": job, "chat": await inference_of(api) if job["fine_tuned_model"] else None}
+
+
+async def _answers(api: InnerApi, job_id: str, step: int | None) -> Answers | None:
+    """Those before training and at a step; of jobs of earlier versions from what their events say."""
+    found = await api.find(f"{JOBS}/{job_id}/evaluation", limit=100)
+    if found and found["data"]:
+        return from_evaluations(found["data"], step)
+    after: str | None = None
+    messages: list[str] = []
+    for _ in range(_MOST_EVENT_PAGES):
+        found = await api.get(f"{JOBS}/{job_id}/events", limit=100, type="message", after=after)
+        messages = [*(event["message"] for event in reversed(found["data"])), *messages]
+        if (answers := from_messages(messages)) is not None or not found["has_more"]:
+            return answers
+        after = found["last_id"]
+    return None
 
 
 async def _events(api: InnerApi, job_id: str, most: int) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from fastapi.responses import Response
 
 from api.page.inner_api import Api
 from api.page.rendering import fragment, leave_for, page
+from api.routes.page.chat import inference_of
 from api.routes.page.entry import page_router
 
 router = page_router()
@@ -24,7 +25,7 @@ async def models(request: Request, api: Api) -> Response:
     by_name = {one["id"]: one for one in tuned}
     lines = {one["id"]: _lineage(one, by_name) for one in tuned}
     bases = [one for one in found if not one["parent"]]
-    return page(request, "models.html", bases=bases, tuned=tuned, lines=lines)
+    return page(request, "models.html", bases=bases, tuned=tuned, lines=lines, chat=await inference_of(api))
 
 
 @router.get("/models/shares")

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import parse_qsl
 
 from fastapi import Request
 from fastapi.responses import Response
 
-from api.http.dependencies import MAX_JSON_BYTES
 from api.page import job_form
 from api.page.inner_api import Api, ApiError, InnerApi
 from api.page.rendering import leave_for, page
-from api.routes.page.entry import page_router
+from api.routes.page.entry import form_of, page_router
 from api.routes.page.jobs import JOBS
-from ft_service.errors import SpecError
+from ft_service.data.formats.recognise import COMPRESSED_ENDINGS, DATA_ENDINGS
 
 router = page_router()
 
 
 @router.get("/new")
-async def form(request: Request, api: Api, again: str | None = None, model: str | None = None) -> Response:
-    """An empty form; or `again`: what a job was asked for, perhaps on another base."""
+async def form(
+    request: Request, api: Api, again: str | None = None, model: str | None = None, ask: int | None = None
+) -> Response:
+    """An empty form; or `again`: what a job was asked for, perhaps on another base. `ask`: prompts that are to be answered
+    before and after training."""
     body = await api.get(f"{JOBS}/{again}/request") if again else {}
     models = await api.get("/v1/models")
     fields = job_form.fields_of(body) | ({"model": model} if model else {})
+    fields |= {"evaluation.prompts": str(ask)} if ask else {}
     files = await api.get("/v1/files", purpose="fine-tune", limit=200)
     names = [one["id"] for one in models["data"]]
     if fields.get("model", names[:1]) not in names and "model" in fields:
@@ -36,14 +38,19 @@ async def form(request: Request, api: Api, again: str | None = None, model: str 
     }
     first = [every[name] for name in job_form.FIRST]
     values = {"names": names, "files": files["data"], "fields": fields, "first": first, "rest": rest, "again": again}
+    values["accepted"] = ",".join((*DATA_ENDINGS, *COMPRESSED_ENDINGS))
     return page(request, "new_job.html", **values)
 
 
 @router.post("/new/plan")
 async def plan(request: Request, api: Api) -> Response:
     """What the form so far would take, and the form in other words."""
-    body = job_form.body_of(await _fields(request))
     found: dict[str, Any]
+    try:
+        body = job_form.body_of(await form_of(request))
+    except ValueError as error:
+        found = {"fault": str(error), "param": job_form.OTHER}
+        return page(request, "new_plan.html", plan=found, words={})
     if "model" in body:
         try:
             found = await api.post("/v1/fine_tuning/plan", body)
@@ -62,19 +69,14 @@ async def plan(request: Request, api: Api) -> Response:
 
 @router.post("/new")
 async def create(request: Request, api: Api) -> Response:
-    job = await api.post(JOBS, job_form.body_of(await _fields(request)))
+    try:
+        body = job_form.body_of(await form_of(request))
+    except ValueError as error:
+        raise ApiError(400, {"message": str(error), "param": job_form.OTHER}) from None
+    job = await api.post(JOBS, body)
     return leave_for(request, f"/jobs/{job['id']}")
 
 
 async def _names(api: InnerApi) -> dict[str, str]:
     files = await api.get("/v1/files", purpose="fine-tune", limit=200)
     return {file["id"]: file["filename"] for file in files["data"]}
-
-
-async def _fields(request: Request) -> dict[str, str]:
-    body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_JSON_BYTES:
-            raise SpecError(f"The form is larger than {MAX_JSON_BYTES} bytes.", code="request_too_large")
-    return dict(parse_qsl(body.decode("utf-8", "replace")))

@@ -2,4 +2,8 @@
 
 from ft_service.bases.families.family import Family
 
-FAMILY = Family(types=("ernie4_5_moe",), renamed={r"\bmlp\.moe_statics\.": "mlp.gate.moe_statics."})
+FAMILY = Family(
+    types=("ernie4_5_moe",),
+    renamed={r"\bmlp\.moe_statics\.": "mlp.gate.moe_statics."},
+    parameters=("e_score_correction_bias",),
+)

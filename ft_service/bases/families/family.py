@@ -15,6 +15,8 @@ class Family:
     """Whether the base's files stack experts as [experts, in, out]."""
     renamed: Mapping[str, str] = field(default_factory=lambda: {r"\.block_sparse_moe\.": ".mlp.", r"^backbone\.": "model."})
     """Regex on a tensor's name in the files → what the model has there. Tensors of one name then follow each other by rows."""
+    parameters: tuple[str, ...] = ()
+    """Last names of parameters that are buffers in other families."""
     not_adapted: Mapping[str, str] = field(default_factory=dict[str, str])
     """Last name of linear layers that cannot have an adapter → why."""
 

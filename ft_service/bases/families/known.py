@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ft_service.bases.families import aria, delta_nets, ernie, gpt_oss, granite, llama4, mamba
+from ft_service.bases.families import aria, deepseek_v4, delta_nets, ernie, gpt_oss, granite, llama4, mamba, renamed
 from ft_service.bases.families.family import DEFAULT, Family
 
 _FAMILIES = (
+    *renamed.FAMILIES,
     aria.FAMILY,
+    deepseek_v4.FAMILY,
     delta_nets.KIMI,
     delta_nets.OLMO,
     ernie.FAMILY,

@@ -16,14 +16,25 @@ from typing import IO, Annotated, Any, cast
 import typer
 from rich.console import Console
 
-from ft_service.bases.catalogue import Catalogue
+from ft_service.cli.data_files.arguments import (
+    MAX_LENGTH,
+    DataFile,
+    Learn,
+    MaxLength,
+    Model,
+    Split,
+    Template,
+    base_folder,
+    local_data,
+    template_text,
+)
 from ft_service.cli.data_files.colours import show_page
+from ft_service.cli.data_files.stats import stats
 from ft_service.cli.local.data import refuse_faults
 from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import Json, print_json
 from ft_service.data.data_file import DataReport, Findings, check_lines
 from ft_service.data.examiner import Examiner
-from ft_service.data.formats.folders import dataset_files
 from ft_service.data.formats.reading import open_data
 from ft_service.data.formats.writing import line_of
 from ft_service.data.line_errors import Fault, LineError
@@ -32,24 +43,10 @@ from ft_service.data.token_folder import folder_of
 from ft_service.data.token_options import TokenOptions
 from ft_service.errors import SpecError
 from ft_service.local.spec_file import LocalData
-from ft_service.spec import TrainOn
-from ft_service.spec.options import TrainingOptions
-from ft_service.spec.templates import check_template, named_template
 
 app = typer.Typer(help="Look at a data file before it is trained on: check, show, count and convert it.", no_args_is_help=True)
 
-MAX_LENGTH = TrainingOptions().max_length
-
-DataFile = Annotated[
-    Path, typer.Argument(metavar="FILE", help="JSON lines, a JSON array, CSV, Parquet, or a folder of Hugging Face's datasets.")
-]
-Model = Annotated[str, typer.Option("--model", metavar="M", help="A base by its name, or its folder (./…, /…, ~/…).")]
-Template = Annotated[
-    str, typer.Option("--chat-template", metavar="NAME|FILE", help="In place of the base's: a standard one's name, or a file.")
-]
-Learn = Annotated[TrainOn, typer.Option("--train-on", help="What is learned of a conversation.")]
-MaxLength = Annotated[int, typer.Option("--max-length", min=8, help="training.max_length: tokens kept of a sample.")]
-Split = Annotated[str, typer.Option("--split", help="Of a folder that has several.")]
+app.command()(stats)
 
 
 @app.command()
@@ -81,7 +78,7 @@ def check(
 @app.command()
 def show(
     file: DataFile,
-    model: Annotated[str, typer.Option("--model", metavar="M", help="A base by its name, or its folder (./…, /…, ~/…).")],
+    model: Model,
     chat_template: Template = "",
     train_on: Learn = "all_assistant",
     max_length: MaxLength = MAX_LENGTH,
@@ -128,37 +125,6 @@ def convert(
         print_json({"lines": count, "path": str(out)})
     else:
         print(f"{count:,} lines in {out}")
-
-
-def local_data(path: Path, split: str) -> LocalData:
-    """Raises SpecError for a path where nothing is, DataError for a folder without such a split."""
-    whole = path.expanduser().absolute()
-    if whole.is_dir():
-        return LocalData(whole, dataset_files(whole, split))
-    if not whole.is_file():
-        raise SpecError(f"There is no file {whole}.", param="file")
-    return LocalData(whole)
-
-
-def template_text(given: str) -> str:
-    """A template's text, by the name of a standard one or a file's. Raises SpecError."""
-    path = Path(given).expanduser()
-    try:
-        return (
-            path.read_text(encoding="utf-8")
-            if given and path.is_file()
-            else named_template(check_template(given) if given else "")
-        )
-    except (OSError, ValueError) as error:
-        raise SpecError(f"--chat-template = {given!r}: {error}.", param="chat_template") from None
-
-
-def base_folder(model: str) -> str:
-    """The folder of a base, by its name or its path. Raises SpecError."""
-    if model.startswith((".", "/", "~")):
-        folder = Path(model).expanduser().absolute()
-        return Catalogue([folder.parent]).find(folder.name, to_train=False).ref().path
-    return Catalogue.from_settings(settings_with_models()).find(model, to_train=False).ref().path
 
 
 def examined(data: LocalData, model: str, options: TokenOptions, max_length: int) -> DataReport:

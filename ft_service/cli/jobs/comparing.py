@@ -14,10 +14,12 @@ from ft_service.cli.output import Json, connect, print_json, print_table, screen
 from ft_service.client.answers import RemoteJob, shown
 from ft_service.client.client import Client
 from ft_service.client.progress import Curve, clock
-from ft_service.errors import FtError
+from ft_service.errors import FtError, SpecError
 from ft_service.rundir.events import Metrics
 
 _WIDEST = 60
+_THOUSANDS = 10_000
+"""From here on whole numbers are written with commas."""
 
 
 def register(app: typer.Typer) -> None:
@@ -28,6 +30,8 @@ def compare(one: JobId, other: JobId, as_json: Json = False) -> None:
     """Show the options in which two jobs differ, their results, and the curves of their losses."""
     with connect() as client:
         jobs = [client.job(find_job(client, word)) for word in (one, other)]
+        if jobs[0].id == jobs[1].id:
+            raise SpecError(f"{one} and {other} are the same job, {jobs[0].id}. Name two: `ft jobs` lists them.", param="other")
         curves = [client.metrics(job.id) for job in jobs]
         names = {file_id: _file_name(client, file_id) for job in jobs for file_id in (job.training_file, job.validation_file)}
     rows = differences(*jobs)
@@ -103,4 +107,6 @@ def _file_name(client: Client, file_id: str | None) -> str | None:
 
 
 def _text(value: object) -> str:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= _THOUSANDS:
+        return f"{value:,}"
     return "-" if value is None else shown(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -18,7 +19,7 @@ from ft_service.cli.output import (
     print_json,
     print_table,
 )
-from ft_service.client.answers import RemoteJob, shown
+from ft_service.client.answers import RemoteEvaluation, RemoteJob, scores_text, shown
 from ft_service.client.client import Client
 from ft_service.client.progress import clock
 from ft_service.errors import FtError
@@ -61,6 +62,7 @@ def get(job_id: JobId, as_json: Json = False) -> None:
             print_json(job.model_dump())
             return
         points = client.checkpoints(found)
+        evaluated = client.evaluations(found, limit=1) if job.evaluation else []
         names = {file_id: _file_name(client, file_id) for file_id in (job.training_file, job.validation_file) if file_id}
     steps = ", ".join(str(point.step_number) for point in reversed(points))
     print_fields(
@@ -74,6 +76,7 @@ def get(job_id: JobId, as_json: Json = False) -> None:
             ("tuned model", job.fine_tuned_model),
             ("progress", _progress(job)),
             ("validation loss", _valid(job)),
+            ("evaluation", _evaluation(evaluated)),
             ("trained tokens", f"{job.trained_tokens:,}" if job.trained_tokens is not None else None),
             ("took", clock(job.seconds(time.time())) if job.finished_at else None),
             ("created", local_time(job.created_at)),
@@ -81,6 +84,7 @@ def get(job_id: JobId, as_json: Json = False) -> None:
             ("checkpoints", f"at step {steps}" if steps else None),
             ("training file", names.get(job.training_file)),
             ("validation file", names.get(job.validation_file or "")),
+            ("validation split", f"{job.validation_split:g}" if job.validation_split is not None else None),
             *((name, shown(value)) for name, value in job.given_options.items()),
             *job.choices,
         ]
@@ -96,7 +100,8 @@ def events(job_id: JobId, limit: Newest = 50, as_json: Json = False) -> None:
         return
     for event in known:
         level = "" if event.level == "info" else f"{event.level}: "
-        print(f"{local_time(event.created_at, seconds_too=True)}  {level}{event.message}")
+        first, *more = event.message.splitlines() or [""]
+        print("\n    ".join([f"{local_time(event.created_at, seconds_too=True)}  {level}{first}", *more]))
 
 
 def checkpoints(job_id: JobId, as_json: Json = False) -> None:
@@ -116,7 +121,9 @@ def checkpoints(job_id: JobId, as_json: Json = False) -> None:
             )
             for point in points
         ]
-        print_table(("STEP", "LOSS", "VALID", "CREATED", "MODEL"), rows)
+        titles = ("STEP", "LOSS", "VALID", "CREATED", "MODEL")
+        shown_columns = len(titles) - is_terminal()  # names of models that differ at their end only, which would be cut
+        print_table(titles[:shown_columns], [row[:shown_columns] for row in rows])
     else:
         print("No checkpoints yet.")
 
@@ -128,7 +135,7 @@ def files(limit: Newest = 20, as_json: Json = False) -> None:
     if as_json:
         print_json([file.model_dump() for file in known])
     elif known:
-        rows = [(f.id, f.filename, bytes_text(f.bytes), f.purpose, local_time(f.created_at)) for f in known]
+        rows = [(_short_file(f.id), f.filename, bytes_text(f.bytes), f.purpose, local_time(f.created_at)) for f in known]
         print_table(("ID", "NAME", "SIZE", "PURPOSE", "CREATED"), rows)
     else:
         print("No files yet. `ft submit SPEC` uploads those that a SPEC names.")
@@ -142,10 +149,15 @@ def _row(job: RemoteJob) -> tuple[str, ...]:
     return name, job.suffix or "", job.base, status, step, _valid(job) or "", clock(job.seconds(time.time()))
 
 
+def _short_file(file_id: str) -> str:
+    """As `ft rm` knows it."""
+    return file_id[: len("file-") + _SHORT] if is_terminal() else file_id
+
+
 def _note(job: RemoteJob) -> str | None:
     """Why a job failed, or waits."""
     if job.error_text or job.pending_reason:
-        return job.error_text or job.pending_reason
+        return " ".join((job.error_text or job.pending_reason or "").split())
     text = job.waiting_text
     return text.removeprefix("queued: ") if text and text != "queued" else None
 
@@ -161,6 +173,15 @@ def _progress(job: RemoteJob) -> str | None:
 
 def _valid(job: RemoteJob) -> str | None:
     return _number((job.progress or {}).get("valid_loss")) or None
+
+
+def _evaluation(newest: Sequence[RemoteEvaluation]) -> str | None:
+    """The newest metrics, and those before training."""
+    told = [
+        f"{scores_text(own.metrics, own.base_metrics)} (step {own.step}; the answers: ft eval)" if own.step else "begun"
+        for own in newest
+    ]
+    return told[0] if told else None
 
 
 def _number(value: object) -> str:

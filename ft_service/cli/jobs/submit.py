@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ft_service.cli.data_files.commands import uploadable
 from ft_service.cli.jobs.following import watch_job
 from ft_service.cli.output import Json, connect, print_json, print_json_line
-from ft_service.client.answers import RemoteJob
 from ft_service.client.client import Client
 from ft_service.data.data_file import Param, check_lines
+from ft_service.data.statistics import Measure, Records, advice, without_base
 from ft_service.errors import DataError, NotFoundError, SpecError
 from ft_service.local.spec_file import LocalData, SpecFile, load_spec_file
+from ft_service.spec import DataFileRef, by_samples
 
 
 def register(app: typer.Typer) -> None:
@@ -31,42 +33,48 @@ def submit(
     loaded = load_spec_file(spec)
     with connect() as client:
         if not unchecked:
-            check_data(loaded)
-        job = submit_spec(client, loaded)
+            for sentence in check_data(loaded):
+                print(f"Warning: {sentence}", file=sys.stderr)
+        job = client.create_job(upload_spec(client, loaded))
         if as_json:
             print_json_line(job.model_dump()) if follow else print_json(job.model_dump())
         elif follow:
             print(f"Created {job.id}.")
         else:
-            print(f"Created {job.id}. Watch it: ft watch {job.id}")
+            print(f"Created {job.id}.\nWatch it: ft watch {job.id}")
         return watch_job(client, job.id, as_json) if follow else 0
 
 
-def check_data(spec: SpecFile) -> None:
-    """Read every line of the data files as the server will. Raises DataError with all that is wrong with one of them.
+def check_data(spec: SpecFile) -> list[str]:
+    """Read every line of the data files as the server will: what to change, in sentences. Raises DataError with all that is
+    wrong with one of them.
 
     What depends on the base (its chat template, its tokenizer) only the server can tell.
     """
+    found: dict[Param, Records] = {}
     for param, data in _data_files(spec):
         path = data.path
+        records = found[param] = Records(path.name)
         try:
-            report = check_lines(path, files=data.files, pairs=spec.request.method.type == "dpo")
+            report = check_lines(path, files=data.files, pairs=spec.request.method.type == "dpo", note=records.add)
         except OSError as error:
             raise SpecError(f"{path} cannot be read: {error.strerror}.", param=param) from None
+        records.word = report.word
         if not report.faults_total:
             continue
-        all_lines = report.faults_total + report.examples
-        head = (
-            f"{path.name}: {report.faults_total:,} of {all_lines:,} {report.word}s cannot be trained on. Nothing was uploaded."
-        )
-        empty = not report.faults[0].line
-        text = f"{path.name}: {report.faults[0]}. Nothing was uploaded." if empty else "\n".join([head, *report.reasons()])
+        text = report.fault_text(path.name, "Nothing was uploaded.")
         raise DataError(text, param=param, code=f"invalid_{param}")
+    training, validation = found["training_file"], found.get("validation_file")
+    dpo = spec.request.method.type == "dpo"
+    options, _ = by_samples(spec.request.resolved_training(), training.count, ranks=1, dpo=dpo)
+    file = DataFileRef(name=training.name, path="", sha256="")
+    asked = Measure(file, file if validation else None, options)
+    return list(advice(without_base(training, validation, options), asked))
 
 
-def submit_spec(client: Client, spec: SpecFile) -> RemoteJob:
-    """Upload the files that a SPEC names and create the job. Raises SpecError if the SPEC names a model by its folder, or
-    one that the server does not know."""
+def upload_spec(client: Client, spec: SpecFile) -> dict[str, Any]:
+    """Upload the files that a SPEC names; the create body with their ids. Raises SpecError if the SPEC names a model by its
+    folder, or one that the server does not know."""
     if spec.model_folder is not None:
         message = f"model = {spec.request.model!r}: a server knows models by name (`ft models`); folders are for `ft run`."
         raise SpecError(message, param="model")
@@ -78,7 +86,7 @@ def submit_spec(client: Client, spec: SpecFile) -> RemoteJob:
     for param, data in _data_files(spec):
         with uploadable(data) as path:
             uploaded[param] = client.upload_file(path).id
-    return client.create_job({**spec.body, **uploaded})
+    return {**spec.body, **uploaded}
 
 
 def _data_files(spec: SpecFile) -> list[tuple[Param, LocalData]]:

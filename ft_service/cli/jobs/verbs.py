@@ -62,7 +62,7 @@ def remove(
             name = target if is_tuned(target) else _tuned_model(client, target)
             what = f"the tuned model {name}"
         if not yes:
-            _ask(what)
+            ask_to_remove(what)
         client.delete_file(name) if target.startswith("file-") else client.delete_model(name)
     if as_json:
         print_json({"id": name, "deleted": True})
@@ -81,11 +81,12 @@ def _file(client: Client, word: str) -> RemoteFile:
 def _tuned_model(client: Client, word: str) -> str:
     job = client.job(find_job(client, word, only_one=True, fit=lambda job: job.fine_tuned_model is not None))
     if job.fine_tuned_model is None:
-        raise SpecError(f"Job {job.id} is {job.status} and has no tuned model to remove.", param="id")
+        raise SpecError(f"Job {job.id} has no tuned model to remove ({job.status}).", param="id")
     return job.fine_tuned_model
 
 
-def _ask(what: str) -> None:
+def ask_to_remove(what: str) -> None:
+    """Go on only if the user says so. Raises SpecError where nobody can be asked."""
     if not sys.stdin.isatty():
         raise SpecError(f"This would remove {what}. Say so with --yes: there is no terminal to ask on.", param="yes")
     typer.confirm(f"Remove {what}?", abort=True)

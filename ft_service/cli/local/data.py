@@ -4,49 +4,77 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import TypeVar
 
 from ft_service.bases.catalogue import has_tokenizer
-from ft_service.data.data_file import DataReport, Param, check_lines
+from ft_service.data.data_file import Counts, DataReport, Param, check_lines
 from ft_service.data.examiner import Examiner, Tell, data_files
+from ft_service.data.statistics import Level, Measure, Statistics, messages
 from ft_service.data.token_folder import folder_of
 from ft_service.errors import DataError, SpecError
+from ft_service.plan.lengths import Lengths
 from ft_service.rundir.documents import ErrorInfo
 from ft_service.settings import Settings
 from ft_service.spec import JobSpec
 
-DataReports = Mapping[Param, DataReport]
+Found = TypeVar("Found", DataReport, Statistics)
 
 
-def examine_data(spec: JobSpec, settings: Settings, tell: Tell, *, need_counts: bool = True) -> DataReports:
-    """Reports on every data file, with tokens counted, and kept for the ranks (FT_TOKENS). `tell`: called with the progress if
-    that takes long. `need_counts` False: only where transformers is installed and the base has a tokenizer.
+@dataclass(frozen=True)
+class DataFound:
+    """What a job's data files hold."""
+
+    reports: Mapping[Param, DataReport]
+    statistics: Statistics | None
+    """None: tokens were not counted."""
+
+    @property
+    def counts(self) -> Counts | None:
+        """Of the training file, with what validation_split sets aside."""
+        return self.reports["training_file"].counts
+
+    @property
+    def lengths(self) -> Lengths | None:
+        """Of the samples that are trained on. None: not counted."""
+        if self.counts is None or self.statistics is None:
+            return None
+        of, items = self.statistics.training, self.statistics.items
+        return Lengths(of.tokens, items * (2 if self.counts.pairs else 1), self.counts.longest or None)
+
+    def messages(self, spec: JobSpec) -> Iterator[tuple[Level, str]]:
+        """Level and sentence: what each file holds to train on, what is not trained on, and what to change."""
+        for param, data in data_files(spec):
+            yield from self.reports[param].messages(data.name, spec.training.max_length, cut=self.statistics is None)
+        if self.statistics is not None:
+            yield from messages(self.statistics, Measure.of(spec))
+
+
+def examine_data(spec: JobSpec, settings: Settings, tell: Tell, *, need_counts: bool = True) -> DataFound:
+    """Every data file, with tokens counted, and kept for the ranks (FT_TOKENS). `tell`: called with the progress if that takes
+    long. `need_counts` False: only where transformers is installed and the base has a tokenizer.
 
     Raises DataError for data that cannot be trained on, SpecError for a base whose tokenizer cannot be used, ExaminerLost.
     """
     reports: dict[Param, DataReport] = {}
+    statistics: Statistics | None = None
     if need_counts or (find_spec("transformers") is not None and has_tokenizer(Path(spec.model.path))):
         with Examiner(tokens=folder_of(os.environ, settings.home)) as examiner:
             for param, data in data_files(spec):
                 reports[param] = refuse_faults(examiner.examine_file(param, data, Path(data.path), spec, tell))
+            statistics = refuse_faults(examiner.measure_job(spec))
     else:
         for param, data in data_files(spec):
             report = check_lines(Path(data.path), files=data.files, pairs=spec.dpo is not None)
             reports[param] = refuse_faults(report.error(param, data.name) or report)
-    return reports
+    return DataFound(reports, statistics)
 
 
-def messages(reports: DataReports, spec: JobSpec) -> Iterator[tuple[Literal["info", "warn"], str]]:
-    """Level and sentence: what each file holds to train on, and what is not trained on."""
-    for param, data in data_files(spec):
-        yield from reports[param].messages(data.name, spec.training.max_length)
-
-
-def refuse_faults(examined: DataReport | ErrorInfo) -> DataReport:
+def refuse_faults(examined: Found | ErrorInfo) -> Found:
     """Raises SpecError or DataError in place of an error."""
-    if isinstance(examined, DataReport):
+    if not isinstance(examined, ErrorInfo):
         return examined
     kind = SpecError if examined.param in ("model", "chat_template") else DataError
     raise kind(examined.message, param=examined.param, code=examined.code)

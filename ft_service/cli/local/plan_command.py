@@ -10,10 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ft_service.cli.local.data import DataReports, examine_data, messages
+from ft_service.cli.local.data import DataFound, examine_data
 from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import Json, print_fields, print_json, print_table
-from ft_service.data.data_file import Counts
 from ft_service.errors import SpecError
 from ft_service.host.hardware import gpu_count
 from ft_service.ids import new_id
@@ -64,12 +63,12 @@ def plan(
     resolved = bounded(resolved)
     plan_job(resolved, machine, to_train=False)  # a base that cannot be used is told of before the data is read
     data = examine_data(resolved, settings, lambda sentence: print(sentence, file=sys.stderr), need_counts=False)
-    counts = data["training_file"].counts
-    its_plan = plan_job(resolved, machine, Lengths.counted(counts) if counts else None, to_train=False)
-    duration = training_time(its_plan, resolved, data["training_file"].examples)
-    largest = _largest(resolved, machine, counts, data["training_file"].examples)
+    its_plan = plan_job(resolved, machine, data.lengths, to_train=False)
+    examples = data.statistics.items if data.statistics else data.reports["training_file"].examples
+    duration = training_time(its_plan, resolved, examples)
+    largest = _largest(resolved, machine, data.lengths, examples)
     if as_json:
-        counts = {param: report.counts and asdict(report.counts) for param, report in data.items()}
+        counts = {param: report.counts and asdict(report.counts) for param, report in data.reports.items()}
         more = {} if largest is None else {"largest": largest[0].as_dict() | {"ranks": largest[1], "time": largest[2]}}
         print_json(its_plan.as_dict() | {"time": duration, "data": counts} | more)
     else:
@@ -79,7 +78,9 @@ def plan(
             _show_largest(*largest, resolved.world_size)
 
 
-def _largest(spec: JobSpec, machine: Machine, counts: Counts | None, examples: int) -> tuple[Plan, int, dict[str, Any]] | None:
+def _largest(
+    spec: JobSpec, machine: Machine, lengths: Lengths | None, examples: int
+) -> tuple[Plan, int, dict[str, Any]] | None:
     """The plan on the most ranks that the job may have, their number and the time; None: it has one number of ranks. Raises
     SpecError."""
     options = spec.distributed
@@ -87,7 +88,7 @@ def _largest(spec: JobSpec, machine: Machine, counts: Counts | None, examples: i
         return None
     most = spec.shapes(options.max_nnodes or options.nnodes, options.max_nproc_per_node or 64, gpu_count())[0]
     there = spec.on(*most)
-    plan = plan_job(there, machine, Lengths.counted(counts) if counts else None, to_train=False)
+    plan = plan_job(there, machine, lengths, to_train=False)
     return plan, there.world_size, training_time(plan, there, examples)
 
 
@@ -119,10 +120,10 @@ def _show(plan: Plan, machine: Machine, duration: dict[str, Any]) -> None:
     _show_time(duration)
 
 
-def _show_data(data: DataReports, spec: JobSpec) -> None:
-    for level, message in messages(data, spec):
+def _show_data(data: DataFound, spec: JobSpec) -> None:
+    for level, message in data.messages(spec):
         print(message if level == "info" else f"Warning: {message}")
-    if data["training_file"].counts is None:
+    if data.counts is None:
         print("Tokens are not counted here: transformers is not installed, or the base has no tokenizer.")
 
 

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from ft_service.cli.display import Display, display_for
-from ft_service.cli.local.data import examine_data, messages
+from ft_service.cli.local.data import examine_data
 from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import Json, complain, print_json
 from ft_service.control.tracking.door import refuse_without_server
@@ -26,7 +26,6 @@ from ft_service.local.parent import prepare_local
 from ft_service.local.run import run_local, wait_begun
 from ft_service.local.spec_file import SpecFile, load_spec_file, resolve_spec_file
 from ft_service.plan.admit import admit
-from ft_service.plan.lengths import Lengths
 from ft_service.plan.machines import this_host
 from ft_service.plan.settle import keep_choices, settle
 from ft_service.rundir.attempt import ATTEMPTS
@@ -71,8 +70,7 @@ def run(
     """Run a SPEC on this machine without a server. Ctrl-C stops it at a checkpoint; with the same --run-dir it goes on."""
     settings = settings_with_models()
     loaded = load_spec_file(spec)
-    if loaded.request.integrations:
-        refuse_without_server()
+    refuse_without_server(loaded.request)
     node = _node(loaded.request, run_dir, node_rank, rdzv_endpoint, address)
     job_id = new_id("ftjob-")
     folder = (run_dir or settings.runs_dir / job_id).absolute()
@@ -86,11 +84,10 @@ def run(
         display.status("starting")
         for level, message in admitted.told:
             display.message(level, message, time.time())
-        reports = examine_data(admitted.spec, settings, lambda sentence: display.message("info", sentence, time.time()))
-        for level, message in messages(reports, admitted.spec):
+        data = examine_data(admitted.spec, settings, lambda sentence: display.message("info", sentence, time.time()))
+        for level, message in data.messages(admitted.spec):
             display.message(level, message, time.time())
-        counts = reports["training_file"].counts
-        settled = settle(admitted.spec, this_host(), Lengths.counted(counts) if counts else None)
+        settled = settle(admitted.spec, this_host(), data.lengths)
         for sentence in settled.news:  # now that the lengths are known
             display.message("info", sentence, time.time())
         with _time_limit(loaded.request.max_seconds) as stop:
@@ -184,5 +181,5 @@ def _report(ended: Exit, folder: Path, spec: Path, as_json: bool) -> int:
         print(f"Stopped at a checkpoint. To go on: ft run {spec} --run-dir {folder}", file=sys.stderr)
     else:
         reason = ended.error.message if ended.error else ended.message
-        complain(f"{' '.join(reason.split())} (logs: {folder / ATTEMPTS})", ended.code)
+        complain(f"{reason}\nThe logs are in {folder / ATTEMPTS}", ended.code)
     return ended.code

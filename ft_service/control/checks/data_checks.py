@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ft_service.control.checks.check_lanes import Lanes
 from ft_service.data.examiner import Examiner, ExaminerLost, Tell, data_files, unreadable
+from ft_service.data.statistics import Level, Measure, messages
 from ft_service.errors import FtError, UnavailableError
 from ft_service.jobs.states import Job
 from ft_service.rundir.documents import ErrorInfo
@@ -52,10 +53,11 @@ def check_data(job: Job, examiner: Examiner, tell: Tell, places: Places) -> Chec
     error = _prepare(spec.parent, places) if spec.parent else None
     if error is not None:
         return Checked(error)
-    events: list[NewEvent] = []
+    told: list[tuple[Level, str]] = []
+    paths: dict[str, Path] = {}
     for param, data in data_files(spec):
         try:
-            path = places.fetched(Path(data.path))
+            path = paths[data.path] = places.fetched(Path(data.path))
         except OSError as error:
             return Checked(unreadable(param, data, error))
         found = examiner.examine_file(param, data, path, spec, tell)
@@ -65,9 +67,12 @@ def check_data(job: Job, examiner: Examiner, tell: Tell, places: Places) -> Chec
             places.share_tokens(data.sha256)
         except (OSError, UnavailableError):  # workers make them themselves
             log.exception("the tokens of %s could not be brought to object storage", data.name)
-        told = found.messages(data.name, spec.training.max_length)
-        events += [NewEvent(level=level, message=message) for level, message in told]
-    return Checked(events=tuple(events))
+        told += found.messages(data.name, spec.training.max_length, cut=False)
+    measured = examiner.measure_job(spec, paths)
+    if isinstance(measured, ErrorInfo):
+        return Checked(measured)
+    told += messages(measured, Measure.of(spec))
+    return Checked(events=tuple(NewEvent(level=level, message=message) for level, message in told))
 
 
 def _prepare(parent: AdapterRef, places: Places) -> ErrorInfo | None:

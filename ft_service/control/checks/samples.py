@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +31,8 @@ def job_samples(job: Job, which: str, page: Page, places: Places) -> SamplePage:
     spec = job.spec
     data = spec.training_data if which == "training" else spec.validation_data
     if data is None:
-        raise NotFoundError(f"Job {job.id} has no validation file.", param="file", code="no_validation_file")
+        aside = "; what it validates with is set aside of its training file" if spec.validation_split is not None else ""
+        raise NotFoundError(f"Job {job.id} has no validation file{aside}.", param="file", code="no_validation_file")
     return file_samples(data, spec.model.path, TokenOptions.of(spec), spec.training.max_length, page, places)
 
 
@@ -39,6 +42,14 @@ def file_samples(
     """Samples of a file by a base's tokenizer. Raises NotFoundError if the file is gone, SpecError if the tokenizer cannot be
     used, UnavailableError.
     """
+    path = fetched(data, places)
+    with examining() as examiner:
+        request = examiner.request(data, path, model_path, max_length, options)
+        return examiner.show(replace(request, show=page))
+
+
+def fetched(data: DataFileRef, places: Places) -> Path:
+    """Where a file lies on this host. Raises NotFoundError if it is gone."""
     path = Path(data.path)
     try:
         path = places.fetched(path)
@@ -47,11 +58,16 @@ def file_samples(
         there = False
     if not there:
         raise NotFoundError(f"The contents of {data.name} are gone from the service's disk.", param="file_id", code="file_gone")
+    return path
+
+
+@contextmanager
+def examining(tokens: Path | None = None) -> Iterator[Examiner]:
+    """An examiner, as long as the block runs. Raises UnavailableError while as many as may be are at work."""
     if not _free.acquire(timeout=WAIT_SECONDS):
-        raise UnavailableError("Samples are being shown to others. Try again in a moment.")
+        raise UnavailableError("Files are being read for others. Try again in a moment.")
     try:
-        with Examiner(stuck_seconds=STUCK_SECONDS) as examiner:
-            request = examiner.request(data, path, model_path, max_length, options)
-            return examiner.show(replace(request, show=page))
+        with Examiner(tokens=tokens, stuck_seconds=STUCK_SECONDS) as examiner:
+            yield examiner
     finally:
         _free.release()

@@ -34,6 +34,8 @@ class RunDescription:
     entity: str | None
     name: str | None
     """This and the rest: None for a run that was begun before, since somebody may have changed it there."""
+    group: str | None
+    """Of the jobs of one sweep; None: it is of none."""
     tags: tuple[str, ...] | None
     config: dict[str, Any] | None
 
@@ -52,6 +54,7 @@ def exit_code(job: Job) -> int:
 
 def describe(integration: JobIntegration, job: Job) -> RunDescription:
     wandb = Integration.model_validate(integration.settings).wandb
+    assert wandb is not None, "only those of W&B are sent"
     spec = job.spec
     begun = integration.url is not None
     return RunDescription(
@@ -59,6 +62,7 @@ def describe(integration: JobIntegration, job: Job) -> RunDescription:
         project=wandb.project,
         entity=wandb.entity,
         name=None if begun else wandb.name or job.id,
+        group=None if begun else job.sweep_id,
         tags=None if begun else _tags(wandb.tags, spec),
         config=None if begun else config(job, spec),
     )

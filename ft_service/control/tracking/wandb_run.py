@@ -50,6 +50,7 @@ class WandbRun:
                 id=run.id,
                 resume="allow",
                 name=run.name,
+                group=run.group,
                 tags=run.tags,
                 config=run.config,
                 settings=_settings(account),

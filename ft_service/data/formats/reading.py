@@ -12,6 +12,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import cached_property
 from io import BufferedReader
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self, cast
@@ -174,6 +175,12 @@ def unknown_format(keys: Sequence[str]) -> str:
 def open_data(path: Path, files: Sequence[str] = ()) -> DataReader:
     """The reader of a file, or of a folder's files (dataset_files), which are named from the folder."""
     return DataReader([path / name for name in files] if files else [path])
+
+
+def count_samples(path: Path, files: Sequence[str] = (), *, most: int) -> int:
+    """Records without a fault, counted up to `most`. Raises OSError."""
+    with open_data(path, files) as reader, closing(iter(reader)) as records:
+        return sum(1 for _ in islice((record for _, record in records if not isinstance(record, Fault)), most))
 
 
 def _head(file: BinaryIO) -> bytes:

@@ -14,12 +14,12 @@ _MARK = b"\xef\xbb\xbf"
 
 DATA_ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
 """Of names of data files. They keep out what cannot be one; what a file is, its contents say."""
-_COMPRESSED_ENDINGS = (".gz", ".zst")
+COMPRESSED_ENDINGS = (".gz", ".zst")
 
 
 def may_hold_data(filename: str) -> bool:
     name = filename.lower()
-    for ending in _COMPRESSED_ENDINGS:
+    for ending in COMPRESSED_ENDINGS:
         name = name.removesuffix(ending)
     return name.endswith(DATA_ENDINGS)
 

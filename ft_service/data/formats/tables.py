@@ -32,6 +32,7 @@ def csv_rows(file: BinaryIO, delimiter: str) -> Numbered:
     number = 0
     try:
         names = [name.strip() for name in next(reader)]
+        _refuse_twice(names)
         while (cells := next(reader, None)) is not None:
             if cells:  # a blank line is no row
                 number += 1
@@ -40,6 +41,13 @@ def csv_rows(file: BinaryIO, delimiter: str) -> Numbered:
         raise UnreadableError(f"row {number + 1} is no CSV: {error}") from None
     finally:
         text.detach()  # the file is closed by whoever opened it
+
+
+def _refuse_twice(names: Sequence[str]) -> None:
+    """Raises UnreadableError if two columns that may be needed have one name."""
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise UnreadableError(f"two columns are called {twice}: keep one")
 
 
 def _csv_row(number: int, names: Sequence[str], cells: Sequence[str]) -> Row:
@@ -105,6 +113,7 @@ def _batches(file: BinaryIO, container: Container, columns: list[str]) -> Genera
         opened = whole = pa.ipc.open_stream(file)
     columns[:] = opened.schema.names
     wanted = wanted_columns(columns)
+    _refuse_twice(wanted)
     for batch in whole:
         chosen = batch.select(wanted)
         step = _rows_at_once(chosen.nbytes, chosen.num_rows)
@@ -120,6 +129,7 @@ def _parquet_batches(file: BinaryIO, columns: list[str]) -> Iterator[Any]:
         size = sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
         rows = _rows_at_once(size, metadata.num_rows)
         columns[:] = table.schema_arrow.names
+        _refuse_twice(wanted_columns(columns))
         yield from table.iter_batches(batch_size=rows, columns=wanted_columns(columns), use_threads=False)
 
 

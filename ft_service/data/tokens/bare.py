@@ -29,6 +29,11 @@ def render_bare(tokenizer: PreTrainedTokenizerBase, record: Text | PromptComplet
     return text, [(len(begin) if train_on == "everything" else len(prompt), len(text))]
 
 
+def bare_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
+    """A prompt as it stands before its completion."""
+    return _ends(tokenizer)[0] + prompt
+
+
 @lru_cache(maxsize=4)
 def _ends(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     """The text of the token that every text begins with, and of that which ends one; empty: there is none."""

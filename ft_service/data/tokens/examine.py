@@ -20,12 +20,13 @@ if __name__ == "__main__":  # before anything slow
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
 import numpy as np
@@ -41,12 +42,15 @@ from ft_service.data.data_file import (
     ExamineReply,
     ExamineRequest,
     Findings,
+    Param,
     ReadProgress,
     answers,
 )
 from ft_service.data.formats.reading import DataReader, open_data
+from ft_service.data.formats.recognise import Format
 from ft_service.data.line_errors import Fault
 from ft_service.data.samples import Page, SamplePage, ShownSample
+from ft_service.data.statistics import Measure, Statistics
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.data.tokens.identity import tokens_key
 from ft_service.data.tokens.keeping import Recording, find
@@ -56,9 +60,11 @@ from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.show import page_of
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.tokenize import load_tokenizer, nothing_to_learn, tokenize
+from ft_service.data.tokens.training_set.measure import Part, measure
 from ft_service.data.whereabouts import Task, Whereabouts
-from ft_service.errors import SpecError
+from ft_service.errors import DataError, SpecError
 from ft_service.rundir.documents import ErrorInfo
+from ft_service.spec import DataFileRef
 
 
 def main() -> None:
@@ -101,13 +107,16 @@ def answer(request: ExamineRequest, teller: Teller, whereabouts: Whereabouts) ->
         if request.show is not None:
             with SampleLimits(whereabouts, request.render_seconds, request.memory_bytes) as limits:
                 return ExamineReply(page=_page(tokenizer, request, request.show, limits))
+        if request.measure is not None:
+            with SampleLimits(whereabouts, request.render_seconds, request.memory_bytes) as limits:
+                return ExamineReply(statistics=_measured(tokenizer, request, request.measure, teller, limits))
         key = tokens_key(request.model_path, request.sha256, request.options, pairs=request.pairs)
         keep = Keep(Path(request.tokens), key) if request.tokens else None
         with SampleLimits(whereabouts, request.render_seconds, request.memory_bytes) as limits:
             data = open_data(Path(request.path), request.files)
             asked = (tokenizer, data, request.sha256, request.max_length, teller, limits, keep, request.options)
             report = examine(*asked, pairs=request.pairs)
-    except SpecError as error:
+    except (SpecError, DataError) as error:
         return ExamineReply(error=ErrorInfo(code=error.code, message=error.message, param=error.param))
     return ExamineReply(report=report)
 
@@ -121,6 +130,48 @@ def _page(tokenizer: PreTrainedTokenizerBase, request: ExamineRequest, page: Pag
         took = f"what is behind {data.shape.word} {page.after} took longer than {limits.time} to read and to render"
         why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else took
         return SamplePage((ShownSample(0, error=why),), False, data.shape.word, str(data.shape))
+
+
+def _measured(
+    tokenizer: PreTrainedTokenizerBase, request: ExamineRequest, asked: Measure, teller: Teller, limits: SampleLimits
+) -> Statistics:
+    """Raises DataError for a file that cannot be trained on."""
+    with contextlib.ExitStack() as stack:
+
+        def part(param: Param, file: DataFileRef) -> Part:
+            samples, word = stack.enter_context(_kept(tokenizer, request, param, file, teller, limits))
+            return Part(samples, word, file.name, pairs=request.pairs)
+
+        training, file = part("training_file", asked.training_file), asked.validation_file
+        return measure(asked, training, None if file is None else part("validation_file", file))
+
+
+@contextlib.contextmanager
+def _kept(
+    tokenizer: PreTrainedTokenizerBase,
+    request: ExamineRequest,
+    param: Param,
+    file: DataFileRef,
+    teller: Teller,
+    limits: SampleLimits,
+) -> Iterator[tuple[TokenSet, str]]:
+    """A file's samples, uncut, as they are kept or else made for as long as the block runs; and what a record is called."""
+    data = open_data(Path(file.path), file.files)
+    data.look()
+    key = tokens_key(request.model_path, file.sha256, request.options, pairs=request.pairs)
+    found = find(Path(request.tokens), key) if request.tokens else None
+    with contextlib.ExitStack() as stack:
+        if found is None:
+            keep = Keep(Path(request.tokens or stack.enter_context(TemporaryDirectory(prefix="ft-"))), key)
+            asked = (tokenizer, open_data(Path(file.path), file.files), file.sha256, request.max_length, teller, limits, keep)
+            error = examine(*asked, request.options, pairs=request.pairs).error(param, file.name)
+            if error is not None:
+                raise DataError(error.message, param=error.param, code=error.code)
+            found = find(keep.folder, key)
+        if found is None:
+            raise DataError(f"{file.name}: its tokens found no room on the disk.", param=param, code="no_room")
+        stack.callback(found.entry.close)
+        yield found.samples, data.shape.word
 
 
 @dataclass(frozen=True)
@@ -156,7 +207,7 @@ def examine(
     if found is not None:
         data.look()
         findings.examples = len(found.samples) // (2 if pairs else 1)
-        counts, exceeded = _counts_of(found.samples, max_length, pairs=pairs), 0
+        counts, exceeded = _counts_of(found.samples, _kept_of(data, max_length, options, pairs=pairs), pairs=pairs), 0
         found.entry.close()
     else:
         with _recording(keep, data) as recording:
@@ -202,12 +253,18 @@ def _read(
             else:
                 own = [sample for sample in of_line if isinstance(sample, Tokens)]
                 findings.examples += 1
-                counts = _counted(counts, own, max_length)
+                counts = _counted(counts, own, _kept_of(data, max_length, options, pairs=pairs))
                 if recording is not None:
                     for sample in own:
                         recording.add(sample)
             teller.at(findings.examples + findings.faults_total, reader)
     return counts, exceeded
+
+
+def _kept_of(data: DataReader, max_length: int, options: TokenOptions, *, pairs: bool) -> int:
+    """Tokens that are kept of a sample: all of what is learned whole, in windows."""
+    whole = not pairs and (data.shape.format is Format.TEXT or options.train_on == "everything")
+    return sys.maxsize if whole else max_length
 
 
 def _counts_of(samples: TokenSet, max_length: int, *, pairs: bool = False) -> Counts:

@@ -15,7 +15,7 @@ import transformers
 from ft_service.data.data_file import PAIRING
 from ft_service.data.token_folder import entry_key
 from ft_service.data.token_options import DEFAULT, TokenOptions
-from ft_service.data.tokenizer_files import tokenizer_files
+from ft_service.data.tokenizer_files import stops_of, tokenizer_files
 from ft_service.data.tokens.render import CLOCK, RENDERING
 from ft_service.data.tokens.stored import FORMAT
 from ft_service.rundir.directory import sha256_of
@@ -43,6 +43,7 @@ def tokenizing_digest(model_path: str, options: TokenOptions = DEFAULT, *, pairs
         given.pop("date", None)
     how: dict[str, Any] = {
         "files": {path.relative_to(folder).as_posix(): sha256_of(path) for path in files},
+        "stops": sorted(stops_of(folder)),
         "format": FORMAT,
         "rendering": RENDERING,
         "libraries": [transformers.__version__, tokenizers.__version__, jinja2.__version__],

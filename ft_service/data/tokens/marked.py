@@ -105,6 +105,8 @@ class Marks:
             length += mark.start() - end
             end = mark.end()
             place = Place(int(mark[1]), mark[2])
+            if place.part == "c" and place in places:
+                continue  # a tool's answer says again who was called
             places.pop(place, None)  # the order is that of the last time
             places[place] = length
         return "".join([*pieces, text[end:]]), places
@@ -270,8 +272,16 @@ class MarkedConversation:
         here = self._position(place, index + 1)
         agreed = self._agreed(ending, here)
         if ending and not agreed:
-            raise _untold(index)
+            return here + self._other_end(ending, here, index), None
         return here + agreed, ((ending, agreed) if place == self._last.get(index) else None)
+
+    def _other_end(self, ending: str, here: int, index: int) -> int:
+        """The length of the special token that ends an answer in place of the one that ends it where it is the last (gpt-oss:
+        `<|end|>`, `<|return|>`)."""
+        usual, there = self._whole.match(ending), self._whole.match(self._full, here)
+        if usual is None or there is None or ending[usual.end() :].strip():
+            raise _untold(index)
+        return there.end() - here
 
     def _tail(self, rendered: str) -> tuple[Place | None, str]:
         """The last mark of a rendering, and the text after it."""

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ft_service.data.line_errors import LineError
 from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokens.marked import Span
+from ft_service.data.tokens.render import turn_ends
 from ft_service.data.tokens.sample import Tokens
 
-_TAIL = 4
-"""Tokens at the end of an answer, of which one must end the turn: white space may follow it."""
 _SHOWN = 40
 
 
@@ -31,7 +29,7 @@ class Proof:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: TokenOptions) -> None:
         named: Any = tokenizer
-        self._special = set(named.get_added_vocab().values()) | set(named.all_special_ids)
+        self._ends = turn_ends(tokenizer)
         self._begin: tuple[int | None, str | None] = named.bos_token_id, named.bos_token
         self._end: str | None = named.eos_token
         self._everything = options.train_on == "everything"
@@ -48,7 +46,7 @@ class Proof:
                     f"all of its tokens are learned, as if there were no prompt: {_shown(sample.text)}. If that is meant, "
                     "ask for training.train_on = 'everything'",
                 )
-            self._require_end_of_turn(sample, tokens)
+            self._require_end_of_turn(sample)
         return tokens
 
     def _require_one_begin(self, sample: SampleText, tokens: Tokens) -> None:
@@ -57,12 +55,9 @@ class Proof:
             who = "chat template" if sample.is_chat else "tokenizer"
             raise LineError("", f"begins with {name} twice: the base's {who} writes it before every text. Leave it out")
 
-    def _require_end_of_turn(self, sample: SampleText, tokens: Tokens) -> None:
-        lasts = np.flatnonzero(tokens.targets & ~np.append(tokens.targets[1:], False))
-        for last in lasts:
-            tail = slice(max(0, last + 1 - _TAIL), last + 1)
-            if any(int(token) in self._special for token in tokens.ids[tail]):
-                return
+    def _require_end_of_turn(self, sample: SampleText) -> None:
+        if any(sample.text[first:end].rstrip().endswith(self._ends) for first, end in sample.spans):
+            return
         learned = sample.text[slice(*sample.spans[-1])]
         own = f", or with the base's own {self._end}" if self._end else ""
         raise LineError(

@@ -16,6 +16,7 @@ import contextlib
 from collections.abc import Hashable, Sequence
 from datetime import date, datetime
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -26,6 +27,7 @@ from transformers.utils import chat_template_utils
 from ft_service.data.line_errors import LineError
 from ft_service.data.records import Chat
 from ft_service.data.token_options import DEFAULT, TokenOptions
+from ft_service.data.tokenizer_files import stops_of
 from ft_service.data.tokens.marked import (
     TRUSTED_AFTER,
     MarkedConversation,
@@ -40,13 +42,16 @@ from ft_service.spec import TrainOn
 Rendered = tuple[str, list[Span]]
 """A sample's text, and the character spans of the answers to learn."""
 
-RENDERING = 2
+RENDERING = 3
 """Of this module, marked.py, straddling.py and tokenize.py: another number wherever they make other tokens or targets of a
 conversation than before."""
 EXACT_ANSWERS = 16
 """So many answers of a conversation, the first ones, have their prefixes rendered in any case."""
 CLOCK = "strftime_now"
 """What templates call for today's date."""
+_WITHIN_TURNS = frozenset({"</think>", "</tool_call>", "</tool_calls>", "</tool_response>", "</arg_value>", "</function>"})
+"""Tokens that end a part of a turn."""
+_ANSWERED, _FOLLOWS = "ft_answered", "ft_follows"
 _NOTE = "ft_note"
 """What the copy of a template calls at each turn of a loop."""
 
@@ -66,7 +71,7 @@ def render(tokenizer: PreTrainedTokenizerBase, sample: Chat, options: TokenOptio
     template: Template = partial(_template, tokenizer, tools)
     full = template(messages)
     if options.train_on == "everything":
-        return full, [(0, len(full))]
+        return _ended(tokenizer, messages, [len(messages) - 1], full, [(0, len(full))])
     learned = _learned(sample, options.train_on)
 
     def marked() -> MarkedConversation:
@@ -78,11 +83,64 @@ def render(tokenizer: PreTrainedTokenizerBase, sample: Chat, options: TokenOptio
     except _RewrittenError:
         conversation = marked()
         conversation.require_kept(learned)
-        return full, conversation.spans(learned, EXACT_ANSWERS)
+        return _ended(tokenizer, messages, learned, full, conversation.spans(learned, EXACT_ANSWERS))
     if not _all_is_there(messages, learned, full, spans):
         with contextlib.suppress(UnmarkableError):  # the template changes words, which is no leaving out
             marked().require_kept(learned)
-    return full, spans
+    return _ended(tokenizer, messages, learned, full, spans)
+
+
+def _ended(tokenizer: Any, messages: list[dict[str, Any]], learned: Sequence[int], full: str, spans: list[Span]) -> Rendered:
+    """The text, and the learned spans with the token that begins the next turn, where nothing else ends an answer and the base
+    stops by it (GLM's do). Behind the last answer the text gets one.
+    """
+    endings = turn_ends(tokenizer)
+    if any(full[first:end].rstrip().endswith(endings) for first, end in spans):
+        return full, spans
+    extended: list[Span] = []
+    for index, (first, end) in zip(learned, spans, strict=True):
+        follows = _next_turn(tokenizer, _source(tokenizer), calls="tool_calls" in messages[index])
+        if end == len(full):
+            full += follows
+        extended.append((first, end + len(follows) if follows and full.startswith(follows, end) else end))
+    return full, extended
+
+
+@lru_cache(maxsize=8)
+def turn_ends(tokenizer: Any) -> tuple[str, ...]:
+    """The tokens by which a turn may end: those that a tokenizer splits no text into, but for the ends of parts of a turn."""
+    return tuple(({*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens} - _WITHIN_TURNS) - {""})
+
+
+@lru_cache(maxsize=8)
+def _next_turn(tokenizer: Any, source: str, *, calls: bool) -> str:
+    """The token that the turn behind an answer begins with; empty: the template begins it with none. `source`: the template's,
+    which may have been replaced. `calls`: the answer calls a tool.
+    """
+    call = {"id": "ftcallone", "type": "function", "function": {"name": _ANSWERED, "arguments": {}}}
+    answer = {"role": "assistant", "content": ""} | ({"tool_calls": [call]} if calls else {"content": _ANSWERED})
+    after = (
+        {"role": "tool", "tool_call_id": "ftcallone", "content": _FOLLOWS} if calls else {"role": "user", "content": _FOLLOWS}
+    )
+    try:
+        text = _template(tokenizer, None, [{"role": "user", "content": "ft_question"}, answer, after])
+    except LineError:
+        return ""
+    _, found, rest = text.partition(_ANSWERED)
+    between, followed, _ = rest.partition(_FOLLOWS)
+    places = {between.find(token): token for token in turn_ends(tokenizer) if token in between}
+    if not (found and followed and places):
+        return ""
+    token = places[min(places)]
+    return token if tokenizer.convert_tokens_to_ids(token) in stops_of(Path(tokenizer.name_or_path)) else ""
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], options: TokenOptions = DEFAULT) -> str:
+    """A conversation up to where the assistant answers. Raises LineError for what the base's chat template does not take."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise LineError("messages", "the base has no chat template: give chat_template, or bare text as prompt")
+    _set_clock(tokenizer, None, options.day)
+    return _template(tokenizer, None, messages, add_generation_prompt=True)
 
 
 def words_of(tokenizer: PreTrainedTokenizerBase, sample: Chat, full: str, options: TokenOptions) -> list[Span]:
@@ -305,9 +363,20 @@ def _require_tools_in_template(tokenizer: PreTrainedTokenizerBase, sample: Chat)
             )
 
 
+def as_named(source: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with reasonings also in the field `thinking`, for templates that look for it there. `source`: the template's."""
+    if "thinking" not in source or "reasoning_content" in source:
+        return messages
+    return [
+        {**message, "thinking": message["reasoning_content"]} if "reasoning_content" in message else message
+        for message in messages
+    ]
+
+
 def _template(
     tokenizer: PreTrainedTokenizerBase, tools: list[Any] | None, messages: list[Any], add_generation_prompt: bool = False
 ) -> str:
+    messages = as_named(_source(tokenizer), messages)
     try:
         text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt)
     except (ImportError, MemoryError):  # no word of the template's

@@ -67,6 +67,8 @@ def _sample(
     tokens = proven(number, sample, encoding, None, Proof(tokenizer, options))
     if isinstance(tokens, Fault):
         raise LineError(tokens.field, tokens.reason)
+    whole = tokens.target_count >= len(tokens.ids) - 1  # it is split into windows, of which none is cut
+    max_length = max(max_length, len(tokens.ids)) if whole and not answer else max_length
     words = words_of(tokenizer, record, text, options) if isinstance(record, Chat) else _bare_words(record, text)
     inside = _starts_within(encoding.offsets, words)
     shown: list[ShownToken] = []

@@ -61,7 +61,7 @@ class TokenSet(Sequence[Tokens]):
     def __getitem__(self, index: SupportsIndex | slice) -> Tokens | TokenSet:
         """A sample, copied: its arrays are the caller's own. A slice: a set of these samples, which copies no token."""
         if isinstance(index, slice):
-            return self._some(index)
+            return self.some(index)
         begin, length = int(self.begins[index]), int(self.lengths[index])
         return Tokens(self.ids[begin : begin + length].copy(), self.targets[begin : begin + length].copy())
 
@@ -76,7 +76,7 @@ class TokenSet(Sequence[Tokens]):
         kept = counts > 0
         if pairs:
             kept = kept.reshape(-1, 2).all(axis=1).repeat(2)
-        return cut if kept.all() else cut._some(kept)
+        return cut if kept.all() else cut.some(kept)
 
     def targets_within(self, max_length: int) -> np.ndarray:
         """int64 [samples]: the targets that each has once it is cut."""
@@ -89,8 +89,8 @@ class TokenSet(Sequence[Tokens]):
             counts[index] = np.count_nonzero(self.targets[begin + 1 : begin + max_length])
         return counts
 
-    def _some(self, which: slice | np.ndarray) -> TokenSet:
-        """The chosen samples. `which`: a slice, or bool [samples]."""
+    def some(self, which: slice | np.ndarray) -> TokenSet:
+        """The chosen samples, of which no token is copied. `which`: a slice, or bool [samples]."""
         return replace(self, begins=self.begins[which], lengths=self.lengths[which], target_counts=self.target_counts[which])
 
 

@@ -31,6 +31,7 @@ from ft_service.data.tokens.render import render, require_usable, writes_date
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.straddling import Joined, as_prompted
 from ft_service.data.tokens.token_set import TokenSet
+from ft_service.data.tokens.training_set.split import Split, split_off
 from ft_service.errors import DataError, SpecError
 from ft_service.spec import DataFileRef
 
@@ -92,11 +93,17 @@ def file_samples(
 
 
 def load_dataset(
-    tokenizer: PreTrainedTokenizerBase, file: DataFileRef, max_length: int, options: TokenOptions = DEFAULT
+    tokenizer: PreTrainedTokenizerBase,
+    file: DataFileRef,
+    max_length: int,
+    options: TokenOptions = DEFAULT,
+    split: Split | None = None,
 ) -> TokenSet:
-    """The samples of a small file, in memory, as training takes them. Raises DataError as `file_samples` and `trainable` do."""
+    """The samples of a small file, in memory, as training takes them; with `split` those that are set aside for validation.
+    Raises DataError as `file_samples` and `trainable` do."""
     with closing(file_samples(tokenizer, file, options)) as samples:
-        return trainable(TokenSet.of(samples, dated=writes_date(tokenizer)), file, max_length)
+        found = TokenSet.of(samples, dated=writes_date(tokenizer))
+    return trainable(found if split is None else split_off(found, split, file.name)[1], file, max_length)
 
 
 def trainable(samples: TokenSet, file: DataFileRef, max_length: int, *, pairs: bool = False) -> TokenSet:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +13,26 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
 
-from tests.support.page.browser import attribute, axe_faults, browsing, click, find, sized, text_of, until
+from ft_service.serving import preview as preview_module
+from ft_service.store.records import Limits
+from tests.support.page.browser import (
+    attribute,
+    axe_faults,
+    browsing,
+    click,
+    confirm,
+    drop,
+    find,
+    press,
+    sized,
+    tab_to,
+    text_of,
+    told,
+    until,
+)
 from tests.support.page.place import Place
 from tests.support.page.seeded import DATA, NOW, seed_checkpoints, seed_files, seed_job, seed_log, seed_steps
+from tests.support.page.teams import evaluation_messages, seed_evaluation, seed_messages, seed_use
 
 HOSTILE = (
     '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>',
@@ -44,14 +62,10 @@ def driver(downloads: Path, place: Place) -> Iterator[webdriver.Chrome]:
 
 
 def sign_in(driver: webdriver.Chrome, place: Place) -> None:
+    driver.execute_cdp_cmd("Network.clearBrowserCookies", {})
     driver.get(place.url)
     find(driver, "#key").send_keys(place.key, Keys.ENTER)
     until(lambda: driver.current_url.endswith("/jobs"))
-
-
-def told(driver: webdriver.Chrome) -> list[str]:
-    """What a browser's console says is wrong."""
-    return [line["message"] for line in driver.get_log("browser") if line["level"] == "SEVERE"]
 
 
 def test_the_life_of_a_job(driver: webdriver.Chrome, place: Place, downloads: Path) -> None:
@@ -101,7 +115,7 @@ def test_the_life_of_a_job(driver: webdriver.Chrome, place: Place, downloads: Pa
     until(lambda: "Succeeded" in text_of(driver, "#job-head .state"))
 
     # Checkpoints, what comes of it, and beside another job
-    click(driver, "#job-head .verbs .primary")
+    click(driver, "#job-head .verbs a[href$='/adapter']")
     archive = until(lambda: next(downloads.glob("*.tar"), None))
     with tarfile.open(archive) as members:
         assert "adapter/adapter_config.json" in members.getnames()
@@ -141,13 +155,20 @@ def hostile_views(place: Place) -> list[str]:
         seed_checkpoints(place.settings, place.store, job, (10,))
         seed_log(place.settings, job, HOSTILE)
     succeeded = {"state": "succeeded", "reason": "succeeded", "attempt": 1, "finished_at": NOW}
-    seed_job(place.settings, place.store, place.holder, asked, **succeeded)
+    done = seed_job(place.settings, place.store, place.holder, asked, **succeeded)
+    seed_evaluation(place.settings, done, [(*HOSTILE, HOSTILE[0])], 12)
+    seed_messages(place.store, jobs[0], evaluation_messages([(*HOSTILE, HOSTILE[0])], 12))
+    project = place.store.create_project(name=HOSTILE[0], organization="local", limits=Limits(bases=HOSTILE)).id
+    key, _ = place.store.create_key(project_id=project, name=HOSTILE[0], scope="user")
+    seed_use(place.store, project, key.id, 9, 1.0)
     first, second = (job.id for job in jobs)
-    tabs = ("", "/logs", "/settings", "/checkpoints", "/events")
+    tabs = ("", "/logs", "/settings", "/checkpoints", "/events", "/answers")
     return [
         *("/jobs", "/jobs?metadata=%3Cscript%3E%3D1", "/models", "/keys", "/data", f"/data/{files['train']}", "/compare"),
         *(f"/jobs/{first}{tab}" for tab in tabs),
+        *(f"/jobs/{done.id}", f"/jobs/{done.id}/answers", "/projects", f"/projects/{project}", "/usage", "/changes"),
         *(f"/new?again={first}", f"/compare?job={first}&job={second}", "/jobs/ftjob-%3Cimg%20onerror%3D1%3E"),
+        *("/try?model=tiny-llama&beside=tiny-llama", "/try?model=%3Cimg%20onerror%3D1%3E"),
     ]
 
 
@@ -169,3 +190,181 @@ def test_every_view_is_usable_by_all_and_runs_nothing_that_users_wrote(driver: w
         assert axe_faults(driver) == [], view
     assert shown > len(views) / 2, "the hostile text is there, as text"
     assert [line for line in told(driver) if "404" not in line] == []
+
+
+def test_a_model_is_talked_to_beside_another(driver: webdriver.Chrome, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preview_module, "RETRY_SECONDS", 1)
+    files = seed_files(place.settings, place.store, "default")
+    asked = {"model": "tiny-llama", "training_file": files["train"], "suffix": "talks", "precision": {"default": "nf4"}}
+    ended = {"state": "succeeded", "reason": "succeeded", "attempt": 1, "finished_at": NOW}
+    job = seed_job(place.settings, place.store, place.holder, asked, **ended)
+    place.run_of(job).put("adapter/adapter_config.json", b"{}")
+    sized(driver, 1400, "light")
+    sign_in(driver, place)
+    driver.get(f"{place.url}/jobs/{job.id}")
+    click(driver, "#job-head .verbs .primary")
+    assert text_of(driver, "#who").count("tiny-llama") >= 2
+
+    def answers(turn: int) -> list[str]:
+        return [one.text for one in driver.find_elements(By.CSS_SELECTOR, f".turn:nth-of-type({turn}) .answer .text")]
+
+    def whole(turn: int) -> bool:
+        return all("tokens in" in one.text for one in driver.find_elements(By.CSS_SELECTOR, f".turn:nth-of-type({turn}) .sub"))
+
+    press(driver, "Who are you?", Keys.ENTER)
+    until(lambda: len(answers(1)) == 2 and whole(1))
+    tuned, base = answers(1)
+    assert re.fullmatch("tiny-llama nf4 .*/adapter", tuned), "its adapter, in the formats of the job"
+    assert base == "tiny-llama nf4 None", "its base, in the same process"
+
+    press(driver, f"say {HOSTILE[0]}", Keys.ENTER)
+    until(lambda: answers(2) == [HOSTILE[0]] * 2 and whole(2))
+    assert driver.execute_script("return window.hacked") is None
+    assert axe_faults(driver) == []
+
+    # Training takes the slot while one waits
+    press(driver, "hang", Keys.ENTER)
+    until(lambda: len(answers(3)) == 2 and not whole(3))
+    assert place.preview is not None
+    place.preview.make_way(range(8))
+    until(lambda: "made way for a training job" in text_of(driver, ".turn:nth-of-type(3) .sub"))
+    Select(find(driver, "#who [name=beside]")).select_by_value("")
+    click(driver, "#words")
+    press(driver, "say again", Keys.ENTER)
+    until(lambda: answers(4) == ["again"] and whole(4))
+    press(driver, "hang", Keys.ENTER)
+    click(driver, "[data-stop]")
+    until(lambda: "Stopped." in text_of(driver, ".turn:nth-of-type(5) .sub"))
+
+    driver.refresh()
+    until(lambda: answers(4) == ["again"])
+    assert "beside" not in driver.current_url
+    click(driver, "[data-anew]")
+    assert not driver.find_elements(By.CSS_SELECTOR, ".turn")
+
+
+def test_files_are_dropped_and_refused_ones_say_why(driver: webdriver.Chrome, place: Place) -> None:
+    sign_in(driver, place)
+    driver.get(f"{place.url}/new")
+    assert ".parquet" in attribute(driver, "#upload", "accept")
+    # What the browser tells of an upload under way, each time it does
+    driver.execute_script(
+        "window.seen = [];"
+        "new MutationObserver(() => seen.push(document.querySelector('[data-told]').textContent))"
+        ".observe(document.querySelector('[data-told]'), { childList: true })"
+    )
+    drop(driver, "[data-drop]", {"dropped.csv": "prompt,completion\nHi,Hello\n" * 2})
+    until(lambda: Select(find(driver, "#training_file")).first_selected_option.text.startswith("dropped.csv"))
+    assert "dropped.csv: 100 %" in driver.execute_script("return window.seen")
+    assert "as training data" in text_of(driver, "[data-told]")
+    drop(driver, "[data-drop]", {"picture.png": "no data"})
+    until(lambda: "picture.png" in text_of(driver, "#toasts"))
+    drop(driver, "[data-drop]", {"more.jsonl": "{}", "and more.jsonl": "{}"})
+    until(lambda: Select(find(driver, "#validation_file")).first_selected_option.text.startswith(("more", "and more")))
+    until(lambda: len(Select(find(driver, "#validation_file")).options) == len(place.store.list_files("default").data) + 1)
+
+
+def test_models_keys_and_projects_by_click(driver: webdriver.Chrome, place: Place, downloads: Path) -> None:
+    files = seed_files(place.settings, place.store, "default")
+    asked = {"model": "tiny-llama", "training_file": files["train"], "suffix": "clicked"}
+    ended = {"state": "succeeded", "reason": "succeeded", "attempt": 1, "finished_at": NOW + 1}
+    job = seed_job(place.settings, place.store, place.holder, asked, **ended)
+    run = place.run_of(job)
+    run.put("adapter/adapter_config.json", b"{}")
+    sign_in(driver, place)
+
+    # A model: verified, downloaded, shared with a project and no more, deleted
+    driver.get(f"{place.url}/projects")
+    find(driver, "#project-name").send_keys("Friends", Keys.ENTER)
+    until(lambda: "/projects/proj_" in driver.current_url)
+    friends = driver.current_url.rpartition("/")[2]
+    driver.get(f"{place.url}/models")
+    row = f"tr:has(a[href='/jobs/{job.id}'])"
+    click(driver, f"{row} [hx-post*=verify]")
+    assert "adapter" in text_of(driver, f"{row} .notice")
+    before = set(downloads.glob("*.tar"))
+    click(driver, f"{row} a[download]")
+    until(lambda: set(downloads.glob("*.tar")) - before)
+    click(driver, f"{row} [hx-get*=shares]")
+    click(driver, f"{row} [hx-post*='/share']")
+    confirm(driver, friends)
+    until(lambda: f"Shared with {friends}" in text_of(driver, f"{row} .notice"))
+    name = str(job.spec.tuned_name)
+    assert [one.grantee for one in place.store.list_permissions("default", name).data] == [friends]
+    click(driver, f"{row} [hx-post*=unshare]")
+    until(lambda: "Shared with nobody" in text_of(driver, f"{row} .notice"))
+    assert place.store.list_permissions("default", name).data == []
+    click(driver, f"{row} [hx-post*=delete]")
+    confirm(driver)
+    until(lambda: not driver.find_elements(By.CSS_SELECTOR, row))
+
+    # A key: made, which is shown once, replaced, revoked
+    driver.get(f"{place.url}/keys")
+    find(driver, "#key-name").send_keys("by click", Keys.ENTER)
+    secret = text_of(driver, "#secret")
+    assert place.store.authenticate(secret) is not None
+    driver.refresh()
+    assert secret not in attribute(driver, "body", "textContent")
+    (key,) = [one for one in place.store.list_keys("default") if one.name == "by click"]
+    click(driver, f"#rotate-{key.id}")
+    confirm(driver)
+    other = text_of(driver, "#secret")
+    assert place.store.authenticate(other) is not None
+    assert place.store.authenticate(secret) is not None, "for a day"
+    click(driver, f"#revoke-{key.id}")
+    confirm(driver)
+    until(lambda: not driver.find_elements(By.ID, f"revoke-{key.id}"))
+    assert place.store.authenticate(secret) is None
+    assert place.store.authenticate(other) is not None
+
+    # A file
+    driver.get(f"{place.url}/data/{files['heldout']}")
+    click(driver, "[hx-post$='/delete']")
+    confirm(driver)
+    until(lambda: driver.current_url.endswith("/data"))
+    assert files["heldout"] not in attribute(driver, "main", "textContent")
+
+
+def test_all_of_it_by_keyboard(driver: webdriver.Chrome, place: Place) -> None:
+    files = seed_files(place.settings, place.store, "default")
+    sized(driver, 1400, "dark")
+    sign_in(driver, place)
+    tab_to(driver, ".skip")
+    press(driver, Keys.ENTER)
+    assert driver.execute_script("return document.activeElement.id") == "main"
+    driver.get(f"{place.url}/jobs")
+    tab_to(driver, "a.new")
+    press(driver, Keys.ENTER)
+    tab_to(driver, "#name")
+    press(driver, "by keyboard")
+    tab_to(driver, "#training_file")
+    press(driver, "train.jsonl")
+    until(lambda: driver.execute_script("return document.activeElement.value").startswith("file-"))
+    tab_to(driver, "#upload")
+    tab_to(driver, "summary")
+    press(driver, Keys.ENTER)
+    assert driver.find_elements(By.CSS_SELECTOR, "details[open]")
+    tab_to(driver, "#new button[type=submit]", most=200)
+    press(driver, Keys.ENTER)
+    until(lambda: "/jobs/ftjob-" in driver.current_url)
+    job = place.begun(driver.current_url.rpartition("/")[2], 1)
+    assert job.request["training_file"] in files.values() or job.request["training_file"].startswith("file-")
+    place.train(job, 1, range(1, 8))
+    until(lambda: "from 3.2" in attribute(driver, LOSS, "aria-label"))
+
+    # The focus outlives what refreshes itself under it
+    tab_to(driver, "#verb-pause")
+    place.train(job, 1, range(8, 10))
+    until(lambda: text_of(driver, "#job-head .figures dd").startswith("9"))
+    assert driver.execute_script("return document.activeElement.id") == "verb-pause"
+    tab_to(driver, "[data-log]")
+    press(driver, Keys.SPACE)
+    assert "log=1" in driver.current_url
+    tab_to(driver, LOSS)
+    press(driver, Keys.ARROW_LEFT)
+    until(lambda: "step 8" in text_of(driver, ".curve-card.large .key"))
+    driver.get(driver.current_url)
+    assert attribute(driver, "[data-log]", "aria-pressed") == "true", "the address remembers"
+    tab_to(driver, "[hx-post='/sign-out']")
+    press(driver, Keys.ENTER)
+    until(lambda: driver.current_url.endswith("/sign-in"))

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 import httpx2
 import openai
 import pytest
+from fastapi.routing import APIRoute
 
 from api.http.sessions import token_of
+from ft_service.store.records import Limits
 from ft_service.store.tenants.keys import SESSION_SECONDS
 from tests.support.rest.service import Service
 
@@ -89,6 +91,20 @@ def test_a_change_needs_the_sessions_token(service: Service, browser: httpx2.Cli
     assert browser.post(verb, headers={"x-csrf-token": token[1]}).status_code == 200
 
 
+def test_every_change_of_the_page_needs_the_sessions_token(service: Service, browser: httpx2.Client) -> None:
+    changing = [
+        route.path.format(**dict.fromkeys(route.param_convertors, "x"))
+        for route in service.app.router.routes
+        if isinstance(route, APIRoute) and not route.include_in_schema and route.methods != {"GET"} and route.path != "/sign-in"
+    ]
+    assert len(changing) > 12
+    for path in changing:
+        form = browser.post(path, data={"name": "by another site"}, headers={"origin": "https://evil.example"})
+        assert form.status_code == 403, path
+        assert "token" in form.text, path
+    assert [project.id for project in service.store.list_projects().data] == ["default"]
+
+
 def test_a_stolen_cookie_dies_with_sign_out(service: Service, browser: httpx2.Client) -> None:
     stolen = dict(browser.cookies)
     assert browser.post("/sign-out").status_code == 403, "another site cannot sign a browser out"
@@ -142,12 +158,59 @@ def test_a_project_sees_nothing_of_anothers(service: Service, client: openai.Ope
     with new_browser(service) as browser:
         browser.post("/sign-in", data={"key": key})
         assert job.id not in browser.get("/jobs").text
-        for tab in ("", "/logs", "/settings", "/checkpoints", "/events"):
+        for tab in ("", "/logs", "/settings", "/samples", "/answers", "/checkpoints", "/events"):
             answer = browser.get(f"/jobs/{job.id}{tab}")
             assert answer.status_code == 404, tab
         token = {"x-csrf-token": token_of(secret_of(browser)), "hx-request": "true"}
         assert browser.post(f"/jobs/{job.id}/cancel", headers=token).status_code == 404
+        for path in ("/projects/default", f"/try?model=ft:tiny:local::{job.id.removeprefix('ftjob-')}"):
+            assert browser.get(path).status_code == 404, path
+        assert browser.post("/projects/default/keys", data={"name": "x"}, headers=token).status_code == 404
+        service.store.create_key(project_id="default", name="secret-name", scope="read")
+        for path in ("/projects", "/usage?project=default", "/keys", "/changes"):
+            answer = browser.get(path)
+            assert answer.status_code == 200, path
+            assert not {"secret-name", "default", job.id} & set(re.findall(r"[\w-]+", answer.text)), path
     assert client.fine_tuning.jobs.retrieve(job.id).status == "validating_files"
+
+
+@pytest.mark.parametrize("path", ["/usage", "/projects", "/keys", "/changes"])
+def test_what_needs_an_admin_key_says_so(service: Service, path: str) -> None:
+    _, key = service.store.create_key(project_id="default", name="somebody's", scope="submit")
+    with new_browser(service) as browser:
+        browser.post("/sign-in", data={"key": key})
+        answer = browser.get(path)
+        assert answer.status_code == 200
+        assert "needs an API key of scope admin" in answer.text
+        assert f'href="{path}"' not in browser.get("/jobs").text
+
+
+def test_where_nothing_answers_the_page_says_why(service: Service, browser: httpx2.Client) -> None:
+    service.use(service.settings.model_copy(update={"preview": "off"}))
+    for path in ("/models", "/try"):
+        assert "The preview is turned off (FT_PREVIEW = off)" in browser.get(path).text
+    assert "/try?" not in browser.get("/models").text
+    service.use(service.settings.model_copy(update={"inference_url": "http://vllm/v1"}))
+    assert "/try?model=tiny" in browser.get("/models").text
+    assert browser.get("/v1/inference").json()["answered_by"] == "inference_server"
+
+
+def test_limits_of_a_project_are_written_in_words_and_kept(service: Service, browser: httpx2.Client) -> None:
+    token = {"x-csrf-token": token_of(secret_of(browser)), "hx-request": "true"}
+    made = browser.post("/projects", data={"name": "Team & <co>"}, headers=token).headers["hx-redirect"]
+    form = {"max_slots": "4", "max_bytes": "1.5 GiB", "bases": "tiny, other", "max_priority": "-2", "name": "Team"}
+    assert browser.post(f"{made}/limits", data=form, headers=token).headers["hx-redirect"] == made
+    project = service.store.get_project(made.rpartition("/")[2])
+    assert (project.name, project.limits) == (
+        "Team",
+        Limits(max_slots=4, max_bytes=3 * 2**29, bases=("tiny", "other"), max_priority=-2),
+    )
+    fields = dict(re.findall(r'name="(\w+)" value="([^"]*)"', browser.get(made).text))
+    assert {name: fields[name] for name in form} == form | {"max_bytes": "1536 MiB", "bases": "tiny, other"}
+    wrong = browser.post(f"{made}/limits", data={"max_slots": "many"}, headers=token)
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "limits.max_slots")
+    assert browser.post(f"{made}/archive", headers=token).headers["hx-redirect"] == "/projects"
+    assert "archived" in browser.get("/projects").text
 
 
 def test_every_answer_forbids_what_is_not_the_pages_own(service: Service, browser: httpx2.Client) -> None:

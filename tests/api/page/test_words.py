@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import yaml
 from fastapi import Request
 
-from api.page import comparing, job_form, words
+from api.page import answers, comparing, job_form, use, words
 from api.page.rendering import rendered
+from tests.support.page.teams import evaluation_messages
 
 BODY = {
     "model": "tiny",
@@ -23,6 +25,17 @@ BODY = {
 
 def test_a_body_goes_through_the_form_unchanged() -> None:
     assert job_form.body_of(job_form.fields_of(BODY)) == BODY
+
+
+def test_what_the_form_has_no_field_for_goes_through_it_unchanged() -> None:
+    dpo = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.2}}}
+    other = {"method": dpo, "chat_template": "{{ messages }}", "evaluation": {"prompts": 4, "metrics": ["contains"]}}
+    body = BODY | other
+    assert job_form.body_of(job_form.fields_of(body)) == body
+    assert job_form.fields_of(body)["evaluation.prompts"] == "4"
+    for wrong, told in (("a: [", "must be YAML"), ("just words", "name: value"), ("lora: {r: 4}", "lora: the form has fields")):
+        with pytest.raises(ValueError, match=told):
+            job_form.body_of({"model": "tiny", "other": wrong})
 
 
 def test_openais_hyperparameters_become_the_forms_own_fields() -> None:
@@ -93,6 +106,68 @@ def test_lengths_as_bars() -> None:
     assert [bar["count"] for bar in bars["bars"]] == [2, 0, 0, 1]
     assert (bars["longest"], bars["median"], bars["learned"]) == (40, 10, 0.25)
     assert words.length_bars([]) is None
+
+
+def test_use_is_summed_by_day_project_and_key() -> None:
+    def result(project: str, key: str | None, tokens: int, seconds: float) -> dict[str, Any]:
+        return {
+            "project_id": project,
+            "api_key_id": key,
+            "trained_tokens": tokens,
+            "gpu_seconds": seconds,
+            "uploaded_bytes": 10,
+            "num_jobs": 1,
+        }
+
+    days = [
+        [result("a", "k1", 5, 60.0), result("b", "k2", 7, 90.5)],
+        [],
+        [result("a", "k3", 1, 120.0), result("a", None, 2, 0.5)],
+    ]
+    found = use.summed([{"start_time": 86_400 * day, "results": results} for day, results in enumerate(days)])
+    assert found.total == use.Use(tokens=15, gpu_seconds=271.0, bytes=40, jobs=4)
+    assert [one.tokens for one in found.days.values()] == [12, 0, 3]
+    assert list(found.projects) == ["a", "b"], "who used most first"
+    assert [(key, one.tokens) for key, one in found.keys.items()] == [
+        (("a", "k3"), 1),
+        (("b", "k2"), 7),
+        (("a", "k1"), 5),
+        (("a", ""), 2),
+    ]
+    assert [bar["share"] for bar in use.bars(found.days, "tokens")] == [1.0, 0.0, 0.25]
+    assert [bar["share"] for bar in use.bars({0: use.Use()}, "jobs")] == [0.0]
+
+
+def test_answers_of_a_job_of_before_are_those_of_its_newest_evaluation() -> None:
+    asked = [("Two\nlines?", "yes", "no\nno", "yes"), ("And?", "x", "", "y")]
+    old = evaluation_messages([("Old?", "a", "b", "c")], 5)
+    found = answers.from_messages([*old, "Checkpoint at step 9.", *evaluation_messages(asked, 10), "Training has finished."])
+    assert found is not None
+    assert (found.steps, found.shown) == ((10,), 10)
+    assert found.scores == {"exact_match": (0.0, 0.83), "json_valid": (0.17, 1.0)}
+    assert found.prompts == tuple(answers.Answered((("", prompt),), *texts) for prompt, *texts in asked)
+    assert answers.from_messages(["Asked: a\nExpected: b", "Step 1/2"]) is None
+
+
+def test_answers_at_a_step_beside_those_before_training() -> None:
+    def evaluation(step: int, score: float, tuned: str | None) -> dict[str, Any]:
+        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": []}] if step == 8 else None
+        sample = {"prompt": "p", "messages": messages, "reference": None, "base": "b", "tuned": tuned}
+        base = {"rouge_l": 0.1} if step else {}
+        return {"step": step, "metrics": {"rouge_l": score}, "base_metrics": base, "samples": [sample]}
+
+    listed = [evaluation(8, 0.9, "later"), evaluation(4, 0.5, "half"), evaluation(0, 0.1, None)]
+    found = answers.from_evaluations(listed, 4)
+    assert found == answers.Answers(
+        (4, 8), 4, {"rouge_l": (0.1, 0.5, 0.9)}, (answers.Answered((("", "p"),), None, "b", "half"),)
+    )
+    newest, begun = answers.from_evaluations(listed, 5), answers.from_evaluations(listed[2:], None)
+    assert newest is not None
+    assert newest.shown == 8
+    assert newest.prompts[0].turns == (("user", "Hi"), ("assistant", "null"))
+    assert begun is not None
+    assert (begun.shown, begun.scores) == (None, {"rouge_l": (0.1,)})
+    assert answers.from_evaluations([], None) is None
 
 
 def test_samples_are_drawn_by_role_and_their_text_is_text() -> None:

@@ -100,7 +100,22 @@ def test_a_link_out_of_the_folder_is_refused_and_a_link_inside_is_not(tmp_path: 
 def test_of_a_hugging_face_cache_only_snapshots_are_models(tmp_path: Path) -> None:
     for name in ("blobs", "snapshots/0123abc"):
         make_model(tmp_path / "models--org--tiny" / name)
-    assert [model.name for model in Catalogue([tmp_path]).list_models()] == ["models--org--tiny/snapshots/0123abc"]
+    catalogue = Catalogue([tmp_path])
+    assert [model.name for model in catalogue.list_models()] == ["org/tiny"]
+    folder = tmp_path / "models--org--tiny/snapshots/0123abc"
+    assert catalogue.find("org/tiny").path == folder
+    assert catalogue.find("models--org--tiny/snapshots/0123abc").path == folder, "as jobs of earlier versions name it"
+
+
+def test_of_several_snapshots_of_a_cache_main_has_the_plain_name(tmp_path: Path) -> None:
+    cached = tmp_path / "hub" / "models--org--tiny"
+    for commit in ("0" * 40, "1" * 40):
+        make_model(cached / "snapshots" / commit)
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("0" * 40)
+    names = {model.name: model.path.name for model in Catalogue([tmp_path]).list_models()}
+    assert names == {"org/tiny": "0" * 40, "org/tiny@111111111111": "1" * 40}
+    assert Catalogue([tmp_path]).find("org/tiny@111111111111").path.name == "1" * 40
 
 
 def test_what_cannot_be_trained_on_is_refused_by_name(tmp_path: Path) -> None:

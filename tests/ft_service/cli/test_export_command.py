@@ -2,38 +2,75 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ft_service.cli import export_command
-from ft_service.cli.app import run
+from tests.support.command_line import Ft
+from tests.support.run_directories import finished_run, flip_a_bit
+
+REPORT = {
+    "to": "gguf",
+    "rounding": {"relative_to_weights": 0.02, "relative_to_update": 0.5},
+    "validation_loss": {"adapter_on_base_as_trained": 1.5, "adapter_on_bf16_base": 1.25, "merged": 1.375},
+    "tensors": 22,
+    "exact": 22,
+    "relative_error": 0.0,
+    "notes": ["its context is cut"],
+}
 
 
 @pytest.fixture
-def adapter(tmp_path: Path) -> Path:
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text("{}")
-    (folder / "manifest.json").write_text("{}")
-    return folder
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the worker was asked; it answers REPORT."""
+    found: list[Any] = []
+
+    def run_worker(module: str, arguments: list[str]) -> dict[str, Any]:
+        found.append((module, arguments))
+        return REPORT
+
+    monkeypatch.setattr(export_command, "run_worker", run_worker)
+    return found
 
 
-def test_the_form_for_vllm_leaves_no_manifest_of_another(
-    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def pad(module: str, arguments: list[str]) -> dict[str, object]:
-        assert module == "workers.tasks.pad_ranks"
-        assert arguments[0] == str(adapter)
-        (Path(arguments[1]) / "adapter_config.json").write_text('{"r": 7}')
-        return {"r": 7}
+def test_a_form_that_a_worker_makes_and_what_it_costs(ft: Ft, tmp_path: Path, calls: list[Any]) -> None:
+    run = finished_run(tmp_path)
+    ended = ft("export", run.root, "--format", "gguf", "--out", tmp_path / "out", "--samples", "5", "--base", tmp_path / "base")
+    assert (ended.code, ended.err) == (0, "")
+    assert calls == [
+        (
+            "workers.tasks.export",
+            [
+                str(run.path("adapter")),
+                str(tmp_path / "out"),
+                "--format",
+                "gguf",
+                "--samples",
+                "5",
+                "--base",
+                f"{tmp_path}/base",
+            ],
+        )
+    ]
+    assert "loss, merged to gguf" in ended.out
+    assert "22 of 22 tensors hold the very values" in ended.out
+    assert "its context is cut" in ended.out
+    shown = json.loads(ft("export", run.root, "--format", "gguf", "--out", tmp_path / "out", "--json").out)
+    assert shown == {"out": str(tmp_path / "out"), "format": "gguf", **REPORT}
 
-    class Whole:
-        faults: tuple[str, ...] = ()
 
-    monkeypatch.setattr(export_command, "run_worker", pad)
-    monkeypatch.setattr(export_command, "verify", lambda folder: Whole())
-    out = tmp_path / "out"
-    assert run(["export", str(adapter), "--format", "vllm", "--out", str(out), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"out": str(out), "format": "vllm", "r": 7}
-    assert [path.name for path in out.iterdir()] == ["adapter_config.json"]
-    assert run(["export", str(adapter), "--format", "peft", "--out", str(out)]) == 64, "it is there already"
+def test_the_adapter_as_it_is_needs_no_worker_and_no_torch(ft: Ft, tmp_path: Path, calls: list[Any]) -> None:
+    run = finished_run(tmp_path)
+    assert ft("export", run.root, "--format", "peft", "--out", tmp_path / "out").code == 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in run.path("adapter").iterdir()}
+    assert calls == []
+
+
+def test_what_is_not_exported(ft: Ft, tmp_path: Path, calls: list[Any]) -> None:
+    run = finished_run(tmp_path)
+    assert ft("export", run.root, "--format", "peft", "--out", tmp_path).code == 64, "it is there already"
+    assert ft("export", run.root, "--format", "onnx", "--out", tmp_path / "out").code == 64
+    flip_a_bit(run.path("adapter/adapter_model.safetensors"))
+    ended = ft("export", run.root, "--format", "gguf", "--out", tmp_path / "out")
+    assert (ended.code, "is not what was written" in ended.err, calls) == (1, True, [])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ft_service.cli.local import run_command
+from ft_service.control.tracking import door
 from ft_service.errors import ConflictError
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import ErrorInfo, Exit, ExitReason
@@ -65,6 +66,18 @@ def test_integrations_need_a_server(ft: Ft, spec: Path, train: Any) -> None:
     assert ft("plan", spec, "--hardware", "cpu").code == 0, "planning sends nothing"
 
 
+def test_event_files_that_nothing_can_write_are_refused_by_name(
+    ft: Ft, spec: Path, train: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(succeed)
+    spec.write_text(spec.read_text() + "integrations: [{type: tensorboard}]\n")
+    monkeypatch.setattr(door, "find_spec", lambda name: None)
+    ended = ft("run", spec)
+    assert ended.code == 64
+    assert "integrations: type tensorboard needs the package tensorboardX" in ended.err
+    assert "pip install tensorboardX" in ended.err
+
+
 def test_a_run_shows_its_progress_and_where_the_adapter_is(ft: Ft, spec: Path, train: Any, tmp_path: Path) -> None:
     train(succeed)
     ended = ft("run", spec, "--run-dir", tmp_path / "run")
@@ -72,7 +85,7 @@ def test_a_run_shows_its_progress_and_where_the_adapter_is(ft: Ft, spec: Path, t
     shown = [line[10:] for line in ended.out.splitlines()]
     assert (shown[0], shown[3]) == ("starting", "running")
     assert shown[1].startswith("Plan: at most ")
-    assert shown[2].startswith("train.jsonl: 1 samples of 7 tokens, ")
+    assert shown[2].startswith("train.jsonl: 1 sample of 7 tokens, ")
     assert {"Training starts.", "step 1/2 · loss 1.000", "step 2/2 · loss 0.500"} <= set(shown)
     assert ended.out.splitlines()[-1] == f"The adapter is in {tmp_path / 'run/adapter'}"
 
@@ -119,13 +132,12 @@ def test_running_again_keeps_the_id_and_the_drawn_seed(ft: Ft, spec: Path, train
 
 
 @pytest.mark.parametrize(("reason", "code"), [("permanent_error", 64), ("worker_error", 1), ("cancelled", 1)])
-def test_a_failure_is_one_line_and_the_exit_code_of_the_attempt(ft: Ft, spec: Path, train: Any, reason: Any, code: int) -> None:
+def test_a_failure_is_told_with_the_exit_code_of_the_attempt(ft: Ft, spec: Path, train: Any, reason: Any, code: int) -> None:
     error = ErrorInfo(code="x", message="precision.overrides: 'q' matches no module.\nMore.", traceback="long")
     train(lambda *_: exit_of(reason, "It ended.", error))
     ended = ft("run", spec)
     assert ended.code == exit_of(reason, "It ended.", error).code == code
-    assert ended.err.startswith("ft: precision.overrides: 'q' matches no module. More. (logs: ")
-    assert ended.err.count("\n") == 1
+    assert ended.err.startswith("ft: precision.overrides: 'q' matches no module.\n  More.\n  The logs are in ")
 
 
 def test_a_directory_in_use_is_one_line(ft: Ft, spec: Path, train: Any) -> None:

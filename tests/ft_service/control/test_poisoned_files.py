@@ -133,7 +133,9 @@ def test_a_good_job_passes_poisoned_ones_which_fail_with_line_and_cause(
             failed = step_until(reconciler, store, State.FAILED, job_id=name)
             assert failed.error is not None
             assert failed.error["code"] == "invalid_training_file"
-            assert failed.error["message"] == f"{name}.jsonl: line 1: the base's chat template {why} (1 line at fault, 0 fine)."
+            head, fault = failed.error["message"].splitlines()
+            assert head == f"{name}.jsonl: 1 of 1 line cannot be trained on."
+            assert fault == f"line 1: the base's chat template {why}"
     finally:
         reconciler.close()
 
@@ -152,7 +154,7 @@ def test_after_a_few_samples_beyond_a_limit_the_file_is_given_up(tmp_path: Path)
     error = report.error("training_file", "a.jsonl")
     assert error is not None
     slow = "3 lines (1, 2, 3): the base's chat template took longer than 0.2 seconds"
-    assert error.message == f"a.jsonl: {slow}; the rest was not read."
+    assert error.message == f"a.jsonl: 3 lines cannot be trained on, and the rest was not read.\n{slow}"
 
 
 def test_a_tokenizer_that_grows_without_bound_is_told_with_the_lines(tmp_path: Path) -> None:
@@ -196,7 +198,9 @@ def test_a_process_that_crashes_at_a_line_is_not_tried_again(
     found = wait_for(lambda: checks.result(job))
     checks.close()
     assert found.error is not None
-    assert "a.jsonl: line 7: the base's tokenizer crashed the process that reads data files (signal" in found.error.message
+    head, fault = found.error.message.splitlines()
+    assert head == "a.jsonl: 1 line cannot be trained on, and the rest was not read."
+    assert fault.startswith("line 7: the base's tokenizer crashed the process that reads data files (signal")
     assert len(scripted.asked()) == 1
 
 

@@ -364,3 +364,27 @@ def test_packing_is_known_by_the_names_of_other_tools(name: str, tmp_path: Path)
     assert found.body["training"] == {"learning_rate": 1e-4, "packing": True, "max_length": 512}
     off = verdicts(converted(tmp_path, {"output_dir": "out", "learning_rate": 1e-4, "bf16": True, name: False}))
     assert isinstance(off[name], NotNeeded)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "verdict"),
+    [
+        ("val_set_size", 0.05, Taken({"validation_split": 0.05})),
+        ("val_size", "0.05", Taken({"validation_split": 0.05})),
+        ("val_set_size", 0, NotNeeded("nothing is set aside here either")),
+        ("chat_template", "chatml", Taken({"chat_template": "chatml"})),
+        ("chat_template", "llama3", Taken({"chat_template": "llama-3"})),
+        ("chat_template", "{{ messages[0]['content'] }}", Taken({"chat_template": "{{ messages[0]['content'] }}"})),
+        ("chat_template", "tokenizer_default", NotNeeded("it is the base's")),
+        ("train_on_inputs", True, Taken({"training.train_on": "everything"})),
+        ("assistant_only_loss", False, Taken({"training.train_on": "everything"})),
+    ],
+)
+def test_what_is_learned_of_which_data_is_taken_over(option: str, value: Any, verdict: Verdict, tmp_path: Path) -> None:
+    assert verdicts(converted(tmp_path, {"learning_rate": 1e-4, "bf16": True, option: value}))[option] == verdict
+
+
+def test_a_number_of_samples_for_validation_is_no_share_of_them(tmp_path: Path) -> None:
+    found = verdicts(converted(tmp_path, {"learning_rate": 1e-4, "bf16": True, "val_set_size": 200}))["val_set_size"]
+    assert isinstance(found, NotSupported)
+    assert "set validation_split to the share that they are" in found.reason

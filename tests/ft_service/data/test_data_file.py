@@ -48,7 +48,9 @@ def test_the_error_names_file_lines_and_reasons_and_counts_the_rest(tmp_path: Pa
     assert (len(report.faults), report.faults_total) == (20, 30)
     assert error is not None
     assert (error.code, error.param) == ("invalid_validation_file", "validation_file")
-    assert error.message == ("mine.jsonl: 30 lines (1, 2, 3, 4, 5, …): messages is required (30 lines at fault, 1 fine).")
+    assert error.message == (
+        "mine.jsonl: 30 of 31 lines cannot be trained on.\n30 lines (1, 2, 3, 4, 5, …): messages is required"
+    )
 
 
 def test_faults_are_told_once_for_each_reason_with_their_lines(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ import pytest
 import yaml
 
 from ft_service.rundir.directory import RunDir
-from ft_service.rundir.manifest import Manifest
-from ft_service.rundir.model_card import CARD, model_card
+from ft_service.rundir.documents import Exit
+from ft_service.rundir.manifest import Manifest, spec_beside
+from ft_service.rundir.model_card import CARD, describe_adapter, model_card
 from tests.support.run_directories import finished_run
 
 
@@ -31,8 +32,23 @@ def test_the_card_says_how_to_use_the_adapter_and_how_well_it_does(manifest: Man
     assert "| validation loss | 1.5000 |" in text
     assert f"| `lora.r` | {manifest.spec.lora.r} |" in text
     assert f"--max-lora-rank {manifest.spec.lora.r} " in text
-    assert manifest.base.path not in text
-    assert manifest.spec.training_data.path not in text
+
+
+def test_nothing_that_leaves_with_an_adapter_names_a_path_of_its_host(run: RunDir) -> None:
+    ended = run.read("attempts/1/exit.json", Exit)
+    assert ended is not None
+    base = run.root.parent / "base"
+    run.write(
+        "attempts/1/exit.json", ended.model_copy(update={"message": f"{base}/config.json is broken; see https://a.org/b"})
+    )
+    manifest = describe_adapter(run, run.path("adapter"), attempt=3, step=6, checkpoint=None, metrics=None, versions={})
+    assert manifest.history[0].message == "…/config.json is broken; see https://a.org/b"
+    for path in run.path("adapter").iterdir():
+        assert str(run.root.parent).encode() not in path.read_bytes()
+        assert b"/data/train.jsonl" not in path.read_bytes()
+    assert spec_beside(run.path("adapter"), manifest).model.path == str(base)
+    elsewhere = run.root.parent.parent / "adapter"
+    assert spec_beside(elsewhere, manifest).model.path == ""
 
 
 def test_a_hub_is_told_the_base_only_where_it_could_know_it(manifest: Manifest) -> None:

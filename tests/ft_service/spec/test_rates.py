@@ -1,4 +1,4 @@
-"""The learning rate that "auto" stands for: the published rule, the adapter's scaling, and that it is chosen once."""
+"""What "auto" stands for where results depend on it: published rules, and that it is chosen once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from ft_service.plan.machines import Machine, host_cpu
 from ft_service.plan.settle import keep_choices, settle
 from ft_service.spec import LoraOptions, parse_request
-from ft_service.spec.rates import rate_for
+from ft_service.spec.rates import COUNTED, batch_for, epochs_for, rate_for
 from tests.support.training.models import save_tiny_llama, spec_for
 
 HOST = host_cpu()
@@ -34,6 +34,46 @@ def test_rates_follow_the_published_rule(model_type: str, hidden: int, lora: dic
     assert found == pytest.approx(rate)
     assert str(hidden) in why
     assert ("none was measured for gemma3_text" in why) == (model_type == "gemma3_text")
+
+
+@pytest.mark.parametrize(
+    ("samples", "ranks", "batch"),
+    [
+        (0, 1, 4),
+        (10, 1, 4),
+        (2000, 1, 4),
+        (4000, 1, 8),
+        (5700, 1, 16),
+        (8000, 1, 16),
+        (COUNTED, 1, 32),
+        (10, 8, 8),
+        (COUNTED, 48, 48),
+    ],
+)
+def test_batches_follow_from_the_number_of_samples(samples: int, ranks: int, batch: int) -> None:
+    found, why = batch_for(samples, ranks)
+    assert found == batch
+    assert f"0.2 % of {samples:,} samples" in why
+    assert ("one for each rank" in why) == (ranks > 1)
+
+
+@pytest.mark.parametrize(
+    ("samples", "epochs"),
+    [(1, 25), (4, 25), (10, 10), (33, 3), (34, 3), (5000, 3), (8333, 3), (8334, 2), (20_000, 1), (COUNTED, 1)],
+)
+def test_epochs_follow_from_the_number_of_samples(samples: int, epochs: int) -> None:
+    assert epochs_for(samples, dpo=False)[0] == epochs
+    assert epochs_for(samples, dpo=True)[0] == 1
+
+
+def test_batch_and_epochs_stay_what_they_were_where_the_job_goes_on() -> None:
+    before = spec_for(Path("/base"), training={"batch_size": 16, "n_epochs": 2})
+    before = before.model_copy(update={"chosen": {"training.batch_size": "by then", "training.n_epochs": "by then"}})
+    again = spec_for(Path("/base"), training={"batch_size": 8, "n_epochs": 3})
+    given = keep_choices(again, before)
+    assert (given.training.batch, given.training.epochs, given.chosen) == (8, 3, {}), "now they are given"
+    chosen = keep_choices(again.model_copy(update={"chosen": before.chosen}), before)
+    assert (chosen.training.batch, chosen.training.epochs, chosen.chosen) == (16, 2, before.chosen)
 
 
 def test_a_rate_is_chosen_once_and_told(tmp_path: Path) -> None:

@@ -64,6 +64,8 @@ def resolved(gpus: int = 0, **more: Any) -> JobSpec:
         ({"training": {"early_stopping_patience": 2}}, "training.early_stopping_patience", "give a validation_file"),
         ({"training": {"load_best_model_at_end": True}}, "training.load_best_model_at_end", "give a validation_file"),
         ({"checkpoint": {"keep_best": True}}, "checkpoint.keep_best", "give a validation_file"),
+        ({"validation_split": 1}, "validation_split", "less than 1"),
+        ({"validation_split": 0}, "validation_split", "more than 0"),
         ({"training": {"early_stopping_threshold": 0.1}}, "training.early_stopping_threshold", "no effect without"),
         ({"checkpoint": {"keep_every": 0}}, "checkpoint.keep_every", "at least 1"),
         ({"training": {"tokens_per_micro_batch": 4}}, "training.tokens_per_micro_batch", "at least 8"),
@@ -87,6 +89,13 @@ def test_a_wrong_value_is_refused_with_its_place(change: dict[str, Any], param: 
     with pytest.raises(SpecError, match=says) as refused:
         parse_request(BODY | change)
     assert refused.value.param == param
+
+
+def test_validation_is_by_a_file_or_by_a_share_of_the_training_file() -> None:
+    with pytest.raises(SpecError, match="validation_file and validation_split are both given: keep one"):
+        parse_request(BODY | {"validation_split": 0.1, "validation_file": "file-1"})
+    shared = parse_request(BODY | {"validation_split": 0.1, "checkpoint": {"keep_best": True}})
+    assert shared.validation_split == 0.1
 
 
 @pytest.mark.parametrize(
@@ -242,7 +251,7 @@ def test_a_refusal_names_every_field_at_fault_and_no_class_of_ours() -> None:
     assert caught.value.message.splitlines() == [
         "3 options are at fault.",
         "lora.r = 0: must be at least 1.",
-        "training.n_epochs = 0: must be at least 1.",
+        "training.n_epochs = 0: must be at least 1 or auto.",
         "checkpoint = 3: must be an object with options of its own.",
     ]
     assert caught.value.param == "lora.r"

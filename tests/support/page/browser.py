@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 from selenium import webdriver
-from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
+from selenium.common.exceptions import (
+    NoAlertPresentException,
+    NoSuchElementException,
+    StaleElementReferenceException,
+)
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
 Found = TypeVar("Found")
@@ -58,7 +63,7 @@ def until(condition: Callable[[], Found], seconds: float = 30.0) -> Found:
         try:
             if found := condition():
                 return found
-        except (NoSuchElementException, StaleElementReferenceException):
+        except (NoAlertPresentException, NoSuchElementException, StaleElementReferenceException):
             pass
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.05)
@@ -92,6 +97,48 @@ def sized(driver: webdriver.Chrome, width: int, theme: str) -> None:
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 700}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": theme}]})
+
+
+def told(driver: webdriver.Chrome) -> list[str]:
+    """What a browser's console has said is wrong since this was last asked."""
+    return [line["message"] for line in driver.get_log("browser") if line["level"] == "SEVERE"]
+
+
+def confirm(driver: webdriver.Chrome, text: str | None = None) -> None:
+    """Say yes to what the page asks before it changes something, with `text` where it wants a word."""
+    question = until(lambda: driver.switch_to.alert)
+    if text is not None:
+        question.send_keys(text)
+    question.accept()
+
+
+def tab_to(driver: webdriver.Chrome, css: str, most: int = 80) -> None:
+    """Go on with the tabulator until an element has the focus, which must be seen to have it."""
+    for _ in range(most):
+        webdriver.ActionChains(driver, duration=0).send_keys(Keys.TAB).perform()
+        if driver.execute_script("return document.activeElement.matches(arguments[0])", css):
+            outline = driver.execute_script("return getComputedStyle(document.activeElement).outlineStyle")
+            assert outline != "none", f"{css} has the focus, and does not show it"
+            return
+    raise AssertionError(f"{css} cannot be reached with the keyboard")
+
+
+def press(driver: webdriver.Chrome, *keys: str) -> None:
+    """Press keys where the focus is."""
+    webdriver.ActionChains(driver, duration=0).send_keys(*keys).perform()
+
+
+def drop(driver: webdriver.Chrome, css: str, files: Mapping[str, str]) -> None:
+    """Drop files, of which name and contents are given, onto an element, as a hand would."""
+    driver.execute_script(_DROP, find(driver, css), dict(files))
+
+
+_DROP = """
+const data = new DataTransfer();
+for (const [name, text] of Object.entries(arguments[1])) data.items.add(new File([text], name));
+for (const type of ["dragenter", "dragover", "drop"])
+  arguments[0].dispatchEvent(new DragEvent(type, { bubbles: true, cancelable: true, dataTransfer: data }));
+"""
 
 
 def axe_faults(driver: webdriver.Chrome) -> list[str]:

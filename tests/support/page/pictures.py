@@ -1,24 +1,33 @@
-"""Pictures of every view, at two widths and in both themes: `python -m tests.support.page.pictures [FOLDER]`.
+"""Pictures of every view, at two widths and in both themes: `python -m tests.support.page.pictures [--run DIR] [FOLDER]`.
 
-They are what docs/page.md shows (docs/pictures/). Needs Chromium, its driver, and Pillow, which the examples bring.
+They are what docs/page.md shows (docs/pictures/). Needs Chromium, its driver, and Pillow, which the examples bring. Adapter and
+answers are those of a job that is trained for it (some minutes), or of one that was before: its run directory.
 """
 
 from __future__ import annotations
 
+import argparse
 import base64
 import io
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from urllib.parse import quote
 
+import yaml
 from PIL import Image
 from selenium import webdriver
 from selenium.webdriver.common.keys import Keys
 
-from tests.support.page.browser import attribute, browsing, find, sized, until
+from ft_service.rundir.evaluations import EVALUATIONS
+from ft_service.serving.preview import WORKER
+from tests.support.page.browser import attribute, browsing, find, press, sized, until
 from tests.support.page.place import Place
-from tests.support.page.seeded import seed_all
+from tests.support.page.seeded import DATA, seed_all
+from tests.support.page.teams import seed_teams
 
 ROOT = Path(__file__).parents[3]
 WIDTHS = {"wide": 1600, "narrow": 360}
@@ -30,16 +39,40 @@ READING = "Reading the file"
 _SETTLED_SECONDS = 1.5
 
 
-def main(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", type=Path, help="a run directory that this program has trained before")
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "docs/pictures")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as home:
-        place = Place(Path(home))
+        run = options.run or _trained(Path(home) / "trained")
+        place = Place(Path(home), preview_command=WORKER)
         try:
             made = seed_all(place.settings, place.store, place.holder)
+            for part in ("adapter", EVALUATIONS):
+                there = place.settings.runs_dir / made["succeeded"] / part
+                shutil.copytree(run / part, there, dirs_exist_ok=True)
+            made |= seed_teams(place.store)
             with browsing(Path(home)) as driver:
-                _take_all(driver, place, made, folder)
+                _take_all(driver, place, made, options.folder)
         finally:
             place.close()
+
+
+def _trained(folder: Path) -> Path:
+    """The run directory of a job that has learned what the sample data teach."""
+    folder.mkdir()
+    spec = yaml.safe_load((ROOT / "deploy/examples/quickstart.yaml").read_text()) | {
+        "training_file": str(DATA / "train.jsonl"),
+        "validation_file": str(DATA / "validation.jsonl"),
+        "distributed": {"nproc_per_node": 1},
+        "evaluation": {"prompts": 6, "metrics": ["exact_match", "json_valid", "rouge_l"]},
+    }
+    (folder / "job.yaml").write_text(yaml.safe_dump(spec))
+    command = [str(Path(sys.executable).with_name("ft")), "run", str(folder / "job.yaml"), "--run-dir", str(folder / "run")]
+    subprocess.run(command, check=True)
+    return folder / "run"
 
 
 def _take_all(driver: webdriver.Chrome, place: Place, made: dict[str, str], folder: Path) -> None:
@@ -50,7 +83,19 @@ def _take_all(driver: webdriver.Chrome, place: Place, made: dict[str, str], fold
     for name, path in views(made).items():
         driver.get(place.url + path)
         until(lambda: READING not in attribute(driver, "main", "textContent"))
+        if name == "try":
+            _talk(driver)
         _take(driver, folder, name)
+
+
+def _talk(driver: webdriver.Chrome) -> None:
+    for number, message in enumerate(
+        ("I want to cancel order 30220, the grey helmet.", "Where is my folding printer? This is urgent!")
+    ):
+        press(driver, message, Keys.ENTER)
+        until(
+            lambda number=number: attribute(driver, "#talk", "textContent").count("tokens in") == 2 * (number + 1), seconds=180
+        )
 
 
 def views(made: dict[str, str]) -> dict[str, str]:
@@ -62,6 +107,7 @@ def views(made: dict[str, str]) -> dict[str, str]:
         "logs": f"/jobs/{done}/logs",
         "settings": f"/jobs/{done}/settings",
         "samples": f"/jobs/{done}/samples",
+        "answers": f"/jobs/{done}/answers",
         "checkpoints": f"/jobs/{done}/checkpoints",
         "events": f"/jobs/{done}/events",
         "new-job": f"/new?again={done}",
@@ -69,6 +115,11 @@ def views(made: dict[str, str]) -> dict[str, str]:
         "models": "/models",
         "data": "/data",
         "file": f"/data/{made['file train']}",
+        "try": f"/try?model={quote(made['succeeded model'])}&beside=tiny-llama",
+        "usage": "/usage",
+        "projects": "/projects",
+        "project": f"/projects/{made['Customer support']}",
+        "changes": "/changes",
         "keys": "/keys",
     }
 
@@ -86,4 +137,4 @@ def _take(driver: webdriver.Chrome, folder: Path, name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if sys.argv[1:] else ROOT / "docs/pictures")
+    main()

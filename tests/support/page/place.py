@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from ft_service.rundir.checkpoints import checkpoint_name, marker_key
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import CheckpointMarker, ExitReason, Result
 from ft_service.rundir.events import Event, Metrics, write_segment
+from ft_service.serving.preview import Preview
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
 from ft_service.store.records import Principal
@@ -30,6 +33,8 @@ from tests.support.rest.service import wait_until
 
 PROJECT = "default"
 TOTAL = 40
+PLAYED = (sys.executable, str(Path(__file__).parents[1] / "programs/scripted_preview.py"))
+"""In place of the preview's own process."""
 
 
 @dataclass
@@ -37,10 +42,12 @@ class Place:
     """The service. Only its tests move what its attempts do."""
 
     home: Path
+    preview_command: Sequence[str] = PLAYED
     settings: Settings = field(init=False)
     store: Store = field(init=False)
     key: str = field(init=False)
     holder: Principal = field(init=False)
+    preview: Preview | None = field(init=False)
     launcher: FakeLauncher = field(default_factory=lambda: FakeLauncher(slots=8))
     port: int = 0
 
@@ -54,8 +61,13 @@ class Place:
         assert holder is not None
         self.holder = holder
         self._stop_moving = threading.Event()
-        self._moving = threading.Thread(target=self._move)
-        self._moving.start()
+        self.preview = Preview(self.settings, self.store, command=self.preview_command)
+        self._threads = [
+            threading.Thread(target=self._move),
+            threading.Thread(target=self.preview.run, args=(self._stop_moving,)),
+        ]
+        for thread in self._threads:
+            thread.start()
         self.start()
 
     @property
@@ -66,7 +78,7 @@ class Place:
         """Serve, on the same port as before."""
         self._listener = socket.create_server(("127.0.0.1", self.port))
         self.port = self._listener.getsockname()[1]
-        app = create_app(self.settings, self.store)
+        app = create_app(self.settings, self.store, preview=self.preview)
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
         self._serving = threading.Thread(target=self._server.run, args=([self._listener],))
         self._serving.start()
@@ -80,7 +92,8 @@ class Place:
     def close(self) -> None:
         self.stop()
         self._stop_moving.set()
-        self._moving.join()
+        for thread in self._threads:
+            thread.join()
         self.store.close()
 
     def _move(self) -> None:

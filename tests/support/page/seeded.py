@@ -181,7 +181,7 @@ def seed_all(settings: Settings, store: Store, holder: Principal) -> dict[str, s
     seed_steps(store, made["paused"], 120, total=300, seed=11, began=NOW - 8800)
     made["succeeded"] = one = job(
         "ticket router v3",
-        {"suffix": "router-v3", "precision": {"default": "nf4"}},
+        {"suffix": "router-v3", "precision": {"default": "nf4"}, "evaluation": {"prompts": 6}},
         state="succeeded",
         reason="succeeded",
         attempt=2,
@@ -206,4 +206,5 @@ def seed_all(settings: Settings, store: Store, holder: Principal) -> dict[str, s
     seed_log(settings, one, ["rank 0 of 2 on cpu", *(json.dumps({"step": n, "loss": 2.2 / n + 0.4}) for n in range(1, 188))])
     made["queued"] = job("support tone", {"priority": 3}, state="queued", queued_at=NOW - 60)
     job("support tone, more data", {}, state="queued", queued_at=NOW - 50)
-    return {name: one.id for name, one in made.items()} | {f"file {name}": file_id for name, file_id in files.items()}
+    names = {f"{name} model": str(one.spec.tuned_name) for name, one in made.items()}
+    return {name: one.id for name, one in made.items()} | names | {f"file {name}": file_id for name, file_id in files.items()}

@@ -1,7 +1,8 @@
 """Plays the preview's process without torch: `scripted_preview.py DESCRIPTOR PARENT`, as `workers.serving`.
 
 A base whose folder is called `bad` cannot be loaded. The last message says what to do: `hang` begins an answer and leaves it at
-that, `die` ends the process, anything else is answered with the base's folder, its formats and the adapter.
+that, `die` ends the process, `say …` is answered with the rest of it, word by word, and anything else with the base's
+folder, its formats and the adapter.
 """
 
 from __future__ import annotations
@@ -36,10 +37,13 @@ def main() -> None:
             os.abort()
         if wanted == "hang":
             continue
-        told = f"{Path(base['path']).name} {base['precision'].get('default')} {message['adapter']}"
-        say("text", id=message["id"], index=0, text=told)
+        told = [f"{Path(base['path']).name} {base['precision'].get('default')} {message['adapter']}"]
+        if wanted.startswith("say "):
+            told = wanted.removeprefix("say ").split(" ")
+        for number, word in enumerate(told):
+            say("text", id=message["id"], index=0, text=f" {word}" if number else word)
         say("end", id=message["id"], index=0, reason="stop", calls=[])
-        say("done", id=message["id"], completion_tokens=1)
+        say("done", id=message["id"], completion_tokens=len(told))
 
 
 if __name__ == "__main__":

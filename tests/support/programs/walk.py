@@ -109,13 +109,11 @@ async def jobs(call: Callable[..., Any], all_of: Callable[..., Any]) -> None:
         assert [found.id for found in retrieved.data] == [found.id for found in granted]
     for permission in granted:
         await call(f"{place}.delete", permission.id, fine_tuned_model_checkpoint=name)
-    for method, more in (("run", {"model_sample": "x"}), ("validate", {})):
-        code = None
-        try:
-            await call(f"fine_tuning.alpha.graders.{method}", grader={"type": "string_check"}, **more)
-        except openai.BadRequestError as error:
-            code = error.code
-        assert code in (None, "not_available")
+    grader = {"type": "string_check", "name": "same", "input": "{{ sample.output_text }}", "reference": "x", "operation": "eq"}
+    if validated := await call("fine_tuning.alpha.graders.validate", grader=grader):
+        assert validated.grader.name == "same"
+    if graded := await call("fine_tuning.alpha.graders.run", grader=grader, model_sample="x", item={}):
+        assert (graded.reward, graded.metadata.errors.invalid_variable_error) == (1.0, False)
 
 
 async def models(call: Callable[..., Any], all_of: Callable[..., Any]) -> None:

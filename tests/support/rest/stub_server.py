@@ -63,6 +63,8 @@ class StubServer:
     """Oldest first."""
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     """Newest first."""
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    """The newest step first."""
     adapter: bytes = b""
     files: list[dict[str, Any]] = field(default_factory=list)
     """Newest first; an upload does not add to it."""
@@ -134,6 +136,8 @@ class StubServer:
             return page(request, self.events[::-1])
         if verb == "checkpoints":
             return page(request, self.checkpoints)
+        if verb == "evaluation":
+            return page(request, self.evaluations)
         if verb == "adapter" or verb in [f"checkpoints/{point['id']}/adapter" for point in self.checkpoints]:
             return httpx2.Response(200, content=self.adapter)
         if verb == "logs" and "follow" in request.url.params:

@@ -281,7 +281,7 @@ def reference(model: Path, spec: JobSpec, dtype: torch.dtype = torch.float32) ->
     targets = spec.lora.target_modules
     named = base_on_meta(str(model)) if of_several else base  # without towers, whose layers overrides must not match
     if of_several and targets == "all-linear":  # PEFT's own would adapt the towers too
-        targets = adapted_modules(named, spec.lora)
+        targets = adapted_modules(named, spec.lora, shared_experts=spec.shared_experts)
     for name, weight_format in precision_map(named, decoder_layers(named), spec.precision).items():
         weight = _weight(base, name)
         by_outputs = weight.data.mT if _is_transposed(base, name) else weight.data

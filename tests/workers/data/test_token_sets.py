@@ -127,6 +127,19 @@ def test_the_services_set_is_read_where_there_is_one(run: RunDir, tmp_path: Path
     assert not run.path(token_folder.IN_RUN).exists()
 
 
+def test_samples_are_set_aside_of_what_is_trained_on(run: RunDir) -> None:
+    """Of the same kept tokens, and the same ones each time: by whichever rank, at whichever start."""
+    whole, _ = job_samples(run, spec_of(run))
+    spec = spec_of(run).model_copy(update={"validation_data": None, "validation_split": 0.25, "seed": 5})
+    train, valid = job_samples(run, spec)
+    assert len(valid) == len(whole) // 4
+    texts = [[bytes(sample.ids) for sample in samples] for samples in (train, valid, whole)]
+    assert sorted(texts[0] + texts[1]) == sorted(texts[2])
+    assert not set(texts[0]) & set(texts[1])
+    again = job_samples(run, spec)
+    assert [content(samples) for samples in again] == [content(train), content(valid)]
+
+
 def test_a_job_does_not_go_on_with_other_tokens(run: RunDir) -> None:
     samples = load_dataset(load_tokenizer(spec_of(run).model.path), spec_of(run).training_data, MAX_LENGTH)
 

@@ -110,3 +110,10 @@ def test_when_training_ends_and_saves() -> None:
     assert not schedule.ends_at(29, Validations(without_progress=1))
     assert schedule.ends_at(29, Validations(without_progress=2))
     assert schedule.ends_at(30, Validations())
+
+
+def test_a_job_of_a_sweep_is_validated_at_its_rungs_too() -> None:
+    options = spec({}, max_steps=30, eval_steps=20)
+    usual, swept = (Schedule.of(one, samples=8) for one in (options, options.model_copy(update={"rungs": (0.25, 0.5)})))
+    validated = [[step for step in range(1, 31) if schedule.validates_at(step)] for schedule in (usual, swept)]
+    assert validated == [[20, 30], [8, 15, 20, 30]]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 import threading
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,11 @@ from typing import Any
 import pytest
 
 from ft_service.rundir.directory import RunDir
-from ft_service.rundir.events import Metrics, read_segments
+from ft_service.rundir.evaluations import Evaluation, evaluation_key
+from ft_service.rundir.events import Event, Metrics, read_segments
 from tests.support.attempts import wait_for
 from workers.output import report
-from workers.output.report import Reporter, metrics_csv, metrics_of_all_attempts
+from workers.output.report import Reporter, metrics_csv, metrics_of_all_attempts, with_evaluations
 
 
 def row(step: int, loss: float) -> Metrics:
@@ -128,6 +130,19 @@ def test_result_file_begins_with_the_columns_that_scripts_read() -> None:
     assert lines[0].startswith("step,train_loss,train_accuracy,valid_loss,valid_mean_token_accuracy,")
     assert lines[1].startswith("1,2.5,0.5,,,")
     assert lines[2].startswith("2,2.0,,3.0,,")
+
+
+def test_the_result_file_has_full_validations_and_what_answers_scored(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    scored = Evaluation(step=2, time=0, metrics={"exact_match": 0.5}, base_metrics={}, samples=[])
+    run.write(evaluation_key(2, 1), scored)
+    rows = [row(1, 2.5), row(2, 2.0).model_copy(update={"valid_loss": 3.0, "valid_mean_token_accuracy": 0.25})]
+    events = with_evaluations([Event(kind="metrics", time=0, message="", metrics=each) for each in rows], run)
+    text = metrics_csv([event.metrics for event in events if event.metrics is not None])
+    first, second = csv.DictReader(text.splitlines())
+    assert (first["full_valid_loss"], first["evaluation/exact_match"]) == ("", "")
+    assert (second["full_valid_loss"], second["full_valid_mean_token_accuracy"]) == ("3.0", "0.25")
+    assert second["evaluation/exact_match"] == "0.5"
 
 
 def test_rank_0_prints_how_training_goes_without_a_line_for_every_step(

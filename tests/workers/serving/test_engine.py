@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from ft_service.errors import SpecError
 from ft_service.spec import PrecisionOptions
+from ft_service.spec.templates import TEMPLATES
 from tests.support.bases import SAMPLE
 from workers.serving import engine as engine_module
-from workers.serving.chat import Chat
+from workers.serving.chat import Chat, Chats
 from workers.serving.engine import Engine, Request
 from workers.serving.model import ServedModel
 
@@ -45,9 +48,9 @@ def expected(chat: Chat) -> list[list[int]]:
 class Heard:
     """What an engine says, and the engine."""
 
-    def __init__(self, served: ServedModel, chat: Chat) -> None:
+    def __init__(self, served: ServedModel) -> None:
         self.said: list[dict[str, Any]] = []
-        self.engine = Engine(served, chat, self.said.append)
+        self.engine = Engine(served, Chats(str(SAMPLE)), self.said.append)
 
     def ask(self, name: str, messages: list[Any] = CHATS[0], **options: Any) -> None:
         self.engine.add(Request(name, messages, **{"temperature": 0.0, "max_tokens": LIMIT, **options}))
@@ -64,8 +67,8 @@ class Heard:
 
 
 @pytest.fixture
-def heard(served: ServedModel, chat: Chat) -> Heard:
-    return Heard(served, chat)
+def heard(served: ServedModel) -> Heard:
+    return Heard(served)
 
 
 def test_answers_that_come_and_go_are_those_of_generate(
@@ -150,3 +153,20 @@ def test_a_dropped_request_costs_no_more_steps(heard: Heard) -> None:
 
 def test_ends_are_what_the_template_writes_behind_an_answer(chat: Chat) -> None:
     assert chat.ends == {chat.tokenizer.eos_token_id}
+
+
+def test_a_tuned_model_is_talked_to_by_the_template_of_its_job(tmp_path: Path) -> None:
+    """Which the base need not have: a prompt that was never seen in training is answered by no training."""
+    base, adapter, plain = tmp_path / "base", tmp_path / "adapter", tmp_path / "plain"
+    for folder in (base, adapter, plain):
+        folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (base / name).write_bytes((SAMPLE / name).read_bytes())
+    (adapter / "chat_template.jinja").write_text(TEMPLATES["zephyr"])
+    chats, asked = Chats(str(base)), [{"role": "user", "content": "2+2?"}]
+    tuned = chats.of(str(adapter))
+    assert tuned.tokenizer.decode(tuned.prompt(asked, [])) == f"<|user|>\n2+2?{tuned.tokenizer.eos_token}\n<|assistant|>\n"
+    assert chats.of(str(adapter)) is tuned, "compiled once"
+    for without in (None, str(plain)):
+        with pytest.raises(SpecError, match="has no chat template"):
+            chats.of(without)

@@ -10,50 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from ft_service.errors import SpecError
+from tests.support.training.adapters import difference, logits, merged_by_peft, save_adapter
 from tests.support.training.models import save_tiny_llama
 from tests.support.training.prequantized import fp8_by_rows
+from workers.exports.compressed import from_int4, restore
 from workers.output.model_shards import TensorPlan, in_files
 from workers.tasks.merge import merge
-
-IDS = torch.arange(40).reshape(2, 20) + 60
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_llama(tmp_path_factory.mktemp("base") / "base")
-
-
-def save_adapter(base: Path, folder: Path, **options: Any) -> Path:
-    """An adapter by stock PEFT with no zero in it."""
-    config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **options})
-    model: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    model.save_pretrained(str(folder))
-    return folder
-
-
-def merged_by_peft(base: Path, adapter: Path) -> Any:
-    """In fp32: the exact sum, before anything is rounded."""
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(input_ids=IDS).logits.float()
-
-
-def difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).norm() / b.norm())
 
 
 @pytest.mark.parametrize(
@@ -131,6 +103,33 @@ def test_fp8_loads_in_transformers_by_compressed_tensors(base: Path, tmp_path: P
     merge(base, adapter, tmp_path / "out", to="fp8")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert difference(logits(loaded), logits(merged_by_peft(base, adapter))) < 0.1
+
+
+def test_int4_is_packed_as_compressed_tensors_packs_it_and_transformers_loads_it(base: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(base, tmp_path / "adapter")
+    rounding = merge(base, adapter, tmp_path / "out", to="int4")
+    held = load_file(tmp_path / "out/model.safetensors")
+    exact = merged_by_peft(base, adapter)
+    name = "model.layers.1.mlp.down_proj.weight"  # [64, 192]: groups of 64 fit all
+    packed, scale = held[f"{name}_packed"], held[f"{name}_scale"]
+    assert (packed.dtype, packed.shape, scale.shape) == (torch.int32, (64, 24), (64, 3))
+    assert held[f"{name}_shape"].tolist() == [64, 192]
+    codes = unpack_from_int32(packed, 4, torch.Size((64, 192)))
+    assert torch.equal(from_int4(packed, scale), codes.float() * scale.float().repeat_interleave(64, dim=1))
+    assert difference(from_int4(packed, scale), exact.state_dict()[name]) < 0.12, "4 bits, and the best scale of each group"
+    assert 0.05 < rounding.report()["relative_to_weights"] < 0.12
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    restore(tmp_path / "out", tmp_path / "plain")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
+    assert difference(logits(loaded), logits(plain)) < 1e-5, "what is measured is what transformers computes"
+    assert difference(logits(loaded), logits(exact)) < 0.3
+
+
+def test_a_layer_that_no_group_of_int4_divides_is_refused(tmp_path: Path) -> None:
+    narrow = save_tiny_llama(tmp_path / "narrow", hidden_size=48)
+    adapter = save_adapter(narrow, tmp_path / "adapter")
+    with pytest.raises(SpecError, match="has a layer of 48: merge to fp8 or bf16"):
+        merge(narrow, adapter, tmp_path / "out", to="int4")
 
 
 def test_an_adapter_of_another_base_is_refused_and_leaves_nothing(base: Path, tmp_path: Path) -> None:

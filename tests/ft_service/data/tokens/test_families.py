@@ -13,9 +13,11 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from ft_service.data.chat_line import parse_line
-from ft_service.data.line_errors import LineError
+from ft_service.data.line_errors import Fault, LineError
 from ft_service.data.tokens.marked import thought_and_answer
 from ft_service.data.tokens.render import render
+from ft_service.data.tokens.sample import Tokens
+from ft_service.data.tokens.tokenize import load_tokenizer, tokenize
 from tests.support.chat_templates import TEMPLATES
 from tests.support.training.models import save_tokenizer
 
@@ -42,6 +44,7 @@ CALL: Message = {
     "tool_calls": [{"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}],
 }
 RESULT: Message = {"role": "tool", "tool_call_id": "abcdefghi", "content": "4"}
+UNICODE = "четыре 四 é 👩‍👩‍👧"
 THOUGHT = {"reasoning_content": "two twos"}
 
 CASES: dict[str, list[Message]] = {
@@ -53,6 +56,8 @@ CASES: dict[str, list[Message]] = {
     "thinking": [TWO, FOUR | THOUGHT],
     "thinking early": [TWO, FOUR | THOUGHT, THREE, SIX],
     "weight 0": [TWO, FOUR | {"weight": 0}, THREE, SIX],
+    "empty": [TWO, {"role": "assistant", "content": ""}],
+    "unicode": [{"role": "user", "content": "¿2+2? 二 👍🏽"}, {"role": "assistant", "content": UNICODE}],
 }
 REASONING = "messages.1.reasoning_content: the base's chat template leaves the reasoning of this answer out"
 EARLY = f"{REASONING} once more follows"
@@ -64,6 +69,9 @@ GEMMA4_CALL = '<|tool_call>call:add{"a": 2}<tool_call|><|tool_response>'
 END = "<｜end▁of▁sentence｜>"  # noqa: RUF001 - as DeepSeek writes it
 GLM_CALL = "\n<think></think>\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
 NEMOTRON_CALL = '</think>\n<tool_call>\n<function=add>{"a": 2}</function>\n</tool_call><|im_end|>\n'
+
+FINAL = "<|channel|>final<|message|>"
+OSS_CALL = ' to=functions.add<|channel|>commentary json<|message|>{"a": 2}<|call|>'
 
 PLAIN: dict[str, list[str] | str] = {
     "tools": NO_TOOLS,
@@ -178,8 +186,54 @@ LEARNED: dict[str, dict[str, list[str] | str]] = {
         "thinking early": EARLY,
         "weight 0": ["</think>6<|im_end|>\n"],
     },
+    "gpt-oss": {
+        "single": [FINAL + "4<|return|>"],
+        "system": [FINAL + "4<|return|>"],
+        "many": [FINAL + "4<|end|>", FINAL + "6<|return|>"],
+        "tools": [OSS_CALL, FINAL + "4<|return|>"],
+        "tools, many": [OSS_CALL, FINAL + "4<|end|>", FINAL + "6<|return|>"],
+        "thinking": ["<|channel|>analysis<|message|>two twos<|end|><|start|>assistant" + FINAL + "4<|return|>"],
+        "thinking early": EARLY,
+        "weight 0": [FINAL + "6<|return|>"],
+    },
+    "mistral small": PLAIN
+    | {
+        "single": ["4</s>"],
+        "system": ["4</s>"],
+        "many": ["4</s>", "6</s>"],
+        "tools": ['[TOOL_CALLS]add[ARGS]{"a": 2}</s>', "4</s>"],
+        "tools, many": ['[TOOL_CALLS]add[ARGS]{"a": 2}</s>', "4</s>", "6</s>"],
+        "weight 0": ["6</s>"],
+    },
+    "phi 4": PLAIN
+    | {
+        "single": ["4<|im_end|>"],
+        "system": ["4<|im_end|>"],
+        "many": ["4<|im_end|>", "6<|im_end|>"],
+        "weight 0": ["6<|im_end|>"],
+    },
 }
 """`list`: the learned text of each answer; `str`: part of the reason why the line is refused."""
+
+
+EMPTY: dict[str, str] = {
+    "llama 3.2": "<|eot_id|>",
+    "qwen 2.5": "<|im_end|>\n",
+    "qwen 3": NO_THOUGHT + "<|im_end|>\n",
+    "qwen 3.5": "\n</think>\n\n<|im_end|>\n",
+    "gemma 3": "<end_of_turn>\n",
+    "gemma 4": "<turn|>\n",
+    "mistral": " </s>",
+    "mistral small": "</s>",
+    "phi 3.5": "<|end|>\n</s>",
+    "phi 4": "<|im_end|>",
+    "deepseek v3": "<|eos|>",
+    "deepseek r1": END,
+    "glm 4.5": "\n<think></think>",
+    "nemotron 3": "</think><|im_end|>\n",
+    "gpt-oss": FINAL + "<|return|>",
+}
+"""What is learned of an answer without a word."""
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +256,8 @@ def learned(tokenizer: PreTrainedTokenizerFast, family: str, messages: list[Mess
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_learned(tokenizer: PreTrainedTokenizerFast, family: str, case: str) -> None:
-    found, expected = learned(tokenizer, family, CASES[case]), LEARNED[family][case]
+    known = LEARNED[family] | {"empty": [EMPTY[family]], "unicode": [LEARNED[family]["single"][0].replace("4", UNICODE)]}
+    found, expected = learned(tokenizer, family, CASES[case]), known[case]
     if isinstance(expected, str):
         assert isinstance(found, str)
         assert expected in found
@@ -249,3 +304,64 @@ def test_no_special_token_is_cut_where_a_text_ends_otherwise_than_a_turn(tokeniz
 def test_much_space_is_looked_through_once(content: str) -> None:
     """Minutes where each space is where another look begins."""
     assert thought_and_answer({"content": content})[1] in ("", "<think>", "4")
+
+
+GLM_TOKENS = (
+    "<|user|>",
+    "<|assistant|>",
+    "<|observation|>",
+    "<|system|>",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+)
+
+
+@pytest.fixture(scope="module")
+def glm(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """GLM 4.5's, whose base stops at the tokens that begin another's turn."""
+    folder = tmp_path_factory.mktemp("glm")
+    own: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, extra_special_tokens=list(GLM_TOKENS))
+    own.chat_template = FAMILIES["glm 4.5"]
+    own.save_pretrained(folder)
+    stops = [own.convert_tokens_to_ids(token) for token in ("<|user|>", "<|observation|>")]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+    return load_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("single", ["\n<think></think>\n4<|user|>"]),
+        ("many", ["\n<think></think>\n4<|user|>", "\n<think></think>\n6<|user|>"]),
+        ("tools", [GLM_CALL + "<|observation|>", "\n<think></think>\n4<|user|>"]),
+        ("tools, many", [GLM_CALL + "<|observation|>", "\n<think></think>\n4<|user|>", "\n<think></think>\n6<|user|>"]),
+        ("thinking", ["\n<think>two twos</think>\n4<|user|>"]),
+        ("weight 0", ["\n<think></think>\n6<|user|>"]),
+        ("empty", ["\n<think></think><|user|>"]),
+    ],
+)
+def test_where_the_next_turn_ends_an_answer_its_token_is_learned(glm: Any, case: str, expected: list[str]) -> None:
+    calls = case.startswith("tools")
+    line = parse_line(json.dumps({"messages": CASES[case], **({"tools": [TOOL]} if calls else {})}))
+    text, spans = render(glm, line)
+    assert [text[first:end] for first, end in spans] == expected
+    (tokens,) = tokenize(glm, [(1, line)])
+    assert isinstance(tokens, Tokens)
+    assert glm.decode(tokens.ids[tokens.targets]) == "".join(expected)
+
+
+def test_no_turn_is_ended_by_a_token_at_which_the_base_goes_on(glm: Any, tmp_path: Path) -> None:
+    """It would have to be told to stop there; and a think block's end is no turn's."""
+    glm.save_pretrained(tmp_path)
+    goes_on = load_tokenizer(str(tmp_path))
+    (fault,) = tokenize(goes_on, [(1, parse_line(json.dumps({"messages": CASES["single"]})))])
+    assert isinstance(fault, Fault)
+    assert "no end-of-turn token is learned: what is learned ends with '\\n<think></think>\\n4'" in fault.reason
+
+
+def test_a_thought_has_two_names(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert learned(tokenizer, "gpt-oss", [TWO, FOUR | {"thinking": "two twos"}]) == LEARNED["gpt-oss"]["thinking"]
+    refused = learned(tokenizer, "gpt-oss", [TWO, FOUR | THOUGHT | {"thinking": "two twos"}])
+    assert refused == "messages.1.thinking: and reasoning_content are both given: keep one"

@@ -104,6 +104,13 @@ def test_a_beginning_of_text_is_the_templates(tokenizer: PreTrainedTokenizerFast
     assert sample.error == "begins with <|im_start|> twice: the base's tokenizer writes it before every text. Leave it out"
 
 
+def test_a_document_is_learned_whole_however_long(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """It is split into windows, and nothing of it is cut."""
+    (sample,) = pages(tokenizer, tmp_path, [{"text": "Once. " * 20}], max_length=16).samples
+    assert (sample.learned, sample.total, sample.cut_at) == (120, 121, None)
+    assert {token.role for token in sample.tokens} == {"learned"}
+
+
 def test_both_answers_of_a_pair_are_shown(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     row = {"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER | {"content": "No."}]}
     page = pages(tokenizer, tmp_path, [row])
@@ -131,13 +138,14 @@ ALL = "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|im_
     [
         (TURNS.replace("END", "\n"), "4", "no end-of-turn token is learned: what is learned ends with '4\\n', so the"),
         (TURNS.replace("END", ""), "", "none of its tokens is learned: 'user:  user é? assistant: '"),
+        ("<|im_start|><|im_start|>" + TURNS, "4", "begins with <|im_start|> twice: the base's chat template writes it before"),
         (ALL, "4", "all of its tokens are learned, as if there were no prompt: '4<|im_end|>'"),
     ],
 )
 def test_what_would_ruin_a_training_is_refused_with_the_sample(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, template: str, answer: str, reason: str
 ) -> None:
-    other = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, eos_token="<|im_end|>")
+    other = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, eos_token="<|im_end|>", bos_token="<|im_start|>")
     other.chat_template = template
     rows = [{"messages": [USER, ANSWER | {"content": answer}]}]
     (sample,) = pages(other, tmp_path, rows).samples

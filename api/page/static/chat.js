@@ -1,0 +1,165 @@
+// Talking to a model, or to two at once: each has its own thread, and answers are streamed from POST /v1/chat/completions.
+"use strict";
+(() => {
+  const { $, $$, say, token } = window.page;
+  const [who, form, words, log] = [$("#who"), $("#ask"), $("#words"), $("#talk")];
+  const KEPT = "conversation";
+  let turns = [];
+  let stopping = null;
+
+  const element = (name, className, text = "") => {
+    const made = document.createElement(name);
+    made.className = className;
+    made.textContent = text;
+    return made;
+  };
+  const chosen = () => [...new Set([who.elements.model.value, who.elements.beside.value].filter(Boolean))];
+  const keep = () => { try { sessionStorage.setItem(KEPT, JSON.stringify(turns)); } catch { /* too long to keep: it is still here */ } };
+
+  // A turn: what was asked, and each model's answer {text, note, whole}.
+  const draw = (turn) => {
+    const box = element("section", "turn");
+    const answers = element("div", "answers");
+    box.append(element("p", "asked-words", turn.asked), answers);
+    for (const [model, answer] of Object.entries(turn.answers)) {
+      const one = element("article", "answer");
+      one.append(element("h2", "mono", model), element("p", "text", answer.text), element("p", "sub", answer.note));
+      answers.append(one);
+    }
+    $("[data-nothing]").hidden = true;
+    log.append(box);
+    return box;
+  };
+  const show = (box, place, answer) => {
+    const one = $$(".answer", box)[place];
+    const atEnd = innerHeight + scrollY > document.documentElement.scrollHeight - 160;
+    $(".text", one).textContent = answer.text;
+    $(".sub", one).textContent = answer.note;
+    $(".sub", one).classList.toggle("fault-text", answer.fault === true);
+    if (atEnd) scrollTo(0, document.documentElement.scrollHeight);
+  };
+
+  // What a model is told: its own answers only, and of those the whole ones.
+  const before = (model, until) => {
+    const told = turns.slice(0, turns.indexOf(until)).filter((turn) => turn.answers[model]?.whole);
+    const system = $("#system").value.trim();
+    const thread = told.flatMap((turn) => [{ role: "user", content: turn.asked }, { role: "assistant", content: turn.answers[model].text }]);
+    return [...(system ? [{ role: "system", content: system }] : []), ...thread, { role: "user", content: until.asked }];
+  };
+  const pause = (seconds, signal) => new Promise((resolve, reject) => {
+    const timer = setTimeout(resolve, 1000 * seconds);
+    signal.addEventListener("abort", () => { clearTimeout(timer); reject(signal.reason); }, { once: true });
+  });
+
+  const read = async (response, answer, changed) => {
+    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+    for (let rest = ""; ;) {
+      const { value, done } = await reader.read();
+      if (done) throw new Error("The answer broke off.");
+      const lines = (rest + value).split("\n");
+      rest = lines.pop();
+      for (const line of lines.filter((one) => one.startsWith("data: "))) {
+        if (line === "data: [DONE]") return;
+        const part = JSON.parse(line.slice(6));
+        if (part.error) throw new Error(part.error.message);
+        if (part.usage) answer.tokens = part.usage.completion_tokens;
+        const choice = part.choices?.[0];
+        answer.text += choice?.delta?.content ?? "";
+        for (const call of choice?.delta?.tool_calls ?? []) answer.text += `${call.function.name}(${call.function.arguments})`;
+        if (choice?.finish_reason === "length") answer.cut = true;
+        changed();
+      }
+    }
+  };
+
+  // One model's answer. While training has the slots it is asked again when the server says so.
+  const ask = async (turn, model, changed, begun, signal) => {
+    const answer = turn.answers[model];
+    const body = { model, messages: before(model, turn), stream: true, stream_options: { include_usage: true }, temperature: Number($("#temperature").value), max_completion_tokens: Number($("#longest").value) };
+    for (;;) {
+      const response = await fetch("/v1/chat/completions", { method: "POST", headers: { "content-type": "application/json", ...token() }, body: JSON.stringify(body), signal });
+      if (response.ok) {
+        const since = performance.now();
+        begun();
+        answer.note = "";
+        await read(response, answer, changed);
+        answer.whole = true;
+        const seconds = (performance.now() - since) / 1000;
+        answer.note = `${answer.tokens ?? "?"} tokens in ${seconds.toFixed(1)} s${answer.cut ? ", cut there: longer answers are above, under sampling" : ""}`;
+        return;
+      }
+      const { message } = (await response.json().catch(() => ({}))).error ?? { message: `The server answered ${response.status}.` };
+      const wait = Number(response.headers.get("retry-after"));
+      if (response.status !== 503 || !wait) throw new Error(message);
+      for (let left = wait; left > 0; left--) {
+        answer.note = `${message.replace(/ Try again\.$/, "")} Asked again in ${left} s.`;
+        changed();
+        await pause(1, signal);
+      }
+      answer.note = "Asked again…";
+      changed();
+    }
+  };
+
+  const send = async () => {
+    const asked = words.value.trim();
+    if (!asked || stopping) return;
+    const models = chosen();
+    const turn = { asked, answers: Object.fromEntries(models.map((model) => [model, { text: "", note: "Waiting for the model…" }])) };
+    turns.push(turn);
+    words.value = "";
+    const box = draw(turn);
+    box.scrollIntoView({ block: "end" });
+    stopping = new AbortController();
+    busy(true);
+    // The second is asked once the first is being answered: so it is the first one's stored formats that are loaded.
+    let go;
+    const first = new Promise((resolve) => { go = resolve; });
+    await Promise.all(models.map(async (model, place) => {
+      const answer = turn.answers[model];
+      const changed = () => show(box, place, answer);
+      try {
+        if (place) await first;
+        await ask(turn, model, changed, go, stopping.signal);
+      } catch (error) {
+        answer.fault = !stopping.signal.aborted;
+        answer.note = answer.fault ? error.message : "Stopped.";
+      } finally {
+        go();
+        changed();
+      }
+    }));
+    stopping = null;
+    busy(false);
+    keep();
+  };
+  const busy = (is) => {
+    log.setAttribute("aria-busy", String(is));
+    $("[data-stop]").hidden = !is;
+    $("[data-send]").hidden = is;
+  };
+
+  form.addEventListener("submit", (event) => { event.preventDefault(); send(); });
+  words.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    send();
+  });
+  $("[data-stop]").addEventListener("click", () => { stopping?.abort(); words.focus(); });
+  $("[data-anew]").addEventListener("click", () => {
+    stopping?.abort();
+    turns = [];
+    sessionStorage.removeItem(KEPT);
+    $$(".turn", log).forEach((box) => box.remove());
+    $("[data-nothing]").hidden = false;
+    words.focus();
+  });
+  who.addEventListener("change", () => {
+    const wanted = new URLSearchParams(new FormData(who));
+    if (!wanted.get("beside")) wanted.delete("beside");
+    history.replaceState(null, "", `/try?${wanted}`);
+  });
+  try { turns = JSON.parse(sessionStorage.getItem(KEPT)) ?? []; } catch { say("The conversation before could not be read."); }
+  turns.forEach(draw);
+  words.focus();
+})();

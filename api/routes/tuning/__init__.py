@@ -1,0 +1,1 @@
+"""What belongs to jobs beside the jobs themselves: sweeps of them, and plans of what they take."""

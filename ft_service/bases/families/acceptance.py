@@ -1,0 +1,107 @@
+"""Which architectures can be tuned, by config.json alone: the one rule, for a submit, the plan and the worker.
+
+What is refused here is what would give wrong numbers without a word, or could not be built. Everything else is tuned by general
+rules; what no test knows is said (`untested`), and the worker tries it before it trains.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ft_service.bases.families.tested import TESTED
+from ft_service.bases.wrapped import NO_DECODER, NOT_ALONE, generates, not_tunable, text_config, text_section
+from ft_service.errors import SpecError
+
+BOTH_WAYS = frozenset(
+    {
+        *("bert", "bert-generation", "big_bird", "camembert", "cpmant", "data2vec-text", "electra", "ernie", "megatron-bert"),
+        *(
+            "rembert",
+            "roberta",
+            "roberta-prelayernorm",
+            "roc_bert",
+            "roformer",
+            "xlm",
+            "xlm-roberta",
+            "xlm-roberta-xl",
+            "xlnet",
+        ),
+        *("reformer", "xmod", "modernbert", "nomic_bert", "deberta", "deberta-v2", "distilbert", "albert", "mpnet", "esm"),
+        *("neobert", "eurobert", "jina_embeddings_v3", "luke", "mobilebert", "ibert", "fnet", "nystromformer", "yoso"),
+    }
+)
+"""Model types in which a token sees those behind it."""
+PAIRS = frozenset(
+    {
+        *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "musicgen", "musicgen_melody", "mvp"),
+        *("pegasus", "plbart", "prophetnet", "trocr", "whisper", "t5", "mt5", "umt5", "t5gemma", "led", "m2m_100", "longt5"),
+    }
+)
+"""Model types of an encoder and a decoder that reads what the encoder says."""
+OTHERS = {
+    "phimoe": "its router draws experts at random in training: no step could be repeated, and no resume be exact",
+    **dict.fromkeys(("gpt2", "gpt-sw3", "openai-gpt"), "its layers are convolutions of width one in place of linear layers"),
+    "falcon": "its layers are linear layers of a kind of their own",
+    "gemma3n_text": "its layers take turns in predicting each other, by parts of which some get no gradient",
+    "longcat_flash": "some of its experts are the token itself, and each layer holds two",
+    "hrm_text": "it goes through its layers several times",
+    **dict.fromkeys(("inkling_text", "inkling_mm_model"), "its shared experts are stacks"),
+    **dict.fromkeys(("inkling2_text", "inkling2"), "its experts are stored in a layout of their own"),
+    "recurrent_gemma": "its recurrence holds stacks of matrices that are no experts",
+    "laguna": "PEFT renames the adapters of its shared experts as it loads them, and then misses them",
+    "jetmoe": "its attention is a mixture of experts as well",
+    **dict.fromkeys(
+        ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), "it has no attention at all, which memory and time are planned by"
+    ),
+}
+"""Model type → why it cannot be tuned."""
+_OTHER_HEAD = re.compile(
+    r"For(MaskedLM|SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|PreTraining|RewardModel)$"
+)
+
+
+def refuse_untunable(config: Mapping[str, Any]) -> None:
+    """Raises SpecError for a base that, by its config.json, cannot be tuned: it does not read from left to right, or is made of
+    what is not known here.
+    """
+    kind = str(config.get("model_type"))[:80]
+    named = config.get("architectures")
+    classes = [str(name)[:80] for name in named] if isinstance(named, list) else []
+    several = text_section(config) is not None
+    if kind in NOT_ALONE or (several and classes and not any(generates(name) for name in classes)):
+        raise not_tunable(kind, NO_DECODER)
+    if kind in PAIRS or config.get("is_encoder_decoder") is True:
+        raise _refusal(kind, "which is no causal language model: its decoder reads what an encoder makes of the input")
+    of_text = text_config(config)
+    inner = str(of_text.get("model_type"))[:80]
+    if kind in BOTH_WAYS or inner in BOTH_WAYS:
+        raise _refusal(kind, "which is no causal language model: its tokens see those behind them")
+    if of_text.get("use_bidirectional_attention") in (True, "all"):
+        raise _refusal(kind, "whose config.json says use_bidirectional_attention: its tokens see those behind them")
+    why = OTHERS.get(kind) or OTHERS.get(inner)
+    if why is not None:
+        raise _refusal(kind, f"and cannot be tuned here: {why}")
+    heads = [name for name in classes if _OTHER_HEAD.search(name)]
+    if heads and len(heads) == len(classes):
+        raise _refusal(kind, f"published as {heads[0]}, whose head writes no text")
+
+
+def untested(config: Mapping[str, Any]) -> str | None:
+    """What is to be said of a base whose decoder no test of this version knows. None: one does."""
+    kind = str(text_config(config).get("model_type"))[:80]
+    if kind in TESTED:
+        return None
+    return (
+        f"No test of this version knows bases of model type {kind!r}: it is tuned by the general rules, and tried before "
+        "training (whether tokens see those behind them, and packed samples each other). Compare answers before and after "
+        "(evaluation)."
+    )
+
+
+def _refusal(kind: str, why: str) -> SpecError:
+    return SpecError(
+        f"The base is a {kind} model, {why}. Use a decoder such as Llama, Qwen, Gemma or Mistral; docs/models.md has a list.",
+        param="model",
+    )

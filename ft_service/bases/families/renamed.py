@@ -1,0 +1,39 @@
+"""Families whose files only call things by other names than their model does."""
+
+from ft_service.bases.families.family import Family
+
+AXK2 = Family(
+    types=("axk2",),
+    renamed={r"\bW_down\.": "mlp.fc1.", r"\bW_up\.": "mlp.fc2.", r"\bself_attn\.q_b_proj\.": "self_attn.q_gate_proj."},
+)
+BAILING = Family(
+    types=("bailing_hybrid",),
+    renamed={
+        r"\bword_embeddings\.": "embed_tokens.",
+        r"\.attention\.": ".self_attn.",
+        r"\bself_attn\.(f_proj|dt_bias|A_log)\b": r"self_attn.forget_gate.\1",
+        r"\b[qkv]_conv1d\.": "conv1d.",
+        r"\bself_attn\.dense\.": "self_attn.o_proj.",
+        r"\bmlp\.gate\.expert_bias$": "mlp.gate.e_score_correction_bias",
+    },
+)
+HUNYUAN_3 = Family(
+    types=("hy_v3",),
+    renamed={
+        r"\bmlp\.router\.gate\.": "mlp.gate.",
+        r"\bmlp\.shared_mlp\.": "mlp.shared_experts.",
+        r"\bmlp\.expert_bias$": "mlp.gate.e_score_correction_bias",
+    },
+)
+HUNYUAN_4 = Family(types=("hy_v4",), renamed={r"\.linear_gate\b": ".gate_proj", r"\.learnable_sink_param$": ".sinks"})
+LAGUNA = Family(
+    types=("laguna",),
+    renamed={
+        r"\bmlp\.experts\.e_score_correction_bias$": "mlp.gate.e_score_correction_bias",
+        r"\bmlp\.shared_expert\.": "mlp.shared_experts.",
+    },
+    parameters=("e_score_correction_bias",),
+)
+LFM3 = Family(types=("lfm3",), renamed={r"\bself_attn\.gate_proj\.": "self_attn.g_proj."})
+KOLIBRI = Family(types=("kolibri1",), renamed={r"\bmoe\.router\.expert_bias$": "mlp.gate.e_score_correction_bias"})
+FAMILIES = (AXK2, BAILING, HUNYUAN_3, HUNYUAN_4, KOLIBRI, LAGUNA, LFM3)

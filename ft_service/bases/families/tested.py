@@ -1,0 +1,20 @@
+"""The model types of decoders that tests hold to the published class (test_causal_types.py); see docs/models.md."""
+
+TESTED = frozenset(
+    {
+        *("afmoe", "apertus", "arcee", "aria_text", "axk1", "axk2", "bailing_hybrid", "bamba", "beam", "biogpt", "bitnet"),
+        *("bloom", "codegen", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "cwm", "deepseek_v2"),
+        *("deepseek_v3", "deepseek_v32", "deepseek_v4", "diffllama", "doge", "dots1", "dots3_note_text", "ernie4_5"),
+        *("ernie4_5_moe", "exaone4", "exaone_moe", "falcon_h1", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text"),
+        *("gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_bigcode"),
+        *("gpt_neo", "gpt_neox", "gpt_neox_japanese", "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe"),
+        *("granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3"),
+        *("hy_v4", "hyperclovax", "internlm3", "iquestcoder", "jais2", "jamba", "kimi_linear", "kolibri1", "lfm2"),
+        *("lfm2_moe", "lfm3", "llama", "llama4_text", "mellum", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2"),
+        *("minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral", "modernbert-decoder", "moshi", "mpt"),
+        *("nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "persimmon", "phi"),
+        *("phi3", "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe"),
+        *("qwen3_next", "qwen3_vl_text", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2"),
+        *("vaultgemma", "xglm", "youtu", "zamba2"),
+    }
+)

@@ -1,0 +1,298 @@
+"""Bases from Hugging Face's hub, or from another that speaks like it (HF_ENDPOINT): found, fetched, and put in place whole.
+
+    <model folder>/.pulls/<organisation>--<name>@<commit>/    what is fetched, until all of it is there and is what the hub says
+    <model folder>/<organisation>/<name>/                     the base, with origin.json
+
+A pull that was interrupted goes on where it was: files, and what there is of one, are kept until then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from ft_service.bases.origin import Origin, is_published, read_origin, write_origin
+from ft_service.errors import FtError, SpecError, UnavailableError
+
+STAGED = ".pulls"
+ENDPOINT = "https://huggingface.co"
+_WEIGHTS = "*.safetensors"
+_TWICE = ("consolidated*", "adapter_model*")
+"""Weights that a base holds once more, in another layout, and those that are none of a base."""
+_SMALL = (
+    *("config.json", "generation_config.json", "*.safetensors.index.json", "tokenizer*", "chat_template*", "*.jinja"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "preprocessor_config.json"),
+    *("processor_config.json", "LICENSE*", "LICENCE*", "additional_chat_templates/*.jinja"),
+)
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.onnx")
+_SPARE_BYTES = 2**30
+_PART = ".part"
+_AT_ONCE = 4
+"""Files of weights that are fetched side by side."""
+_TIMEOUT_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class HubFile:
+    bytes: int
+    sha256: str | None
+    """None: the hub knows none; of small files."""
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """A model at one commit."""
+
+    repository: str
+    revision: str
+    """As it was asked for."""
+    commit: str
+    licence: str | None
+    files: Mapping[str, HubFile]
+
+    def small_files(self) -> list[str]:
+        """Configuration and tokenizer."""
+        return sorted(name for name in self.files if any(fnmatchcase(name, pattern) for pattern in _SMALL))
+
+    def weights(self) -> list[str]:
+        """Raises SpecError where there are none in safetensors."""
+        at_root = [name for name in self.files if "/" not in name]
+        found = sorted(
+            name for name in at_root if fnmatchcase(name, _WEIGHTS) and not any(fnmatchcase(name, other) for other in _TWICE)
+        )
+        if found and "config.json" in self.files:
+            return found
+        other = sorted(name for name in at_root if any(fnmatchcase(name, pattern) for pattern in _PICKLED))
+        what = "no config.json" if found else "no weights in safetensors" + (f", only {other[0]}" if other else "")
+        hint = "; an adapter is named by its base" if "adapter_config.json" in self.files else ""
+        raise SpecError(f"{self.repository} holds {what}: no base that can be tuned here{hint}.", param="model")
+
+    def bytes(self, names: Sequence[str]) -> int:
+        return sum(self.files[name].bytes for name in names)
+
+
+def parse_name(given: str) -> tuple[str, str]:
+    """Repository and revision of `ORG/NAME[@revision]`. Raises SpecError."""
+    bare = re.sub(r"^https?://[^/]+/", "", given).rstrip("/")
+    repository, _, revision = bare.partition("@")
+    if not is_published(repository) or (given.endswith("@")):
+        raise SpecError(f"{given!r} names no model: write ORG/NAME, or ORG/NAME@REVISION, as its page does.", param="model")
+    return repository, revision or "main"
+
+
+def look_up(repository: str, revision: str) -> HubModel:
+    """A model as the hub has it. Raises SpecError for one that it does not give, UnavailableError."""
+    hub = _library()
+    with _told(repository, revision):
+        api = hub.HfApi(endpoint=endpoint(), library_name="ft-service")
+        info = api.model_info(repository, revision=revision, files_metadata=True, timeout=_TIMEOUT_SECONDS)
+    card = info.card_data.to_dict() if info.card_data else {}
+    licence = card.get("license_name") if card.get("license") == "other" else card.get("license")
+    files = {
+        one.rfilename: HubFile(one.size or 0, one.lfs.sha256 if one.lfs else None)
+        for one in info.siblings or ()
+        if one.rfilename
+    }
+    return HubModel(repository, revision, str(info.sha), licence if isinstance(licence, str) else None, files)
+
+
+def pull(
+    model: HubModel,
+    folder: Path,
+    name: str,
+    judge: Callable[[Path], object],
+    tell: Callable[[str], object],
+    *,
+    shows_bars: bool,
+) -> Path:
+    """Fetch a base into `folder`, where it is called `name`; its folder.
+
+    `judge`: is given a folder with all but the weights before they are fetched, and raises for what nobody could train on.
+    Raises SpecError for a model without a base's files, FtError for a full disk, for what arrived damaged and for a folder that
+    is there already; UnavailableError.
+    """
+    target = folder / name
+    weights, small = model.weights(), model.small_files()
+    if target.exists():
+        raise FtError(f"{target} exists{_whose(target)}. Remove it, or give this one another name with --as.", param="model")
+    staged = folder / STAGED / f"{model.repository.replace('/', '--')}@{model.commit[:12]}"
+    _make(staged)
+    _fetch_small(model, staged, small)
+    judge(staged)
+    left = model.bytes([*weights, *small]) - _held(staged)
+    free = shutil.disk_usage(staged).free
+    if left + _SPARE_BYTES > free:
+        raise FtError(f"{folder} has {_gb(free)} free, and {_gb(left)} are still to come: make room.", param="model")
+    files = "file" if len(weights) == 1 else "files"
+    tell(f"{model.repository} at {model.commit[:12]}: {len(weights)} {files} of weights, {_gb(model.bytes(weights))}.")
+    _fetch_weights(model, staged, weights, shows_bars=shows_bars)
+    tell("Reading it once more, to compare it with the hub's digests.")
+    digests = _digests(model, staged, [*small, *weights])
+    write_origin(staged, Origin(model.repository, model.revision, model.commit, model.licence, digests))
+    shutil.rmtree(staged / ".cache", ignore_errors=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staged.rename(target)
+    return target
+
+
+def endpoint() -> str:
+    return os.environ.get("HF_ENDPOINT", "").rstrip("/") or ENDPOINT
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _whose(target: Path) -> str:
+    origin = read_origin(target)
+    return f", with {origin.repository} at {origin.commit[:12]}" if origin else ""
+
+
+def _make(staged: Path) -> None:
+    try:
+        staged.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FtError(f"{staged.parents[1]} cannot be written: {error.strerror}.", param="FT_MODELS") from None
+
+
+def _fetch_small(model: HubModel, staged: Path, names: Sequence[str]) -> None:
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()
+    with _told(model.repository, model.revision):
+        _library().snapshot_download(
+            model.repository,
+            revision=model.commit,
+            local_dir=staged,
+            allow_patterns=list(names),
+            endpoint=endpoint(),
+            library_name="ft-service",
+        )
+    missing = [name for name in names if not (staged / name).is_file()]
+    if missing:
+        raise UnavailableError(f"{missing[0]} of {model.repository} did not arrive: pull it again.")
+
+
+def _fetch_weights(model: HubModel, staged: Path, names: Sequence[str], *, shows_bars: bool) -> None:
+    """Some files at a time. The library's own download of a repository begins a file that was interrupted anew."""
+    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+
+    enable_progress_bars() if shows_bars else disable_progress_bars()
+    left, stop = [name for name in names if not (staged / name).is_file()], threading.Event()
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        coming = [threads.submit(_fetch_file, model, staged, name, stop) for name in left]
+        try:
+            for each in coming:
+                each.result()
+        except BaseException:
+            stop.set()
+            threads.shutdown(cancel_futures=True)
+            raise
+
+
+class _Part(io.BufferedWriter):
+    """A file that grows at its end until its writers are to stop."""
+
+    def __init__(self, path: Path, stop: threading.Event) -> None:
+        super().__init__(io.FileIO(path, "a"))
+        self._stop = stop
+
+    def write(self, chunk: Any, /) -> int:
+        if self._stop.is_set():
+            raise InterruptedError("another file could not be fetched")
+        return super().write(chunk)
+
+
+def _fetch_file(model: HubModel, staged: Path, name: str, stop: threading.Event) -> None:
+    """Fetch one file, from where an earlier try has ended."""
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers
+
+    part, size = staged / f"{name}{_PART}", model.files[name].bytes
+    url = _library().hf_hub_url(model.repository, name, revision=model.commit, endpoint=endpoint())
+    with _told(model.repository, model.revision), _Part(part, stop) as file:
+        if file.tell() < size:
+            headers = build_hf_headers(library_name="ft-service")
+            http_get(url, file, resume_size=file.tell(), headers=headers, expected_size=size, displayed_filename=name)
+    part.rename(staged / name)
+
+
+def _held(staged: Path) -> int:
+    return sum(path.stat().st_size for path in staged.rglob("*") if path.is_file())
+
+
+def _digests(model: HubModel, staged: Path, names: Sequence[str]) -> dict[str, str]:
+    """SHA-256 of every file. Raises FtError for one that is not the hub's, which is removed."""
+    digests = {name: _sha256(staged / name) for name in names}
+    for name, digest in digests.items():
+        expected = model.files[name].sha256
+        if expected is not None and expected != digest:
+            (staged / name).unlink()
+            raise FtError(f"{name} of {model.repository} arrived damaged and was removed: pull it again.", param="model")
+    return digests
+
+
+@contextmanager
+def _told(repository: str, revision: str) -> Iterator[None]:
+    """What goes wrong between here and the hub, in sentences."""
+    import httpx2
+    from huggingface_hub import errors
+
+    where, token = endpoint(), bool(_library().get_token())
+    try:
+        yield
+    except errors.GatedRepoError:
+        way = "the token in use has no access to it yet" if token else "then set HF_TOKEN to a token of that account"
+        message = f"{repository} is gated: accept its terms at {where}/{repository}; {way}."
+        raise SpecError(message, param="model", code="gated") from None
+    except errors.RevisionNotFoundError:
+        message = (
+            f"{repository} has no revision {revision!r}. Leave it out for the newest, or name a branch, a tag or a commit."
+        )
+        raise SpecError(message, param="model", code="model_not_found") from None
+    except errors.RepositoryNotFoundError:
+        private = "your token may not see it" if token else "a private one needs HF_TOKEN"
+        message = f"There is no model {repository} at {where}, or it is private ({private})."
+        raise SpecError(message, param="model", code="model_not_found") from None
+    except errors.OfflineModeIsEnabled:
+        raise UnavailableError(
+            "HF_HUB_OFFLINE is set, so nothing is fetched. Unset it, or copy the model's folder below one that FT_MODELS names."
+        ) from None
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else "nothing"
+        raise UnavailableError(
+            f"{where} answered {status} for {repository}. What has arrived is kept: pull it again."
+        ) from None
+    except (httpx2.HTTPError, errors.LocalEntryNotFoundError, ConnectionError) as error:
+        why = type(error.__cause__ or error).__name__
+        raise UnavailableError(
+            f"{where} cannot be reached ({why}). What has arrived is kept: pull it again. Without a network copy the model's "
+            "folder below one that FT_MODELS names."
+        ) from None
+    except OSError as error:
+        raise FtError(f"{repository} cannot be written here: {error.strerror or error}. What has arrived is kept.") from None
+
+
+def _library() -> Any:
+    try:
+        import huggingface_hub
+    except ImportError:
+        message = "ft pull needs the package huggingface_hub, which is missing: pip install huggingface_hub."
+        raise FtError(message, code="missing_package") from None
+    return huggingface_hub
+
+
+def _gb(number: int) -> str:
+    return f"{number / 1e9:,.1f} GB" if number >= 1e8 else f"{number / 1e6:,.1f} MB"

@@ -1,0 +1,85 @@
+"""`ft eval`: what a job's model answers to the prompts of its evaluation, beside what it answered before training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ft_service.cli.jobs.naming import JobId, reaching
+from ft_service.cli.output import Json, is_terminal, print_json, print_table
+from ft_service.client.answers import RemoteEvaluation
+from ft_service.errors import NotFoundError
+
+COLUMNS = 80
+"""Where no terminal says another number: two answers side by side are read in no more."""
+
+Step = Annotated[int | None, typer.Option("--step", metavar="STEP", help="The answers at this step (default: the newest).")]
+Samples = Annotated[int, typer.Option("--limit", "-n", min=1, help="How many prompts.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("eval")(evaluation)
+
+
+def evaluation(job_id: JobId, step: Step = None, limit: Samples = 8, as_json: Json = False) -> None:
+    """Show a job's answers before and after training side by side, with their scores at every step that was evaluated."""
+    with reaching(job_id) as (client, found):
+        known = client.evaluations(found)
+    if as_json:
+        print_json([own.model_dump() for own in known])
+        return
+    if not known:
+        raise NotFoundError(f"Job {found} has no evaluation. Jobs with `evaluation: {{prompts: 8}}` in their SPEC have one.")
+    chosen = known[0] if step is None else next((own for own in known if own.step == step), None)
+    if chosen is None:
+        steps = ", ".join(str(own.step) for own in reversed(known))
+        raise NotFoundError(f"Job {found} was not evaluated at step {step}; it was at: {steps}.", param="step")
+    _print_scores(known)
+    console = Console(width=None if is_terminal() else COLUMNS, highlight=False, markup=False)
+    for number, sample in enumerate(chosen.samples[:limit], 1):
+        console.print(f"\n{number} of {len(chosen.samples)}", style="bold")
+        for name, text in (("asked", sample.get("prompt")), ("expected", sample.get("reference"))):
+            if text is not None:
+                console.print(_named(name, text))
+        console.print(_side_by_side(sample, chosen.step))
+
+
+def _print_scores(known: Sequence[RemoteEvaluation]) -> None:
+    names = list(dict.fromkeys(name for own in known for name in own.metrics))
+    rows = [
+        [
+            str(own.step) if own.step else "before",
+            *(f"{own.metrics[name]:.3f}" if name in own.metrics else "" for name in names),
+        ]
+        for own in reversed(known)
+    ]
+    print_table(("STEP", *names), rows)
+
+
+def _named(name: str, text: str) -> Table:
+    """A text beside its name, within its own column."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", width=8)
+    table.add_column(overflow="fold")
+    table.add_row(name, Text(text))
+    return table
+
+
+def _side_by_side(sample: dict[str, Any], step: int) -> Table:
+    """The two answers with their scores; at step 0 there is one."""
+    answers = [("Before", sample.get("base"), sample.get("base_scores"))]
+    if sample.get("tuned") is not None:
+        answers.append((f"After step {step}", sample["tuned"], sample.get("scores")))
+    table = Table(expand=True, show_lines=True)
+    for title, _, _ in answers:
+        table.add_column(title, ratio=1, overflow="fold")
+    table.add_row(*(Text(answer or "") for _, answer, _ in answers))
+    table.add_row(
+        *(Text(", ".join(f"{name} {value:.2f}" for name, value in (own or {}).items()), "dim") for _, _, own in answers)
+    )
+    return table

@@ -1,0 +1,176 @@
+"""`ft sweep`: jobs that differ in a few options, submitted, shown, stopped and removed as one."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ft_service.cli.jobs.naming import LAST, PREFIX
+from ft_service.cli.jobs.submit import check_data, upload_spec
+from ft_service.cli.jobs.verbs import ask_to_remove
+from ft_service.cli.output import Json, complain, connect, is_terminal, local_time, print_json, print_table
+from ft_service.client.answers import RemoteSweep, shown
+from ft_service.client.client import Client
+from ft_service.errors import NotFoundError, SpecError
+from ft_service.local.spec_file import load_spec_file
+from ft_service.sweeps.asked import values_text
+
+app = typer.Typer(help="Try several values of options: jobs under one id, of which those without hope are stopped early.")
+
+SWEEP = "ftsweep-"
+_SEARCHED = 100
+_SHORT = 8
+_INTERRUPTED = 130
+_POLL_SECONDS = 2.0
+
+SweepId = Annotated[str, typer.Argument(metavar="ID", help="The sweep: its id or the beginning of it, or `last`.")]
+Newest = Annotated[int, typer.Option("--limit", "-n", min=1, help="How many, the newest.")]
+
+
+@app.command()
+def submit(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="YAML file with `sweep`; its paths are relative to it.")],
+    follow: Annotated[bool, typer.Option("--watch", help="Stay until it is over, and show what comes of it.")] = False,
+    unchecked: Annotated[bool, typer.Option("--unchecked", help="Leave it to the server to check the data.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Check a SPEC with its sweep and its data, upload the files once and create all jobs."""
+    loaded = load_spec_file(spec, sweep=True)
+    with connect() as client:
+        if not unchecked:
+            check_data(loaded)
+        sweep = client.create_sweep(upload_spec(client, loaded))
+        if follow:
+            return _watch(client, sweep, as_json)
+    if as_json:
+        print_json(sweep.model_dump())
+    else:
+        print(f"Created {sweep.id} with {len(sweep.jobs)} jobs. Look at it: ft sweep show {sweep.id}")
+    return 0
+
+
+@app.command("list")
+def list_sweeps(limit: Newest = 20, as_json: Json = False) -> None:
+    """List the newest sweeps."""
+    with connect() as client:
+        newest = client.sweeps(limit)
+    if as_json:
+        print_json([sweep.model_dump() for sweep in newest])
+    elif newest:
+        rows = [
+            (
+                _short(sweep.id, SWEEP),
+                sweep.suffix or "",
+                sweep.model,
+                sweep.status,
+                sweep.counts_text,
+                _loss((sweep.best or {}).get("valid_loss")),
+                values_text((sweep.best or {}).get("values") or {}),
+                local_time(sweep.created_at),
+            )
+            for sweep in newest
+        ]
+        print_table(("ID", "SUFFIX", "MODEL", "STATUS", "JOBS", "VALID", "BEST", "CREATED"), rows)
+    else:
+        print("No sweeps yet. Create one: ft sweep submit SPEC")
+
+
+@app.command()
+def show(sweep_id: SweepId, as_json: Json = False) -> None:
+    """Show a sweep's jobs, best first: what differs, how far they are, their lowest validation loss, why they were stopped."""
+    with connect() as client:
+        sweep = client.sweep(find_sweep(client, sweep_id))
+    print_json(sweep.model_dump()) if as_json else _print(sweep)
+
+
+@app.command()
+def cancel(sweep_id: SweepId, as_json: Json = False) -> None:
+    """Stop all jobs of a sweep that are not over. Their checkpoints stay."""
+    with connect() as client:
+        sweep = client.cancel_sweep(find_sweep(client, sweep_id))
+    print_json(sweep.model_dump()) if as_json else print(f"{sweep.id}: {sweep.counts_text}")
+
+
+@app.command("rm")
+def remove(
+    sweep_id: SweepId,
+    keep_best: Annotated[bool, typer.Option("--keep-best", help="Keep the tuned model of the best job.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove a sweep that is over, with the tuned models of its jobs. The jobs' own records stay."""
+    with connect() as client:
+        found = find_sweep(client, sweep_id)
+        rest = "all tuned models but the best one" if keep_best else "all tuned models"
+        if not yes:
+            ask_to_remove(f"{found} and {rest} of its jobs")
+        client.delete_sweep(found, keep_best=keep_best)
+    print_json({"id": found, "deleted": True}) if as_json else print(f"Removed {found}.")
+
+
+def find_sweep(client: Client, word: str) -> str:
+    """The id of the sweep that a word means. Raises NotFoundError if it means none, SpecError if it means several."""
+    newest = client.sweeps(1 if word == LAST else _SEARCHED)
+    begun = [sweep.id for sweep in newest if word == LAST or sweep.id.startswith((word, SWEEP + word))]
+    if not begun:
+        if word.startswith(SWEEP):
+            return word  # an old one, which the server may know
+        raise NotFoundError(f"There is no sweep {word!r}. `ft sweep list` shows those that there are.", param="id")
+    if len(begun) > 1 and word not in begun:
+        raise SpecError(f"{word!r} means {len(begun)} sweeps: {', '.join(begun[:5])}. Give more of the id.", param="id")
+    return word if word in begun else begun[0]
+
+
+def _watch(client: Client, sweep: RemoteSweep, as_json: bool) -> int:
+    """Tell what changes until the sweep is over. Exit code 1 if no job has succeeded."""
+    try:
+        told = ""
+        while not sweep.over:
+            if sweep.counts_text != told and not as_json:
+                told = sweep.counts_text
+                print(f"{sweep.id}: {told}", flush=True)
+            time.sleep(_POLL_SECONDS)
+            sweep = client.sweep(sweep.id)
+    except KeyboardInterrupt:
+        return complain(
+            f"the sweep goes on. Look at it: ft sweep show {sweep.id} · stop it: ft sweep cancel {sweep.id}", _INTERRUPTED
+        )
+    print_json(sweep.model_dump()) if as_json else _print(sweep)
+    return 0 if sweep.status == "succeeded" else 1
+
+
+def _print(sweep: RemoteSweep) -> None:
+    print(f"{sweep.id} on {sweep.model}: {sweep.status} ({sweep.counts_text})")
+    titles = ("JOB", *sweep.options, "STEP", "VALID", "AT", "STATUS")
+    print_table(titles, [_row(sweep, job) for job in sweep.jobs], notes=("WHY", [_why(job) for job in sweep.jobs]))
+    best = sweep.best
+    if best is None:
+        print("No job has a validation loss yet." if not sweep.over else "No job is the best: none has succeeded.")
+        return
+    word = "Best" if sweep.over else "Best so far"
+    print(f"{word}: {best['job_id']} with {values_text(best['values'])}; validation loss {best['valid_loss']:.4f}")
+    if best["fine_tuned_model"]:
+        print(f"Get its adapter: ft download {best['job_id']}")
+
+
+def _row(sweep: RemoteSweep, job: dict[str, Any]) -> tuple[str, ...]:
+    values = [shown(job["values"].get(option)) for option in sweep.options]
+    step = f"{job['step']}/{job['total_steps']}" if job["total_steps"] else ""
+    at = "" if job["best_step"] is None else str(job["best_step"])
+    status = "stopping" if job["phase"] == "stopping" else job["status"]
+    return _short(job["id"], PREFIX), *values, step, _loss(job["valid_loss"]), at, status
+
+
+def _why(job: dict[str, Any]) -> str | None:
+    return job["stopped"] or job["error"]
+
+
+def _loss(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _short(row_id: str, prefix: str) -> str:
+    return row_id.removeprefix(prefix)[:_SHORT] if is_terminal() else row_id

@@ -1,0 +1,124 @@
+"""What a job's model answers at a step to the prompts that it is asked, beside what it answered before training.
+
+    evaluations/step-<s>-a<n>.json    Evaluation, by rank 0, written whole and never again
+
+A step that was trained again counts as its newest attempt saw it. Step 0 is before training.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ft_service.rundir.directory import RunDir
+
+Document = TypeVar("Document", bound=BaseModel)
+
+EVALUATIONS = "evaluations"
+MOST_BYTES = 64 * 1024**2
+"""Of one document: what workers write is read by a process that serves others too."""
+_NAME = re.compile(EVALUATIONS + r"/step-(\d{1,9})-a(\d{1,6})\.json")
+
+
+class Answered(BaseModel):
+    """One prompt with its answers."""
+
+    model_config = ConfigDict(frozen=True)
+
+    prompt: str
+    """All that the model is given, as text, without special tokens."""
+    messages: list[dict[str, Any]] | None = None
+    """The prompt as a conversation; None: it is bare text, or only its tokens are known."""
+    reference: str | None
+    """The answer that is expected; None: none is known."""
+    base: str
+    """By the model that training began with: the base, or the tuned model that the job goes on from."""
+    tuned: str | None
+    """None at step 0."""
+    scores: dict[str, float]
+    """Of `tuned`, by the metrics' names; at step 0 of `base`. A metric that needs a reference is left out without one."""
+    base_scores: dict[str, float]
+
+
+class Evaluation(BaseModel):
+    """All prompts at one step."""
+
+    model_config = ConfigDict(frozen=True)
+
+    step: int
+    time: float
+    """Seconds since the epoch, on the writer's clock."""
+    metrics: dict[str, float]
+    """Means of the samples' scores."""
+    base_metrics: dict[str, float]
+    samples: list[Answered]
+
+
+def by_name(metrics: dict[str, float]) -> dict[str, float]:
+    """Metrics of an evaluation by their names among those of a step (Metrics.more)."""
+    return {f"evaluation/{name}": value for name, value in metrics.items()}
+
+
+SERVED = "served.json"
+"""In the run directory, with the outcome."""
+AS_TRAINED, ADAPTER_ON_BF16, MERGED = "as_trained", "adapter_on_bf16_base", "merged"
+
+
+class Served(BaseModel):
+    """What the adapter is worth by how it is served: `as_trained`, `adapter_on_bf16_base` (of a base that was trained on in
+    another format) and `merged` (in bf16)."""
+
+    model_config = ConfigDict(frozen=True)
+
+    step: int
+    """Of the adapter."""
+    samples: int
+    """Of the validation file, the same each time."""
+    loss: dict[str, float]
+    """Validation loss."""
+    bound: float
+    """Nats: one that is higher than as trained by more is told of by a warning."""
+    answers: dict[str, list[str]]
+    """To the prompts of the job's evaluation, in their order; empty without one."""
+    metrics: dict[str, dict[str, float]]
+    """Their scores."""
+
+    @property
+    def beyond(self) -> list[str]:
+        """Ways to serve it that are worse than as trained by more than the bound."""
+        return [way for way, loss in self.loss.items() if loss - self.loss[AS_TRAINED] > self.bound]
+
+
+def evaluation_key(step: int, attempt: int) -> str:
+    return f"{EVALUATIONS}/step-{step}-a{attempt}.json"
+
+
+def evaluated_steps(run: RunDir) -> dict[int, str]:
+    """Step → key of its newest document, in order of the steps."""
+    newest: dict[int, int] = {}
+    for key in run.list(EVALUATIONS):
+        if match := _NAME.fullmatch(key):
+            step, attempt = int(match[1]), int(match[2])
+            newest[step] = max(newest.get(step, 0), attempt)
+    return {step: evaluation_key(step, newest[step]) for step in sorted(newest)}
+
+
+def read_evaluation(run: RunDir, key: str) -> Evaluation | None:
+    """One of them. None: it is gone, or no such document."""
+    return _read(run, key, Evaluation)
+
+
+def read_served(run: RunDir) -> Served | None:
+    """None: it was not compared, or not yet."""
+    return _read(run, SERVED, Served)
+
+
+def _read(run: RunDir, key: str, model: type[Document]) -> Document | None:
+    if (run.size(key) or 0) > MOST_BYTES:
+        return None
+    try:
+        return run.read(key, model)
+    except ValidationError:
+        return None

@@ -1,0 +1,148 @@
+"""`ft pull` against a hub on loopback: whole, interrupted, refused, without a network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from ft_service.bases import origin
+from ft_service.bases.catalogue import Catalogue
+from ft_service.bases.hub import HubFile, HubModel, parse_name
+from ft_service.bases.origin import portable_name, read_origin
+from ft_service.control.base_facts import base_facts
+from ft_service.errors import SpecError
+from tests.support.bases import save_base
+from tests.support.command_line import Ft
+from tests.support.hub import COMMIT, Hub, hub_serving
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    folder = tmp_path / "published"
+    save_base(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"pickled")
+    (folder / "original").mkdir()
+    (folder / "original/consolidated.safetensors").write_bytes(b"once more")
+    monkeypatch.setenv("FT_MODELS", str(tmp_path / "models"))
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "none"))
+    with hub_serving(folder) as serving:
+        monkeypatch.setenv("HF_ENDPOINT", serving.url)
+        yield serving
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    return tmp_path / "models"
+
+
+def test_a_pulled_base_is_whole_and_known_by_the_name_it_has_everywhere(ft: Ft, hub: Hub, models: Path) -> None:
+    ended = ft("pull", "org/tiny", "--json")
+    assert ended.code == 0, ended.err
+    folder = models / "org/tiny"
+    assert json.loads(ended.out) == {"name": "org/tiny", "path": str(folder), "commit": COMMIT, "licence": "apache-2.0"}
+    names = {path.name for path in folder.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "origin.json"} <= names
+    assert names.isdisjoint({"pytorch_model.bin", "original", ".cache"})
+    assert [base.name for base in Catalogue([models]).list_models()] == ["org/tiny"]
+    assert portable_name(folder, "whatever") == "org/tiny"
+    facts = base_facts(folder, "org/tiny")
+    assert (facts.trainable, facts.licence, facts.repository, facts.commit) == (True, "apache-2.0", "org/tiny", COMMIT)
+    again = ft("pull", "org/tiny@main")
+    assert (again.code, "is there already" in again.err) == (0, True)
+
+
+def test_a_pull_that_broke_off_goes_on_where_it_was(ft: Ft, hub: Hub, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = "model-00002-of-00002.safetensors"
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 100_000)
+    (hub.folder / large).write_bytes(bytes(600_000))
+    hub.breaks_after = 550_000
+    ended = ft("pull", "org/tiny")
+    assert (ended.code, "What has arrived is kept: pull it again." in ended.err) == (1, True), ended.err
+    assert Catalogue([models]).list_models() == []
+    assert not (models / "org").exists(), "nothing half done is where models are"
+    hub.breaks_after, hub.broken = None, False
+    ended = ft("pull", "org/tiny")
+    assert ended.code == 0, ended.err
+    assert (models / "org/tiny" / large).stat().st_size == 600_000
+    assert [asked for name, asked in hub.asked if name == large][-1] == "bytes=500000-", "the rest, not all of it again"
+    assert [name for name, _ in hub.asked].count("config.json") == 1
+
+
+def test_what_arrives_damaged_is_not_kept(ft: Ft, hub: Hub, models: Path) -> None:
+    hub.damaged = "model.safetensors"
+    ended = ft("pull", "org/tiny")
+    assert (ended.code, "arrived damaged and was removed" in ended.err) == (1, True)
+    hub.damaged = ""
+    assert ft("pull", "org/tiny").code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("org/none", "There is no model org/none at "),
+        ("org/tiny@v9", "org/tiny has no revision 'v9'."),
+        ("tiny", "'tiny' names no model: write ORG/NAME"),
+    ],
+)
+def test_a_name_that_the_hub_does_not_know_is_said_so(ft: Ft, hub: Hub, name: str, says: str) -> None:
+    ended = ft("pull", name)
+    assert (ended.code, says in ended.err) == (64, True), ended.err
+
+
+def test_a_gated_base_needs_a_token(ft: Ft, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.token = "hf_x"
+    ended = ft("pull", "org/tiny")
+    assert ended.code == 64
+    assert f"org/tiny is gated: accept its terms at {hub.url}/org/tiny; then set HF_TOKEN" in ended.err
+    monkeypatch.setenv("HF_TOKEN", "hf_x")
+    assert ft("pull", "org/tiny").code == 0
+
+
+def test_without_a_network_it_is_said_what_else_works(ft: Ft, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    ended = ft("pull", "org/tiny")
+    assert ended.code == 1
+    assert "cannot be reached" in ended.err
+    assert "copy the model's folder below one that FT_MODELS names" in ended.err
+
+
+def test_a_base_that_cannot_be_tuned_is_refused_before_its_weights_come(ft: Ft, hub: Hub, models: Path) -> None:
+    config = json.loads((hub.folder / "config.json").read_text())
+    (hub.folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    ended = ft("pull", "org/tiny")
+    assert ended.code == 64
+    assert "No weights were fetched" in ended.err
+    assert "model.safetensors" not in {name for name, _ in hub.asked}
+    assert ft("pull", "org/tiny", "--anyway").code == 0
+    assert not base_facts(models / "org/tiny", "org/tiny").trainable
+
+
+def test_only_weights_in_safetensors_are_taken_and_each_once() -> None:
+    def model(*names: str) -> HubModel:
+        return HubModel("a/b", "main", COMMIT, None, {name: HubFile(1, None) for name in names})
+
+    whole = model("config.json", "model.safetensors", "consolidated.safetensors", "onnx/model.safetensors", "tokenizer.json")
+    assert (whole.weights(), whole.small_files()) == (["model.safetensors"], ["config.json", "tokenizer.json"])
+    with pytest.raises(SpecError, match=r"no weights in safetensors, only pytorch_model\.bin"):
+        model("config.json", "pytorch_model.bin").weights()
+    with pytest.raises(SpecError, match="an adapter is named by its base"):
+        model("adapter_config.json", "adapter_model.safetensors").weights()
+
+
+def test_a_page_s_address_is_a_name_too() -> None:
+    assert parse_name("https://huggingface.co/Qwen/Qwen3-8B/") == ("Qwen/Qwen3-8B", "main")
+    assert parse_name("Qwen/Qwen3-8B@v1") == ("Qwen/Qwen3-8B", "v1")
+
+
+def test_somebody_else_s_origin_file_is_no_origin(tmp_path: Path) -> None:
+    broken: list[Any] = [{}, [], {"repository": "../x", "revision": "main", "commit": "1"}, {"repository": 1}]
+    for body in broken:
+        (tmp_path / origin.ORIGIN).write_text(json.dumps(body))
+        assert read_origin(tmp_path) is None

@@ -1,0 +1,121 @@
+"""Exports that a server was asked for: made one after the other, gone on with after a restart, told to the job."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_service.errors import NotFoundError, SpecError
+from ft_service.jobs.states import Job, State
+from ft_service.rundir.exports import ExportFormat, read_export
+from ft_service.serving import exporting
+from ft_service.settings import Settings
+from ft_service.storage.locations import Places
+from ft_service.store.sql import Store
+from tests.support.reconciling import PROJECT, add_job, new_store
+
+GGUF, MERGED = ExportFormat.GGUF, ExportFormat.MERGED
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = new_store(tmp_path)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings.model_validate({"home": tmp_path})
+
+
+@pytest.fixture
+def job(store: Store, settings: Settings) -> Job:
+    job = add_job(store)
+    Places.of(settings).run(job.id).put("adapter/adapter_config.json", b"{}")
+    return job
+
+
+def made(adapter: Path, out: Path, to: ExportFormat, stop: threading.Event) -> dict[str, Any]:
+    assert (adapter / "adapter_config.json").is_file()
+    out.mkdir(parents=True)
+    (out / "model.gguf").write_bytes(b"12345")
+    return {"exact": 3}
+
+
+def failing(adapter: Path, out: Path, to: ExportFormat, stop: threading.Event) -> dict[str, Any]:
+    raise SpecError("GGUF: the architecture is not exported.")
+
+
+def stopped(adapter: Path, out: Path, to: ExportFormat, stop: threading.Event) -> dict[str, Any]:
+    raise exporting.Stopped
+
+
+def told(store: Store, job: Job) -> list[str]:
+    return [event.message for event in store.list_events(PROJECT, job.id).data if "xported" in event.message]
+
+
+def test_what_is_asked_for_is_made_once_and_told(store: Store, settings: Settings, job: Job) -> None:
+    places = Places.of(settings)
+    assert exporting.ask(job, GGUF, settings, places).status == "queued"
+    with pytest.raises(NotFoundError, match="is queued"):
+        exporting.folder_of(job, GGUF, places)
+    exporting.make_all(settings, store, threading.Event(), made)
+    found = exporting.ask(job, GGUF, settings, places)
+    assert (found.status, found.bytes, found.report) == ("succeeded", 5, {"exact": 3})
+    assert (exporting.folder_of(job, GGUF, places) / "model.gguf").read_bytes() == b"12345"
+    exporting.make_all(settings, store, threading.Event(), failing)  # nothing waits any more
+    assert told(store, job) == ["Exported as gguf: 5 bytes to download."]
+    exporting.remove(job, GGUF, settings, places)
+    assert read_export(places.run(job.id), GGUF) is None
+    assert not places.run(job.id).path("exports/gguf").exists()
+
+
+def test_a_server_that_ends_in_the_middle_leaves_it_to_the_next(store: Store, settings: Settings, job: Job) -> None:
+    places = Places.of(settings)
+    for to in (MERGED, GGUF):
+        exporting.ask(job, to, settings, places)
+    exporting.make_all(settings, store, threading.Event(), stopped)
+    assert {read_export(places.run(job.id), to).status for to in (MERGED, GGUF)} == {"queued", "running"}  # pyright: ignore
+    exporting.make_all(settings, store, threading.Event(), made)
+    assert {read_export(places.run(job.id), to).status for to in (MERGED, GGUF)} == {"succeeded"}  # pyright: ignore
+
+
+def test_what_cannot_be_made_says_why_and_may_be_asked_for_again(store: Store, settings: Settings, job: Job) -> None:
+    places = Places.of(settings)
+    exporting.ask(job, GGUF, settings, places)
+    exporting.make_all(settings, store, threading.Event(), failing)
+    found = read_export(places.run(job.id), GGUF)
+    assert found is not None
+    assert (found.status, found.error) == ("failed", "GGUF: the architecture is not exported.")
+    assert told(store, job) == ["It was not exported as gguf: GGUF: the architecture is not exported."]
+    assert exporting.ask(job, GGUF, settings, places).status == "queued"
+
+
+def test_a_process_that_fails_says_its_words_and_one_that_must_stop_is_ended(
+    settings: Settings, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = Places.of(settings).run(job.id).path("adapter")
+    says = """import sys; print('{"error": "too large", "code": "x", "param": null}'); sys.exit(64)"""
+    monkeypatch.setattr(exporting, "WORKER", (*exporting.WORKER[:1], "-c", says))
+    with pytest.raises(SpecError, match="too large"):
+        exporting.by_process(adapter, tmp_path / "out", GGUF, threading.Event())
+    monkeypatch.setattr(exporting, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(exporting, "WORKER", (*exporting.WORKER[:1], "-c", "import time; time.sleep(60)"))
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(exporting.Stopped):
+        exporting.by_process(adapter, tmp_path / "out", GGUF, stop)
+
+
+def test_a_job_that_is_gone_is_forgotten(store: Store, settings: Settings, job: Job) -> None:
+    exporting.ask(job, GGUF, settings, Places.of(settings))
+    order = next((settings.home / "exports").iterdir())
+    order.rename(order.with_name(f"{PROJECT}@ftjob-other@gguf"))
+    exporting.make_all(settings, store, threading.Event(), made)
+    assert list((settings.home / "exports").iterdir()) == []
+    assert job.state is not State.SUCCEEDED

@@ -1,0 +1,40 @@
+"""Adapters by stock PEFT, and what stock PEFT makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+IDS = torch.arange(40).reshape(2, 20) + 60
+
+
+def save_adapter(base: Path, folder: Path, **options: Any) -> Path:
+    """An adapter by stock PEFT with no zero in it."""
+    config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **options})
+    model: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(str(folder))
+    return folder
+
+
+def merged_by_peft(base: Path, adapter: Path) -> Any:
+    """In fp32: the exact sum, before anything is rounded."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits.float()
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())

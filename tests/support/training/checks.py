@@ -1,0 +1,287 @@
+"""What a base is held to: the plan, the published class with plain PEFT, one rank against two, and an interrupted job."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
+
+from ft_service.bases.contents import read_contents
+from ft_service.errors import SpecError
+from ft_service.plan.base import base_shape
+from ft_service.plan.storage import adapters_of
+from ft_service.rundir.directory import RunDir
+from ft_service.rundir.documents import Start
+from ft_service.spec import JobSpec
+from tests.support.ranks import run_on_ranks
+from tests.support.training.attempts import adapter, attempt_on_rank
+from tests.support.training.models import save_chats, spec_for
+from tests.support.training.parity import CPU, constructed, full, one_step, relative_error, samples, set_adapters
+from workers.base.load import adapters, load, plain_name
+from workers.data.batches import collate
+from workers.layers.segment_attention import CURRENT
+from workers.model.build import BuiltModel, build
+from workers.output.export import new_folder, write_adapter
+from workers.training.packing import settle_attention
+
+LORA = {"r": 3, "target_modules": "all-linear"}
+IDS = torch.arange(3, 27).view(2, 12)
+BOUND = 1e-5
+"""Of loss and every gradient, relative, in fp32."""
+CHANGE = 1e-2
+"""What an adapter changes in a logit, at least."""
+
+
+_REREAD_BY_ITS_READER = patch("workers.output.export._check_in_fresh_process")
+"""A process that reads the adapter again takes longer than all the rest; here the published class reads it."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found of one base. Errors are relative to the norm of what is right."""
+
+    refused: str = ""
+    """By plan and worker alike, in these words; empty: it can be tuned, and the rest says how well."""
+    frozen: int = 0
+    adapted: int = 0
+    """Modules and stacks with an adapter."""
+    same_as_planned: bool = False
+    packed: bool = False
+    loss: float = float("nan")
+    gradient: float = float("nan")
+    """The largest of all adapters', against the published class with plain PEFT."""
+    ranks: float = float("nan")
+    """The largest error of loss or gradient on two ranks against one, in NF4."""
+    reloaded: float = float("nan")
+    """Largest difference between our logits and the published class' with the exported adapter."""
+    changed: float = float("nan")
+    """Largest change of one of its logits by the adapter."""
+    resumed: bool = False
+    """Whether the adapter of an interrupted job is bitwise the uninterrupted one's."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether it trains as the published class does, and its adapter changes that class as it changed ours."""
+        near = max(self.loss, self.gradient) <= BOUND and self.reloaded <= 10 * BOUND
+        return not self.refused and self.same_as_planned and near and self.changed >= CHANGE
+
+    @property
+    def works(self) -> bool:
+        return self.exact and self.ranks <= BOUND and self.resumed
+
+    def faults(self) -> str:
+        return "" if self.works or self.refused else json.dumps(asdict(self))
+
+
+@dataclass(frozen=True)
+class OnRank:
+    """One step of training on a rank, and what the model answered before it."""
+
+    loss: float
+    grads: dict[str, Tensor]
+    packed: bool
+    logits: Tensor | None = None
+
+
+def check(folders: Mapping[str, Path], work: Path) -> dict[str, Found]:
+    """What is found of each base. `work`: an empty folder."""
+    refused = {name: refusal(folder) for name, folder in folders.items()}
+    taken = {name: folder for name, folder in folders.items() if not refused[name]}
+    plain = {name: _spec(folder, "bf16") for name, folder in taken.items()}
+    (one,) = run_on_ranks(measure, 1, plain, str(work / "adapters"), timeout=1700)
+    quantized = [
+        run_on_ranks(measure, world, {name: _spec(folder, "nf4", world) for name, folder in taken.items()}, None, timeout=1700)
+        for world in (1, 2)
+    ]
+    resumed = resume_all(taken, work / "runs")
+    found = {name: Found(refused=words) for name, words in refused.items() if words}
+    for name, folder in taken.items():
+        ours, ranks = one[name], [on_rank[name] for on_rank in quantized[1]]
+        published = against_published(folder, work / "adapters" / name, ours)
+        between = max(_error(on_rank, quantized[0][0][name]) for on_rank in ranks)
+        found[name] = Found(**_sizes(folder), **published, packed=ours.packed, ranks=between, resumed=resumed[name])
+    return {name: found[name] for name in folders}
+
+
+def _spec(folder: Path, weights: str, ranks: int = 1, **options: Any) -> JobSpec:
+    training = {"per_device_train_batch_size": 2, **options.pop("training", {})}
+    precision = {"default": weights, "compute": "fp32"}
+    return spec_for(folder, ranks=ranks, precision=precision, lora=LORA, training=training, **options)
+
+
+def refusal(folder: Path) -> str:
+    """The words in which the plan refuses a base; the worker must agree."""
+    spec = _spec(folder, "nf4")
+    said: list[str] = []
+    for look in (lambda: adapters_of(base_shape(read_contents(folder)), spec), lambda: build(spec, CPU)):
+        try:
+            look()
+            said.append("")
+        except SpecError as error:
+            said.append(str(error))
+    assert bool(said[0]) == bool(said[1]), f"the plan says {said[0]!r}, the worker {said[1]!r}"
+    return said[0]
+
+
+def _sizes(folder: Path) -> dict[str, Any]:
+    spec = _spec(folder, "nf4")
+    shape, built = base_shape(read_contents(folder)), build(spec, CPU)
+    planned = adapters_of(shape, spec)
+    frozen = sum(p.numel() for p in built.peft_model.parameters() if not p.requires_grad)
+    trained = sum(p.numel() for _, p in adapters(built.peft_model))
+    same = (sum(a.numel for a in planned), sum(w.numel for w in shape.weights)) == (trained, frozen)
+    same = same and set(shape.names().quantizable) == set(built.formats)
+    return {"frozen": frozen, "adapted": len(planned), "same_as_planned": same}
+
+
+def measure(rank: int, world: int, specs: Mapping[str, JobSpec], out: str | None) -> dict[str, OnRank]:
+    """A step of each job on this rank. `out`: where to write the adapters that it starts with, and to tell the logits."""
+    with _REREAD_BY_ITS_READER:
+        return {name: _measure(rank, world, name, spec, out) for name, spec in specs.items()}
+
+
+def _measure(rank: int, world: int, name: str, spec: JobSpec, out: str | None) -> OnRank:
+    return _step(rank, world, spec, constructed(spec, world), None if out is None else Path(out) / name)
+
+
+def check_here(folder: Path, work: Path) -> Found:
+    """What is found of a base in this process, on one rank: all but what needs two of them, or a whole job."""
+    words = refusal(folder)
+    if words:
+        return Found(refused=words)
+    spec = _spec(folder, "bf16")
+    built = build(spec, CPU)
+    load(built.peft_model, folder, seed=spec.seed, compute_dtype=torch.float32, device=CPU)
+    set_adapters(built.peft_model)
+    built.peft_model.train()
+    with _REREAD_BY_ITS_READER:
+        ours = _step(0, 1, spec, built, work / "adapter")
+    return Found(**_sizes(folder), **against_published(folder, work / "adapter", ours), packed=ours.packed)
+
+
+def _step(rank: int, world: int, spec: JobSpec, built: BuiltModel, out: Path | None) -> OnRank:
+    """A step of the loaded model. `out`: where to write the adapter that it starts with, and to tell the logits."""
+    model = built.peft_model
+    packed = settle_attention(model, CPU, torch.float32) is None
+    logits = None
+    if out is not None:
+        with new_folder(out) as folder:
+            tensors = {key.replace(".default.", "."): p.detach().contiguous() for key, p in adapters(model)}
+            shapes = {key: tensor.shape for key, tensor in tensors.items()}
+            write_adapter(folder, shapes, tensors.items(), model.peft_config["default"], spec)
+        logits = logits_of(model.eval())
+        model.train()
+    spec = spec.model_copy(update={"training": spec.training.model_copy(update={"packing": packed})})
+    step = one_step(rank, world, spec, built, dict(adapters(model)))
+    return OnRank(step.loss, step.grads, packed, logits)
+
+
+def logits_of(model: nn.Module) -> Tensor:
+    CURRENT.use(None)
+    with torch.no_grad():
+        return model(input_ids=IDS, use_cache=False).logits.float()
+
+
+def published_model(folder: Path) -> nn.Module:
+    """The base as transformers loads it, in fp32."""
+    config = AutoConfig.from_pretrained(folder)
+    several = config.get_text_config(decoder=True) is not config
+    given = getattr(config, "quantization_config", None)
+    method = given.get("quant_method") if isinstance(given, dict) else None
+    options: dict[str, Any] = {"attn_implementation": "eager"} if config.to_dict().get("attn_logit_softcapping") else {}
+    if method is not None:
+        options["quantization_config"] = (Mxfp4Config if method == "mxfp4" else FineGrainedFP8Config)(dequantize=True)
+    stock = AutoModelForImageTextToText if several else AutoModelForCausalLM
+    return stock.from_pretrained(folder, dtype=torch.float32, **options).float()
+
+
+def against_published(folder: Path, adapter_folder: Path, ours: OnRank) -> dict[str, float]:
+    """Errors of our step against that of the published class with the exported adapter, put on it by plain PEFT."""
+    model = published_model(folder)
+    before = logits_of(model.eval())
+    stock = PeftModel.from_pretrained(model, adapter_folder, is_trainable=True).eval()
+    after = logits_of(stock)
+    trained = {plain_name(n): p for n, p in stock.named_parameters() if p.requires_grad}
+    batch = collate(samples(), CPU)
+    total, targets = 0.0, len(batch.targets)
+    for sample in samples():  # one by one: some architectures look at the longest of a batch
+        own = collate([sample], CPU)
+        logits = stock(input_ids=own.ids, use_cache=False).logits.float().flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits[own.places], own.targets, reduction="sum") / targets
+        loss.backward()
+        total += loss.item()
+    truth = OnRank(total, {name: full(p.grad) for name, p in trained.items() if p.grad is not None}, ours.packed)
+    assert ours.logits is not None
+    return {
+        "loss": abs(ours.loss - truth.loss) / truth.loss,
+        "gradient": _gradient_error(ours, truth),
+        "reloaded": float((after - ours.logits).abs().max()),
+        "changed": float((after - before).abs().max()),
+    }
+
+
+def _gradient_error(ours: OnRank, truth: OnRank) -> float:
+    if ours.grads.keys() != truth.grads.keys():
+        return float("inf")
+    return max(_relative(grad, truth.grads[name]) for name, grad in ours.grads.items())
+
+
+def _relative(value: Tensor, truth: Tensor) -> float:
+    """Infinite where there is no gradient at all: an adapter that learns nothing."""
+    return relative_error(value, truth) if truth.norm() > 0 else float("inf")
+
+
+def _error(ours: OnRank, truth: OnRank) -> float:
+    return max(abs(ours.loss - truth.loss) / truth.loss, _gradient_error(ours, truth))
+
+
+# Whole jobs ---------------------------------------------------------------------------------------------------------------
+
+
+def resume_all(folders: Mapping[str, Path], work: Path) -> dict[str, bool]:
+    """Whether each job on two ranks, cut off after its second step, ends with bitwise the adapter of the uninterrupted one."""
+    whole, cut = work / "whole", work / "cut"
+    for name, folder in folders.items():
+        spec = _spec(
+            folder,
+            "nf4",
+            2,
+            data=save_chats(folder / "train.jsonl", 5),
+            training={"max_steps": 3, "batch_size": 3, "learning_rate": 5e-3, "max_length": 64},
+            checkpoint={"save_steps": 2},
+        )
+        RunDir(whole / name).write("spec.json", spec)
+    run_on_ranks(attempts, 2, str(whole), list(folders), 1, None, timeout=1700)
+    for name in folders:
+        done, run = RunDir(whole / name), RunDir(cut / name)
+        shutil.copytree(done.path("attempts"), run.path("attempts"))
+        shutil.copytree(done.path("checkpoints/step-2-a1"), run.path("checkpoints/step-2-a1"))
+        shutil.copy(done.path("spec.json"), run.path("spec.json"))
+    run_on_ranks(attempts, 2, str(cut), list(folders), 2, "step-2-a1", timeout=1700)
+    return {name: _same(adapter(RunDir(whole / name)), adapter(RunDir(cut / name))) for name in folders}
+
+
+def attempts(rank: int, world: int, root: str, names: Iterable[str], attempt: int, checkpoint: str | None) -> None:
+    for name in names:
+        run = RunDir(Path(root) / name)
+        if rank == 0:
+            start = Start(job_id="ftjob-test", attempt=attempt, world_size=world, generation=1, checkpoint=checkpoint)
+            run.write(f"attempts/{attempt}/start.json", start)
+        torch.distributed.barrier()
+        with _REREAD_BY_ITS_READER:
+            outcome = attempt_on_rank(rank, world, str(run.root), attempt)
+        assert outcome.kind == "succeeded", (name, outcome)
+
+
+def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())

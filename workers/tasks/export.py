@@ -1,0 +1,105 @@
+"""A tuned model in the form that another program reads: `python -m workers.tasks.export ADAPTER OUT --format FORMAT`.
+
+Everything is read again before OUT is there, and `fidelity.json` in it says what the form costs. No GPU is needed, and no
+process group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from ft_service.errors import FtError
+from ft_service.rundir.manifest import MANIFEST, Manifest, spec_beside
+from ft_service.spec import JobSpec
+from workers.exports.gguf_file import Stored
+from workers.exports.to_gguf import export_adapter, export_model
+from workers.output.export import new_folder
+from workers.tasks.fidelity import measure
+from workers.tasks.merge import COPIED, FIDELITY, base_of_job, check_base, merge_and_measure
+from workers.tasks.pad_ranks import pad_ranks
+
+MERGED = {"merged": "bf16", "merged-fp8": "fp8", "merged-int4": "int4"}
+"""Format → how `workers.tasks.merge` stores it."""
+GGUF: dict[str, Stored] = {"gguf": "bf16", "gguf-q8_0": "q8_0"}
+
+
+def export(adapter: Path, out: Path, to: str, base: Path | None, samples: int) -> dict[str, Any]:
+    """Write the new folder `out`; the report. `samples`: of the validation file, to compare losses on.
+
+    Raises SpecError for what this form cannot hold, naming it, and for another base than the adapter's.
+    """
+    if to in MERGED:
+        return merge_and_measure(adapter, out, MERGED[to], base, samples)
+    manifest = Manifest.model_validate_json((adapter / MANIFEST).read_bytes())
+    spec = spec_beside(adapter, manifest)
+    with new_folder(out) as folder:
+        if to == "vllm":
+            report = _for_vllm(adapter, folder)
+        elif to == "gguf-adapter":
+            there = base or base_of_job(spec)
+            check_base(manifest, there)
+            report = export_adapter(there, adapter, folder, title=manifest.tuned_name, chat_template=spec.chat_template)
+        else:
+            report = _gguf(spec, adapter, folder, GGUF[to], base, samples)
+        report = {**report, "to": to}
+        shutil.copy(adapter / MANIFEST, folder / "adapter_manifest.json")
+        (folder / FIDELITY).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return report
+
+
+def _for_vllm(adapter: Path, folder: Path) -> dict[str, Any]:
+    for path in adapter.iterdir():
+        if path.is_file() and path.name != MANIFEST:  # which describes the adapter as it was
+            shutil.copyfile(path, folder / path.name)
+    return {"r": pad_ranks(adapter, folder)}
+
+
+def _gguf(spec: JobSpec, adapter: Path, folder: Path, stored: Stored, base: Path | None, samples: int) -> dict[str, Any]:
+    """The merged model as GGUF. It is merged to bf16 beside, and the losses are those of the weights as the file has them."""
+    merged, restored = folder / ".merged", folder / ".restored"
+    exact = stored == "bf16"  # what the file holds is then what was merged
+    report = merge_and_measure(adapter, merged, "bf16", base, samples if exact else 0)
+    told = export_model(
+        merged,
+        folder,
+        stored,
+        title=spec.tuned_name,
+        chat_template=spec.chat_template,
+        restored=None if exact else restored,
+    )
+    if not exact:
+        report |= {"reason": None, **measure(spec, base or base_of_job(spec), adapter, restored, samples)}
+    for pattern in COPIED:
+        for path in merged.glob(pattern):
+            if path.name.startswith(("LICENSE", "NOTICE", "USE_POLICY")):
+                shutil.copy(path, folder)
+    for scratch in (merged, restored):
+        shutil.rmtree(scratch, ignore_errors=True)
+    return {**report, **told}
+
+
+def main(arguments: list[str]) -> int:
+    """Print one line of JSON: the report, or the error. Exit code 0 or 64."""
+    parser = argparse.ArgumentParser(prog="python -m workers.tasks.export", description=__doc__)
+    parser.add_argument("adapter", type=Path, help="an adapter's folder with its manifest")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--format", choices=("vllm", "gguf-adapter", *MERGED, *GGUF), required=True)
+    parser.add_argument("--base", type=Path, help="the base's folder; default: where the job found it")
+    parser.add_argument("--samples", type=int, default=64, help="of the validation file, for the losses; 0: none")
+    given = parser.parse_args(arguments)
+    try:
+        report = export(given.adapter, given.out, given.format, given.base, given.samples)
+    except FtError as error:
+        print(json.dumps({"error": error.message, "code": error.code, "param": error.param}))
+        return 64
+    print(json.dumps(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

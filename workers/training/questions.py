@@ -1,0 +1,94 @@
+"""What a job's model is asked: prompts as tokens, with the answers that are expected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ft_service.data.line_errors import LineError
+from ft_service.data.token_options import TokenOptions
+from ft_service.data.tokens.bare import bare_prompt
+from ft_service.data.tokens.render import render_prompt
+from ft_service.data.tokens.sample import Tokens
+from ft_service.errors import DataError
+from ft_service.spec import Prompt
+
+ROLES = {"developer": "system"}
+"""Roles that chat templates know by another name."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One prompt."""
+
+    ids: np.ndarray
+    """int32 [tokens]."""
+    prompt: str
+    """The same as text, without special tokens."""
+    reference: str | None
+    """The answer that is expected; None: none is known."""
+    ends: frozenset[int] = frozenset()
+    """Special tokens in the expected answer: what its model learns to end it with."""
+    messages: list[dict[str, Any]] | None = None
+    """The prompt as a conversation, where it is known as one."""
+    item: Mapping[str, Any] = field(default_factory=dict)
+    """What else graders may ask for."""
+
+
+def questions_of(samples: Sequence[Tokens], tokenizer: Any) -> list[Question]:
+    """Each sample up to its last learned stretch, which is the expected answer."""
+    return [_question(sample, tokenizer) for sample in samples]
+
+
+def questions_of_prompts(prompts: Sequence[Prompt], tokenizer: Any, options: TokenOptions) -> list[Question]:
+    """A job's own prompts, each as the model is asked when it serves: conversations by the chat template. Raises DataError for
+    one that the template does not take."""
+    return [_question_of(number, prompt, tokenizer, options) for number, prompt in enumerate(prompts, 1)]
+
+
+def ends_of(questions: Sequence[Question], tokenizer: Any) -> set[int]:
+    """Tokens that end an answer."""
+    return {tokenizer.eos_token_id}.union(*(question.ends for question in questions)) - {None}
+
+
+def text_of(tokens: Any, tokenizer: Any) -> str:
+    return tokenizer.decode(tokens, skip_special_tokens=True).strip()
+
+
+def last_stretch(targets: np.ndarray) -> tuple[int, int]:
+    """The last run of targets: [begin, end). There is a target behind the first token."""
+    places = np.flatnonzero(targets)
+    end = int(places[-1]) + 1
+    gaps = np.flatnonzero(np.diff(places) > 1)
+    begin = int(places[gaps[-1] + 1] if len(gaps) else places[0])
+    return max(begin, 1), end
+
+
+def _question_of(number: int, prompt: Prompt, tokenizer: Any, options: TokenOptions) -> Question:
+    said = prompt.messages
+    messages = [{"role": ROLES.get(own.role, own.role), "content": own.content} for own in said] if said is not None else None
+    try:
+        text = (
+            render_prompt(tokenizer, messages, options) if messages is not None else bare_prompt(tokenizer, prompt.prompt or "")
+        )
+    except LineError as error:
+        raise DataError(f"evaluation.prompts: prompt {number}: {error.reason}.", code="invalid_prompt") from None
+    ids = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+    if not len(ids):
+        raise DataError(f"evaluation.prompts: prompt {number} has no token.", code="invalid_prompt")
+    return Question(ids, text_of(ids, tokenizer), prompt.reference, messages=messages, item=prompt.item)
+
+
+def _question(sample: Tokens, tokenizer: Any) -> Question:
+    begin, end = last_stretch(sample.targets)
+    learned = sample.ids[begin:end]
+    special = set(tokenizer.all_special_ids)
+    return Question(
+        ids=sample.ids[:begin],
+        prompt=text_of(sample.ids[:begin], tokenizer),
+        reference=text_of(learned, tokenizer),
+        ends=frozenset(int(token) for token in learned if int(token) in special),
+    )

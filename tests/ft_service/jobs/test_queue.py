@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -300,7 +301,7 @@ def test_a_job_starts_where_its_ranks_fit_and_the_fullest_host_first() -> None:
     hosts = {"large": agent(8), "part": agent(8), "small": agent(8, "L4", 24), "cpu": agent(8, "cpu", 100, shared_memory=True)}
     busy = (running("r", 5, host="part"),)
 
-    def where(**values: object) -> str | None:
+    def where(**values: Any) -> str | None:
         start = next_start(fleet([job("x", **values)], busy, **hosts))
         return start and start.hosts[0]
 

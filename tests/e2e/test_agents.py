@@ -67,21 +67,23 @@ def same_adapters(ours: RunDir, theirs: RunDir) -> bool:
 def test_a_host_dies_with_all_that_runs_there_and_the_result_is_bitwise_the_same(
     server: Server, begin: Begin, data: Path, tmp_path: Path
 ) -> None:
-    first = begin("one", 2)
+    agents = {name: begin(name, 2) for name in ("one", "two")}
     client = server.client()
     job = submit(client, data, steps=24)
     wait_until_step(client, job.id, 6)
     run = server.run(job.id)
-    begin("two", 2)
-    signal_all([*family(first.pid), *all_of(run)], signal.SIGKILL)
+    first = Attempt(run, 1).read_start()
+    assert first is not None
+    [lost] = first.hosts
+    signal_all([*family(agents[lost].pid), *all_of(run)], signal.SIGKILL)
     wait_until(client, job.id, "succeeded")
     told = [event.message for event in client.fine_tuning.jobs.list_events(job.id)]
-    assert any("Host one does not answer any more" in message for message in told)
+    assert any(f"Host {lost} does not answer any more" in message for message in told)
     assert last_attempt(run) == 2
-    start = Attempt(run, 2).read_start()
-    assert start is not None
-    assert start.hosts == ["two"]
-    assert start.checkpoint is not None
+    second = Attempt(run, 2).read_start()
+    assert second is not None
+    assert second.hosts == [name for name in agents if name != lost]
+    assert second.checkpoint is not None
     assert same_adapters(run, uninterrupted(run, tmp_path / "whole"))
     eventually(lambda: nothing_left(run))
 

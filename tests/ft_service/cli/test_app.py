@@ -46,6 +46,11 @@ COMMANDS = {
         "migrate",
         "open",
         "reconcile",
+        "agent",
+        "agents",
+        "eval",
+        "pull",
+        "sweep",
     ),
 }
 

@@ -322,16 +322,17 @@ def write_job(connection: Connection, old: Job, new: Job) -> bool:
     return connection.execute(statement.values(**changed_job_row(old, new), looked_at=0.0)).rowcount == 1
 
 
+_DOCUMENTS = ("request", "error", "sweep_values", "sweep_course")
+"""Columns of JSON, beside the spec's."""
+
+
 def as_stored(job: Job) -> tuple[Job, dict[str, Any]]:
     """A new job as it will be read, and its row as drivers take it."""
-    request, request_text = storable_json(job.request)
     spec, spec_text = storable_json(job.stored_spec.document)
-    error, error_text = storable_json(job.error) if job.error else (None, None)
     stored_spec = job.stored_spec if spec is job.stored_spec.document else StoredSpec(spec)
-    values, values_text = storable_json(job.sweep_values) if job.sweep_values else (None, None)
-    job = replace(job, request=request, stored_spec=stored_spec, error=error, sweep_values=values)
-    texts = {"request": request_text, "spec": spec_text, "error": error_text, "sweep_values": values_text}
-    return job, new_job_row(job) | texts
+    documents = {name: storable_json(getattr(job, name)) for name in _DOCUMENTS if getattr(job, name) is not None}
+    job = replace(job, stored_spec=stored_spec, **{name: document for name, (document, _) in documents.items()})
+    return job, new_job_row(job) | {"spec": spec_text} | {name: text for name, (_, text) in documents.items()}
 
 
 def _first_events(job: Job, told: Sequence[NewEvent]) -> list[dict[str, Any]]:

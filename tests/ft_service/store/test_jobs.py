@@ -55,6 +55,12 @@ def test_every_field_comes_back(store):
         held_seconds=17.5,
         slot_seconds=18.5,
         seen_tokens=19,
+        nodes=2,
+        memory=2**36,
+        sweep_id="sweep-1",
+        sweep_values={"lora.r": 8},
+        sweep_course={"rungs": {}},
+        stopped="why",
         version=12,
     )
     before = store.now()

@@ -48,6 +48,11 @@ COMMANDS = {
         "migrate",
         "open",
         "reconcile",
+        "agent",
+        "agents",
+        "eval",
+        "pull",
+        "sweep",
     ),
 }
 

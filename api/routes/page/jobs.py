@@ -106,9 +106,12 @@ async def answers(request: Request, job_id: str, api: Api, step: int | None = No
 
 
 @router.get("/jobs/{job_id}/events")
-async def events(request: Request, job_id: str, api: Api, after: str | None = None) -> Response:
-    found = await api.get(f"{JOBS}/{job_id}/events", limit=100, after=after)
-    return await job_page(request, api, job_id, "job_events.html", "events", events=found, first_page=after is None)
+async def events(
+    request: Request, job_id: str, api: Api, after: str | None = None, kind: Literal["message", "all"] = "message"
+) -> Response:
+    found = await api.get(f"{JOBS}/{job_id}/events", limit=100, after=after, type=None if kind == "all" else kind)
+    values = {"events": found, "first_page": after is None, "shown": kind}
+    return await job_page(request, api, job_id, "job_events.html", "events", **values)
 
 
 @router.get("/page/live/jobs/{job_id}")

@@ -25,9 +25,9 @@ def test_the_page_has_every_family_and_says_which_llama_cpp_has() -> None:
     assert list(found) == list(FAMILIES)
     for family, forms in found.items():
         assert tuple(forms) == serving_matrix.FORMS
-        assert set(forms.values()) <= {"logits", "matrices", "no"}
-        assert (forms["gguf"] != "no") == (family in ARCHITECTURES), family
-        assert (forms["gguf-adapter"] != "no") == (family in ARCHITECTURES), family
+        assert set(forms.values()) <= {"logits", "matrices", "differs", "no"}
+        assert (forms["gguf"] == "logits") == (family in ARCHITECTURES), family
+        assert (forms["gguf-adapter"] == "logits") == (family in ARCHITECTURES), family
     assert serving_matrix.PAGE.read_text().startswith(serving_matrix.HEAD)
 
 

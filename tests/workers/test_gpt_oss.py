@@ -17,6 +17,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 from ft_service.bases.contents import read_contents
 from ft_service.errors import SpecError
 from ft_service.plan.base import base_shape
+from tests.support.training.adapters import save_adapter
 from tests.support.training.checks import REREAD_BY_PEFT
 from tests.support.training.models import spec_for
 from tests.support.training.parity import set_adapters
@@ -28,6 +29,7 @@ from workers.base.source import Safetensors
 from workers.base.stored import StoredBase
 from workers.model.build import build
 from workers.output.export import new_folder, write_adapter
+from workers.tasks.merge import merge
 from workers.training.packing import settle_attention
 
 CPU = torch.device("cpu")
@@ -99,6 +101,21 @@ def test_the_published_model_and_its_adapter_compute_as_in_transformers(default:
     else:
         assert "came as MXFP4" in words
         assert "quantised again" in words
+
+
+def test_an_adapter_is_merged_into_the_values_of_the_published_experts(base: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(base, tmp_path / "adapter", target_modules=["q_proj"], model=published(base))
+    merge(base, adapter, tmp_path / "out", to="bf16")
+    merged = load_file(tmp_path / "out/model.safetensors")
+    exact = PeftModel.from_pretrained(published(base), str(adapter)).merge_and_unload().state_dict()
+    assert merged.keys() == exact.keys()
+    for name, tensor in merged.items():
+        assert torch.equal(tensor, exact[name].bfloat16()) or "q_proj" in name, name
+        assert torch.allclose(tensor.float(), exact[name], rtol=2**-8, atol=1e-6), name
+    assert (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).config.to_dict().get("quantization_config")
+        is None
+    )
 
 
 def test_samples_with_sinks_and_windows_are_packed(base: Path) -> None:

@@ -59,10 +59,10 @@ def watch_job(client: Client, job_id: str, as_json: bool) -> int:
         if as_json:
             job = _follow_as_json(client, job_id)
         else:
-            with display_for(Console(highlight=False)) as display:
+            with display_for(Console(highlight=False, emoji=False)) as display:
                 job = _follow_on(display, client, job_id)
     except KeyboardInterrupt:
-        return complain(f"the job goes on. Watch it again: ft watch {job_id} · stop it: ft cancel {job_id}", INTERRUPTED)
+        return complain(f"the job goes on.\nWatch it again: ft watch {job_id}\nStop it: ft cancel {job_id}", INTERRUPTED)
     return _outcome(job, quiet=as_json)
 
 

@@ -147,7 +147,7 @@ def _choose_targets(
     barred = [name for name in linears if experts and last_name(name) in EXPERT_WORDS]
     allowed = [name for name in linears if name not in barred] if barred else list(linears)
     if wanted == "all-linear":
-        left_out = LEFT_OUT | (ROUTERS if experts else frozenset())
+        left_out = LEFT_OUT | (ROUTERS if experts and shared_experts else frozenset())
         meant = linears if shared_experts else allowed
         return _matches("all-linear", [name for name in meant if left_out.isdisjoint(name.split("."))], allowed)
     if isinstance(wanted, str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def test_what_is_refused_for_reading_both_ways_does(kind: str, tmp_path: Path) -
     if folder is None:
         pytest.skip(NOT_MADE[kind])
     assert "see those behind them" in refusal(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     if hasattr(model, "set_default_language"):
         model.set_default_language(next(iter(model.config.languages)))
     ids = torch.arange(3, 17)[None]

@@ -20,7 +20,10 @@ def test_shared_experts_and_dense_layers_are_meant_and_routers_are_not() -> None
 
 
 def test_a_job_of_an_earlier_version_goes_on_with_the_modules_that_it_began_with() -> None:
-    assert choose_targets(LINEARS, STACKS, "all-linear") == [*ATTENTION, *SHARES]
+    """Also with those inside a router of several layers."""
+    inside = "layers.1.mlp.gate.first"
+    assert choose_targets([*LINEARS, inside], STACKS, "all-linear") == [*ATTENTION, *SHARES, inside]
+    assert inside not in choose_targets([*LINEARS, inside], STACKS, "all-linear", shared_experts=True)
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -205,7 +205,7 @@ def published_model(folder: Path) -> nn.Module:
     return stock.from_pretrained(folder, dtype=torch.float32, **options).float()
 
 
-def against_published(folder: Path, adapter_folder: Path, ours: OnRank) -> dict[str, float]:
+def against_published(folder: Path, adapter_folder: Path, ours: OnRank) -> dict[str, Any]:
     """Errors of our step against that of the published class with the exported adapter, put on it by plain PEFT."""
     model = published_model(folder)
     before = logits_of(model.eval())

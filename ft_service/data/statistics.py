@@ -189,7 +189,7 @@ def messages(found: Statistics, asked: Measure) -> Iterator[tuple[Level, str]]:
         yield "info", f"{training.name}: {training.samples:,} samples fill {found.items:,} rows, which batch_size counts."
     yield (
         "info",
-        f"{found.steps:,} steps over {training.samples:,} samples, half of them no longer than {lengths.median:,} tokens, 99 % "
+        f"{found.steps:,} steps over {_samples(training.samples)}, half of them no longer than {lengths.median:,} tokens, 99 % "
         f"no longer than {lengths.p99:,}; {share(training.targets, training.tokens)} of all tokens are learned.",
     )
     for sentence in advice(found, asked):

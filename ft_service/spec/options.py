@@ -35,8 +35,9 @@ class LoraOptions(Strict):
     target_modules: Literal["all-linear"] | Pattern | list[str] = "all-linear"
     """Modules that get an adapter: every linear layer but the output head, or names (suffixes), or one RE2 pattern.
 
-    In a mixture of experts "all-linear" leaves out routers, shared experts and dense feed-forwards: the latter two are named
-    with what they lie in (shared_expert.down_proj, mlp.down_proj), stacks of experts in target_parameters."""
+    In a mixture of experts "all-linear" means shared experts and dense feed-forwards too, but not with lora_dropout, which PEFT
+    has not for them; routers never. By name they are called with what they lie in (shared_expert.down_proj, mlp.down_proj), and
+    stacks of experts in target_parameters. Towers of a base of several models are never adapted."""
     target_parameters: list[str] = []
     """Stacks of experts that get an adapter beside target_modules, by their names or the ends of these, as in PEFT:
     `mlp.experts.gate_up_proj`, `mlp.experts.down_proj`. Each expert has its own two matrices of rank r. Not together with

@@ -109,7 +109,7 @@ def _outcome(job: RemoteJob, *, quiet: bool) -> int:
     if job.paused:
         return complain(f"{job.id} is paused. Let it go on: ft resume {job.id}", STOPPED)
     if job.status == State.CANCELLED:
-        return complain(f"{job.id} was cancelled.", 1)
+        return complain(f"{job.id} was {job.stopped_text or 'cancelled'}.", 1)
     first, *more = (job.error_text or "no reason was given").splitlines()
     told = f"{first} The whole reason is above." if more and not quiet else job.error_text or first
     return complain(f"{job.id} has failed: {told}", 1)

@@ -10,6 +10,7 @@ from ft_service.cli import output
 from ft_service.cli.local import data
 from ft_service.data.data_file import Counts, DataReport, ExamineRequest, ReadProgress, check_lines
 from ft_service.data.examiner import Examiner
+from ft_service.data.statistics import Records, Statistics, without_base
 from tests.support.command_line import ft, home
 from tests.support.rest.stub_server import StubServer
 
@@ -27,6 +28,14 @@ class LinesOnly(Examiner):
             note(ReadProgress(7, 0.5))
         report = check_lines(Path(request.path), files=request.files)
         return report if report.faults_total else replace(report, counts=Counts(samples=report.examples, tokens=7))
+
+    def measure(self, request: ExamineRequest) -> Statistics:
+        asked = request.measure
+        assert asked is not None
+        records = Records(asked.training_file.name)
+        check_lines(Path(asked.training_file.path), files=asked.training_file.files, note=records.add)
+        found = without_base(records, None, asked.training)
+        return replace(found, training=replace(found.training, tokens=7))
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def test_a_plan_lists_modules_bytes_and_whether_it_fits(ft: Ft, spec: Path) -> N
     assert re.search(r"^Likely \S+ GiB, at most 5\d\.\d+ GiB per rank: fits H100 ", ended.out, re.MULTILINE)
     assert "distributed.replicate: -1 (the base fits whole on every rank, " in ended.out
     assert "6 steps over 20 examples: likely about " in ended.out
-    assert ended.out.splitlines()[-1].startswith("train.jsonl: 20 samples of 7 tokens, ")
+    assert "\ntrain.jsonl: 20 samples of 7 tokens, " in ended.out
 
 
 def test_the_readmes_example_needs_no_setting(ft: Ft) -> None:
@@ -95,7 +95,7 @@ def test_where_tokens_cannot_be_counted_lines_are(ft: Ft, spec: Path, monkeypatc
     )
     (spec.parent / "train.jsonl").write_text(CHAT + "{}\n")
     refused = ft("plan", spec, "--hardware", "H100")
-    assert (refused.code, "train.jsonl: line 2: messages is required" in refused.err) == (64, True)
+    assert (refused.code, "line 2: messages is required" in refused.err) == (64, True)
 
 
 def test_a_large_file_keeps_nobody_in_the_dark(ft: Ft, spec: Path) -> None:
@@ -139,4 +139,6 @@ def test_planning_imports_neither_torch_nor_a_web_framework(spec: Path, tmp_path
     assert (ended.returncode, ended.stderr) == (0, "")
     *lines, loaded = ended.stdout.splitlines()
     assert loaded == "[]"
-    assert lines[-1].startswith("train.jsonl: 20 samples of 280 tokens, "), "counted beside it, in a process of its own"
+    assert any(line.startswith("train.jsonl: 20 samples of 280 tokens, ") for line in lines), (
+        "counted beside it, in a process of its own"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, ValidationError, create_model
+from pydantic import BaseModel, Field, ValidationError
 
 from api.http.auth import Caller
 from api.http.dependencies import JsonBody, body_schema
@@ -16,13 +16,6 @@ from ft_service.spec import Strict, spec_error
 from ft_service.spec.evaluation import Grader
 
 router = keyed_router("/v1/fine_tuning/alpha/graders", "fine-tuning")
-
-_ERRORS = (
-    *("formula_parse_error", "sample_parse_error", "truncated_observation_error", "unresponsive_reward_error"),
-    *("invalid_variable_error", "other_error", "python_grader_server_error", "python_grader_runtime_error"),
-    *("model_grader_server_error", "model_grader_refusal_error", "model_grader_parse_error"),
-)
-_DETAILS = ("python_grader_server_error_type", "python_grader_runtime_error_details", "model_grader_server_error_details")
 
 
 class GraderValidation(Strict):
@@ -46,13 +39,29 @@ class GraderValidationView(BaseModel):
     """As it was given."""
 
 
-ErrorsView = create_model("ErrorsView", **dict.fromkeys(_ERRORS, (bool, False)), **dict.fromkeys(_DETAILS, (str | None, None)))
+class ErrorsView(BaseModel):
+    """OpenAI's names; only the first three occur here."""
+
+    formula_parse_error: bool = False
+    sample_parse_error: bool = False
+    invalid_variable_error: bool = False
+    truncated_observation_error: bool = False
+    unresponsive_reward_error: bool = False
+    other_error: bool = False
+    python_grader_server_error: bool = False
+    python_grader_server_error_type: str | None = None
+    python_grader_runtime_error: bool = False
+    python_grader_runtime_error_details: str | None = None
+    model_grader_server_error: bool = False
+    model_grader_server_error_details: str | None = None
+    model_grader_refusal_error: bool = False
+    model_grader_parse_error: bool = False
 
 
 class GraderMetadataView(BaseModel):
     name: str
     type: str
-    errors: ErrorsView  # pyright: ignore[reportInvalidTypeForm] - made of OpenAI's names
+    errors: ErrorsView
     execution_time: float
     """Seconds."""
     scores: dict[str, float]
@@ -101,7 +110,7 @@ def _view(grader: Grader, graded: Graded, seconds: float) -> GraderRunView:
     metadata = GraderMetadataView(
         name=grader.name,
         type=grader.type,
-        errors=ErrorsView(**dict.fromkeys(graded.errors, True)),
+        errors=ErrorsView.model_validate(dict.fromkeys(graded.errors, True)),
         execution_time=seconds,
         scores=graded.scores,
     )

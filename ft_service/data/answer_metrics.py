@@ -239,7 +239,7 @@ class FormulaError(ValueError):
     """The formula is none; the message says what is wrong with it."""
 
 
-_CALLS: Mapping[str, Callable[..., float]] = {
+_CALLS: Mapping[str, Callable[..., Any]] = {
     **{"min": min, "max": max, "abs": abs, "floor": math.floor, "ceil": math.ceil},
     **{"exp": math.exp, "sqrt": math.sqrt, "log": math.log},
 }

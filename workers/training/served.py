@@ -20,6 +20,7 @@ from ft_service.host.hardware import memory_bytes
 from ft_service.rundir.evaluations import ADAPTER_ON_BF16, AS_TRAINED, MERGED, Served
 from ft_service.spec import JobSpec, PrecisionOptions
 from workers.base.agreement import from_all
+from workers.base.frozen import Level
 from workers.base.load import adapters, rows_of
 from workers.data.sharing import Limits
 from workers.layers.linear import LoraLinear
@@ -136,11 +137,11 @@ class Comparison:
         return mean_scores(self.evaluator.scores(answers))
 
 
-def messages(found: Served, formats: Sequence[str]) -> list[tuple[str, str]]:
+def messages(found: Served, formats: Sequence[str]) -> list[tuple[Level, str]]:
     """(level, sentence) for events. `formats`: other than bf16 that the base was trained on."""
     names = {AS_TRAINED: "as trained", ADAPTER_ON_BF16: "on the base in bf16", MERGED: "merged in bf16"}
     told = ", ".join(f"{names[way]} {loss:.4f}" for way, loss in found.loss.items())
-    said = [("info", f"Validation loss by where it is served, over {found.samples} samples: {told}.")]
+    said: list[tuple[Level, str]] = [("info", f"Validation loss by where it is served, over {found.samples} samples: {told}.")]
     before = found.loss[AS_TRAINED]
     instead = {
         ADAPTER_ON_BF16: f"Serve it on the base stored as {' and '.join(formats)}, as it was trained, or train with "

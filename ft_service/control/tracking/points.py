@@ -56,13 +56,12 @@ def exit_code(job: Job) -> int:
 
 
 def describe(integration: JobIntegration, job: Job) -> RunDescription:
-    asked = Integration.model_validate(integration.settings)
-    own = asked.sent
+    own = Integration.model_validate(integration.settings).sent
     assert own is not None, "only what is sent has a row"
     spec = job.spec
     begun = integration.url is not None
     return RunDescription(
-        kind=asked.type,
+        kind="wandb" if isinstance(own, Wandb) else "mlflow",
         id=job.id if integration.number == 0 else f"{job.id}-{integration.number}",
         project=own.project if isinstance(own, Wandb) else own.experiment,
         entity=own.entity if isinstance(own, Wandb) else None,

@@ -25,7 +25,7 @@ from api.routes import (
     uploads,
     webhooks,
 )
-from api.routes.page import chat, compare, data, entry, jobs, new_job, projects, usage
+from api.routes.page import chat, compare, data, entry, exports, jobs, new_job, projects, usage
 from api.routes.page import models as page_models
 from api.routes.page import sweeps as page_sweeps
 from api.routes.tuning import plans, sweeps
@@ -61,7 +61,7 @@ _REST = (
     keys,
     health,
 )
-_PAGE = (entry, new_job, compare, data, page_models, chat, usage, projects, page_sweeps, jobs)
+_PAGE = (entry, new_job, compare, data, page_models, chat, usage, projects, page_sweeps, exports, jobs)
 
 
 def create_app(settings: Settings, store: Store, meters: Meters | None = None, preview: Preview | None = None) -> FastAPI:

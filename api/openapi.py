@@ -56,7 +56,7 @@ _OPERATIONS = (
 )
 _PARAMETERS = ("status", "base", "type", "stream", "last-event-id", "idempotency-key")
 _PROPERTIES = {
-    "JobRequest": tuple(JobOptions.model_fields),
+    "JobRequest": ("validation_split", *JobOptions.model_fields),
     "JobView": (
         "phase",
         "reason",
@@ -67,9 +67,10 @@ _PROPERTIES = {
         "suffix",
         "chosen",
         "sweep",
+        "validation_split",
         *JobOptions.model_fields,
     ),
-    "ModelView": ("root", "parent", "job_id"),
+    "ModelView": ("root", "parent", "job_id", "base"),
     "ProjectView": ("limits", "share"),
     "ApiKeyView": ("scope", "revoked_at"),
     "ProjectRequest": ("limits",),

@@ -1,6 +1,7 @@
-"""Tokens a second of the preview's engine, one answer and several at once, against transformers' `generate` on one.
+"""Tokens a second of the preview's engine, one answer and several at once, against transformers' `generate` on one; and the
+preview as a server has it, under load (`benchmarks/preview_service.py`).
 
-    python benchmarks/preview.py [--model DIR] [--streams 8] [--tokens 64] [--repeats 5] [--no-save]
+    python benchmarks/preview.py [--model DIR] [--streams 8] [--tokens 64] [--repeats 5] [--load 16] [--no-save]
 
 Both in one process on the same device, in fp32 on processors and bf16 on a GPU, greedily and without an end before `--tokens`;
 contenders take turns, and the medians count.
@@ -22,6 +23,7 @@ if __name__ == "__main__":  # the repository's root, for benchmarks started by p
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.machine import machine, save
+from benchmarks.preview_service import measure
 from ft_service.spec import PrecisionOptions
 from workers.serving.chat import Chat
 from workers.serving.engine import Engine, Request
@@ -37,6 +39,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--load", type=int, default=16, help="streams at once of a server; 0: no server is measured")
     parser.add_argument("--no-save", action="store_true")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -54,9 +57,14 @@ def main() -> None:
     medians = {name: statistics.median(found[1:]) for name, found in rates.items()}  # the first is to warm up
     ratios = {name: medians[name] / medians["generate"] for name in ("one", "several")}
     print({name: round(value, 1) for name, value in medians.items()}, {name: round(value, 2) for name, value in ratios.items()})
+    service = measure(options.load, options.tokens) if options.load else {}
+    print(service)
     if not options.no_save:
         given = {"model": options.model.name, "streams": options.streams, "tokens": options.tokens}
-        save("preview", {**machine(), **given, "tokens_per_second": medians, "against_generate": ratios, "runs": rates})
+        save(
+            "preview",
+            {**machine(), **given, "tokens_per_second": medians, "against_generate": ratios, "service": service, "runs": rates},
+        )
 
 
 def by_generate(model: Any, chat: Chat, tokens: int) -> float:

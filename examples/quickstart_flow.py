@@ -56,7 +56,7 @@ PAUSE_SECONDS = 90.0
 EVENTS_PER_POLL = 100
 INTERRUPTED = 130
 
-console = Console(highlight=False)
+console = Console(highlight=False, emoji=False)
 
 
 @dataclass(frozen=True)

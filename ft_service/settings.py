@@ -81,6 +81,11 @@ class Settings(BaseSettings):
     refused. Needs the extra `wandb`."""
     wandb_base_url: str = Field(default="https://api.wandb.ai", pattern=r"^https?://.+$")
     """Where that is; a W&B server of your own, perhaps."""
+    mlflow_tracking_uri: str | None = None
+    """Where MLflow keeps runs (https://…, or file:///… of this host), to which the metrics of jobs that ask for it are sent;
+    None: such jobs are refused. Needs the extra `mlflow`."""
+    mlflow_token: SecretStr | None = None
+    """What that server wants as a bearer token; None: nothing."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """debug also logs the health checks, the scrapes of /metrics, and what whoever watches a job asks every second."""
     log_format: Literal["auto", "json", "text"] = "auto"
@@ -102,7 +107,7 @@ class Settings(BaseSettings):
     stop_grace_seconds: float = Field(default=60.0, gt=0)
     """How long an attempt may take to checkpoint and leave when asked to, before it is killed."""
 
-    @field_validator("wandb_api_key", mode="before")
+    @field_validator("wandb_api_key", "mlflow_tracking_uri", "mlflow_token", mode="before")
     @classmethod
     def _no_empty_key(cls, value: object) -> object:
         return None if value == "" else value

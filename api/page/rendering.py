@@ -6,6 +6,7 @@ import hashlib
 import json
 import mimetypes
 import secrets
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup
 
 from api.http import sessions
 from api.page import words
@@ -30,6 +32,9 @@ HEADERS = {
 """Of every answer of the page: no inline script or style, nothing of another origin, in no frame."""
 _SEEN = f"seen-{secrets.token_hex(8)}"
 """Stands for what is known once the part is written; nobody can guess it."""
+_MOST_PARTS = 2000
+"""Half a megabyte for each 250."""
+_parts: dict[Hashable, Markup] = {}
 _FOR_EVER = "public, max-age=31536000, immutable"
 
 
@@ -67,6 +72,19 @@ def sent(request: Request, part: Part) -> Response:
     if request.query_params.get("seen") == part.seen:
         return Response(status_code=204, headers=HEADERS)
     return HTMLResponse(part.body, headers=HEADERS)
+
+
+def _part(template: str, key: Hashable, **values: Any) -> Markup:
+    """A template's text within another one. `key`: says all that it depends on, so that it is made once; None: made anew."""
+    known = _parts.get((template, key)) if key is not None else None
+    if known is not None:
+        return known
+    made = Markup(_environment().get_template(template).render(values))
+    if key is not None:
+        if len(_parts) >= _MOST_PARTS:
+            _parts.clear()
+        _parts[template, key] = made
+    return made
 
 
 def leave_for(request: Request, path: str) -> Response:
@@ -125,7 +143,7 @@ def _environment() -> Environment:
         auto_reload=False,
     )
     environment.filters.update(words.FILTERS)
-    environment.globals.update(static=_static, **words.GLOBALS)
+    environment.globals.update(static=_static, part=_part, **words.GLOBALS)
     return environment
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import Header, Query, Response
 
 from api.http.auth import Caller
-from api.http.dependencies import Services, Svc
-from api.http.routing import keyed_router, written
+from api.http.dependencies import Svc
+from api.http.routing import keyed_router
 from api.wire.metrics_views import MetricsListView, MetricsView, metrics_view
-from ft_service.jobs.curves import Curves
 from ft_service.jobs.states import Job
 from ft_service.store.rows import not_found
 
@@ -45,14 +42,20 @@ def of_job(
     newest attempt saw it), and what happened on the way: attempts, pauses, checkpoints. With the `ETag` of the answer before
     as `If-None-Match`, the answer is a 304 if nothing is new."""
     job = services.store.get_job(caller.project_id, job_id)
-    view, version = _look(job, services, points, series)
-    tag = f'"{version}"'
+    names = tuple(series or ())
+    checkpoints = services.store.list_checkpoints(job.project_id, job.id, limit=_MARKED).data
+    newest = checkpoints[0].id if checkpoints else "-"
+    body, position = services.curves.look(
+        job,
+        ("written", points, names),
+        (job.state, len(checkpoints), newest),
+        lambda curves: metrics_view(job, curves, checkpoints, points, names).model_dump_json().encode(),
+    )
+    tag = f'"{position}-{len(checkpoints)}-{newest}-{job.state}-{points}-{",".join(names)}"'
+    headers = {"etag": tag, "cache-control": "no-cache"}
     if if_none_match == tag:
-        return Response(status_code=304, headers={"etag": tag})
-    answer = written(view)
-    answer.headers["etag"] = tag
-    answer.headers["cache-control"] = "no-cache"
-    return answer
+        return Response(status_code=304, headers=headers)
+    return Response(body, media_type="application/json", headers=headers)
 
 
 @router.get("/metrics")
@@ -67,23 +70,12 @@ def of_jobs(
     found = {one.id: one for one in services.store.jobs_by_id(job) if one.project_id == caller.project_id}
     if missing := [job_id for job_id in job if job_id not in found]:
         raise not_found("fine-tuning job", missing[0])
-    return MetricsListView(
-        data=[services.curves.look(found[job_id], partial(_view, found[job_id], points=points, names=series)) for job_id in job]
-    )
+    names = tuple(series or ())
 
+    def view(one: Job) -> MetricsView:
+        made, _ = services.curves.look(
+            one, ("view", points, names), one.state, lambda curves: metrics_view(one, curves, [], points, names)
+        )
+        return made
 
-def _look(job: Job, services: Services, points: int, names: Sequence[str] | None) -> tuple[MetricsView, str]:
-    """The view, and what changes with it."""
-    checkpoints = services.store.list_checkpoints(job.project_id, job.id, limit=_MARKED).data
-    newest = checkpoints[0].id if checkpoints else "-"
-    return services.curves.look(
-        job,
-        lambda curves, position: (
-            metrics_view(job, curves, checkpoints, points, names),
-            f"{position}-{len(checkpoints)}-{newest}-{job.state}-{points}-{','.join(names or ())}",
-        ),
-    )
-
-
-def _view(job: Job, curves: Curves, position: int, *, points: int, names: Sequence[str] | None) -> MetricsView:
-    return metrics_view(job, curves, [], points, names)
+    return MetricsListView(data=[view(found[job_id]) for job_id in job])

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import yaml
+
 ORIGIN = "origin.json"
 _PUBLISHED = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """`organisation/name`, as hubs name models."""
@@ -48,6 +50,20 @@ def read_origin(folder: Path) -> Origin | None:
 
 def write_origin(folder: Path, origin: Origin) -> None:
     (folder / ORIGIN).write_text(json.dumps(asdict(origin), indent=2) + "\n", encoding="utf-8")
+
+
+def licence_of(folder: Path) -> str | None:
+    """A base's licence, as the hub that it was pulled from said, or its own card says. None: neither does."""
+    origin = read_origin(folder)
+    if origin is not None and origin.licence:
+        return origin.licence
+    try:
+        text = (folder / "README.md").read_text(encoding="utf-8")[:20_000]
+        metadata = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, IndexError):
+        return None
+    licence = metadata.get("license") if isinstance(metadata, dict) else None
+    return licence if isinstance(licence, str) else None
 
 
 def is_published(name: str) -> bool:

@@ -36,7 +36,9 @@ FAILED = 1
 WRONG = 64
 INTERRUPTED = 130
 
-app = typer.Typer(pretty_exceptions_enable=False, context_settings={"help_option_names": ["--help", "-h"]})
+HELP = ["--help", "-h"]
+
+app = typer.Typer(pretty_exceptions_enable=False, context_settings={"help_option_names": HELP})
 
 
 def version(as_json: Json = False) -> None:
@@ -98,7 +100,7 @@ def run(arguments: Sequence[str]) -> int:
         command = without_types_of_flags(typer.main.get_command(app))
         code = command.main(args=list(arguments) or ["--help"], prog_name="ft", standalone_mode=False)
     except typer.TyperException as error:
-        return _tell(SpecError(_plain(error.format_message()), code="usage"), WRONG, as_json)
+        return _tell(SpecError(_usage_text(error), code="usage"), WRONG, as_json)
     except (typer.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except (SpecError, DataError) as error:
@@ -113,10 +115,15 @@ def without_types_of_flags(command: Any) -> Any:
     for parameter in command.params:
         if getattr(parameter, "is_flag", False):
             parameter.metavar = ""
-    command.get_help_option(typer.Context(command)).metavar = ""
+    command.get_help_option(typer.Context(command, help_option_names=HELP)).metavar = ""
     for below in getattr(command, "commands", {}).values():
         without_types_of_flags(below)
     return command
+
+
+def _usage_text(error: typer.TyperException) -> str:
+    message, where = _plain(error.format_message()), getattr(error, "ctx", None)
+    return f"{message} What it takes: {where.command_path} -h" if where and message.startswith("Missing") else message
 
 
 def _plain(message: str) -> str:

@@ -82,7 +82,10 @@ def find_partners(client: Client, wanted: str, step: int | None = None) -> tuple
     if step is None and wanted in names:
         root = (names[wanted].model_extra or {}).get("root") or wanted
         return Partner("tuned" if is_tuned(wanted) else "base", wanted), Partner("base", root)
-    job = client.job(find_job(client, wanted, fit=lambda job: job.fine_tuned_model is not None))
+    try:
+        job = client.job(find_job(client, wanted, fit=lambda job: job.fine_tuned_model is not None))
+    except NotFoundError as error:
+        raise NotFoundError(f"{error.message} Bases: `ft models`.", param=error.param, code=error.code) from None
     its_base = Partner("base", job.model)
     if step is None and is_tuned(wanted):
         return Partner("checkpoint", wanted), its_base
@@ -102,7 +105,7 @@ class Talk:
     def __init__(self, client: Client, partners: list[Partner], options: dict[str, Any], begin: list[dict[str, Any]]) -> None:
         self._client, self._partners, self._options, self._begin = client, partners, options, begin
         self._said: dict[str, list[dict[str, Any]]] = {}
-        self._console = Console(highlight=False)
+        self._console = Console(highlight=False, emoji=False)
         self.forget()
 
     def forget(self) -> None:

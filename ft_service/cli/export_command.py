@@ -18,6 +18,8 @@ from ft_service.client.client import Client
 from ft_service.errors import FtError, SpecError
 from ft_service.rundir.exports import ExportFormat
 from ft_service.rundir.verify import verify
+from ft_service.serving.pushing import check_address
+from ft_service.serving.pushing import push as push_folder
 from ft_service.supervisor.worker_tasks import run_worker
 
 WORKER = "workers.tasks.export"
@@ -35,12 +37,17 @@ def export(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where to; a new folder.")],
     base: Annotated[Path | None, typer.Option(metavar="DIR", help="The base; default: where it was trained from.")] = None,
     samples: Annotated[int, typer.Option(min=0, help="Of the validation file, to compare losses on; 0: none.")] = 64,
+    push: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Upload it too: hf://ORG/NAME, or oci://HOST/NAME:TAG.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a tuned model as another program reads it. The result is read again and compared before it is there, and says what
     the form costs."""
     if out.exists():
         raise SpecError(f"--out = {out}: exists already. Name another folder.", param="out")
+    if push is not None:
+        check_address(push)
     with _where(source, to, remote=base is None) as place:
         if isinstance(place, Path):
             if faults := verify(place).faults:
@@ -50,10 +57,14 @@ def export(
             report = write_export(place, out.absolute(), to, base, samples)
         else:
             report = _fetch(*place, to, out)
+    pushed = None if push is None else push_folder(out.absolute(), push, f"{source} as {to.value}")
     if as_json:
-        print_json({"out": str(out.absolute()), "format": to.value, **report})
+        more = {} if pushed is None else {"pushed": pushed}
+        print_json({"out": str(out.absolute()), "format": to.value, **report, **more})
     else:
         _show(report, to, out)
+        if pushed is not None:
+            print(f"Pushed: {pushed}")
 
 
 @contextlib.contextmanager

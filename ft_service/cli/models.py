@@ -74,11 +74,8 @@ def pull(
     if as_json:
         print_json({"name": called, "path": str(target), "commit": found.commit, "licence": found.licence})
     else:
-        told = [
-            f"{size} parameters" if (size := _size(facts.parameters)) else "",
-            f"licence {found.licence}" if found.licence else "",
-        ]
-        print(sentence(f"{called} is in {target} ({', '.join(filter(None, told)) or 'no licence is named'})."))
+        size = f"{_size(facts.parameters)} parameters, " if facts.parameters else ""
+        print(sentence(f"{called} is in {target} ({size}licence: {found.licence or 'none is named'})."))
         print(f"Train on it: model: {called}" if facts.trainable else sentence(f"It cannot be tuned here: {facts.why_not}"))
     return 0
 

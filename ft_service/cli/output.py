@@ -15,8 +15,8 @@ import typer
 from pydantic import ValidationError
 from rich.cells import cell_len
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from ft_service.client.client import Client
 from ft_service.client.connection import find_connection
@@ -104,7 +104,7 @@ def print_table(
     for title, width in zip(titles, shrunk(longest, console.width - 2 * (len(titles) - 1), times), strict=True):
         table.add_column(title, no_wrap=True, width=width)
     for row in rows:
-        table.add_row(*(escape(cell) for cell in row))
+        table.add_row(*(Text(cell) for cell in row))  # as it is: `:two:` in a name is no picture, `[bold]` no style
     with console.capture() as captured:
         console.print(table, highlight=False)
     header, *lines = captured.get().splitlines()
@@ -156,4 +156,4 @@ def screen_width() -> int:
 
 
 def _console() -> Console:
-    return Console() if is_terminal() else Console(width=OWN_WIDTH, no_color=True)
+    return Console(emoji=False) if is_terminal() else Console(width=OWN_WIDTH, no_color=True, emoji=False)

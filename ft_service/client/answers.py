@@ -73,6 +73,8 @@ class RemoteJob(Answer):
     evaluation: dict[str, Any] | None = None
     chosen: dict[str, str] = {}
     """Options that were "auto" → why they are what they are."""
+    sweep: dict[str, Any] | None = None
+    """Of the sweep that it is one of: id, the values that it has of its own, why it was stopped."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -134,6 +136,11 @@ class RemoteJob(Answer):
         at = place.get("estimated_start")
         starts = f", starts about {datetime.fromtimestamp(at):%Y-%m-%d %H:%M}" if at else ""
         return f"queued: number {place.get('position')}{starts}. {place.get('reason')}"
+
+    @property
+    def stopped_text(self) -> str | None:
+        """Why its sweep stopped it. None: it did not."""
+        return (self.sweep or {}).get("stopped")
 
     def seconds(self, now: float) -> float:
         """From its creation to its end, or to now."""

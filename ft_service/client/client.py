@@ -62,6 +62,7 @@ EVALUATIONS_AT_ONCE = 10
 """The same of evaluations, which hold whole answers."""
 _NO_END = httpx2.Timeout(60.0, connect=5.0, read=None)
 """Of a stream that is silent as long as nothing happens."""
+_MADE_FIRST = httpx2.Timeout(60.0, connect=5.0, read=1800.0)
 PATIENCE = 60
 """Polls without an answer that `follow` bears before it gives up."""
 
@@ -317,7 +318,8 @@ class Client:
             after = {"after": items[-1].id}
 
     def _download(self, path: str, target: Path) -> None:
-        with _reaching(self.base_url), self._http.stream("GET", path) as answer, target.open("wb") as file:
+        sent = self._http.stream("GET", path, timeout=_MADE_FIRST)
+        with _reaching(self.base_url), sent as answer, target.open("wb") as file:
             if answer.is_error:
                 answer.read()
                 raise error_of(answer)

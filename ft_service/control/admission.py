@@ -21,6 +21,7 @@ from ft_service.data.answer_metrics import check_metrics
 from ft_service.data.formats.reading import count_samples
 from ft_service.errors import ConflictError, LimitError, NotFoundError, SpecError
 from ft_service.ids import new_id
+from ft_service.jobs.line import Shape
 from ft_service.jobs.states import Job, State
 from ft_service.plan.admit import admit_on
 from ft_service.settings import Settings
@@ -166,6 +167,14 @@ def new_job(
             f"Its priority is {priority}, the highest that this project's jobs may have; {asked.request.priority} was asked."
         )
         told.append(NewEvent(level="warn", message=message))
+    if priority and capacity.ignores_priority:
+        told.append(
+            NewEvent(
+                level="warn",
+                message=f"Its priority, {priority}, has no effect: Kueue admits jobs here, and the operator has given it no "
+                "class for priorities (queue_priority_classes of the pod profile).",
+            )
+        )
     job = Job(
         id=spec.job_id,
         project_id=asked.principal.project_id,
@@ -176,6 +185,7 @@ def new_job(
         priority=priority,
         slots=spec.world_size,
         nodes=spec.distributed.nnodes,
+        shapes=_shapes(spec, capacity, limits),
         memory=admitted.memory,
         max_seconds=asked.request.max_seconds,
         key_id=asked.principal.key_id,
@@ -185,6 +195,15 @@ def new_job(
         sweep_values=asked.sweep and asked.sweep.values,
     )
     return NewJob(job, told, limits.max_queued)
+
+
+def _shapes(spec: JobSpec, capacity: Capacity, limits: Limits) -> tuple[Shape, ...]:
+    """What it may be started as, if that is more than one."""
+    most = min(capacity.slots, limits.max_slots or capacity.slots)
+    nodes = capacity.nodes if capacity.several_nodes else 1
+    shapes = [Shape(*shape) for shape in spec.shapes(nodes, capacity.ranks_per_node, capacity.gpus)]
+    shapes = [shape for shape in shapes if shape.ranks <= most]
+    return tuple(shapes) if len(shapes) > 1 else ()
 
 
 def resolve_asked(

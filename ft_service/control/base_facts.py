@@ -9,11 +9,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ft_service.bases.contents import BaseContents, read_config
 from ft_service.bases.described import contents_or_description
-from ft_service.bases.origin import read_origin
+from ft_service.bases.origin import licence_of, read_origin
 from ft_service.bases.wrapped import text_config
 from ft_service.errors import FtError
 from ft_service.plan.admit import admit
@@ -69,7 +67,7 @@ def _facts(folder: Path, name: str, states: tuple[tuple[str, int, int], ...]) ->
     """`states`: of the files, by which the answer is remembered."""
     origin = read_origin(folder)
     known = {
-        "licence": (origin.licence if origin else None) or _licence_of_card(folder),
+        "licence": licence_of(folder),
         "chat_template": _has_template(folder),
         "repository": origin.repository if origin else None,
         "commit": origin.commit if origin else None,
@@ -120,17 +118,6 @@ def _has_template(folder: Path) -> bool:
     if any(folder.glob("chat_template*")):
         return True
     return bool(_json(folder / "tokenizer_config.json").get("chat_template"))
-
-
-def _licence_of_card(folder: Path) -> str | None:
-    """What the metadata of its model card say."""
-    try:
-        text = (folder / "README.md").read_text(encoding="utf-8")[:20_000]
-        metadata = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, IndexError):
-        return None
-    licence = metadata.get("license") if isinstance(metadata, dict) else None
-    return licence if isinstance(licence, str) else None
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -14,6 +14,9 @@ from ft_service.settings import Settings
 from ft_service.spec import JobSpec
 from ft_service.store.fleet.hosts import HostRow, HostStore
 
+MOST_NODES = 512
+"""Of a job in a cluster."""
+
 
 @dataclass(frozen=True)
 class Capacity:
@@ -27,6 +30,10 @@ class Capacity:
     machine: Machine | None
     """Of the nodes; None: this host's."""
     several_nodes: bool
+    nodes: int = 1
+    """Of a job, at most."""
+    ignores_priority: bool = False
+    """Whose turn it is a cluster says, which is told of no priorities."""
     machines: tuple[Machine, ...] = ()
     """All kinds of nodes, the commonest first; empty: there is one."""
 
@@ -58,7 +65,9 @@ def _of_fleet(fleet: Sequence[HostRow]) -> Capacity:
     machines = tuple(dict.fromkeys(_machine(*kind) for kind, _ in kinds.most_common()))
     gpus = Counter(host.gpus for host in fleet).most_common(1)[0][0]
     most, slots = max(host.slots for host in fleet), sum(host.slots for host in fleet)
-    return Capacity("a host of this service", slots, most, gpus, machines[0], several_nodes=True, machines=machines)
+    return Capacity(
+        "a host of this service", slots, most, gpus, machines[0], several_nodes=True, nodes=len(fleet), machines=machines
+    )
 
 
 def _machine(kind: str, gpus: int, memory: int | None) -> Machine:
@@ -73,7 +82,16 @@ def _of_profile(profile: PodProfile) -> Capacity:
         machine = replace(machine, memory=profile.memory_limit)
     slots = profile.slots if profile.queue is None else QUEUE_SLOTS
     gpus = profile.ranks_per_node if profile.gpu_resource else 0
-    return Capacity("a pod of this cluster", slots, profile.ranks_per_node, gpus, machine, several_nodes=True)
+    return Capacity(
+        "a pod of this cluster",
+        slots,
+        profile.ranks_per_node,
+        gpus,
+        machine,
+        several_nodes=True,
+        nodes=MOST_NODES,
+        ignores_priority=profile.queue is not None and not profile.queue_priority_classes,
+    )
 
 
 def refuse_too_many(spec: JobSpec, capacity: Capacity) -> None:

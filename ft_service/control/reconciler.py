@@ -223,7 +223,8 @@ class Reconciler:
     def _place(self, claim: Claim, report: Intake) -> None:
         """Take the slots. The start itself is the next turn's, when they are surely ours."""
         job = report.job
-        if job.slots > self._launcher.slots:
+        hosts = self._launcher.hosts
+        if list(hosts) == [self._launcher.host] and job.slots > self._launcher.slots:
             waits = decisions.too_large(job)
             self._apply(claim, report, waits, [NewEvent(level="warn", message=f"The job waits. {waits.pending}")])
             return
@@ -254,6 +255,7 @@ class Reconciler:
             checkpoint=newest_checkpoint(run),
             slots=slots if len(held) == 1 else [],
             nodes=job.nodes or spec.distributed.nnodes,
+            priority=job.priority,
             hosts=[] if list(held) == [self._launcher.host] else list(held),
             node_slots=list(held.values()) if len(held) > 1 else [],
         )

@@ -79,11 +79,11 @@ class Curves:
         """One series, of at most `points` (from 4 on) points: the first, the last, and of what lies between the lowest and the
         highest of each of so many stretches, so that no spike is lost."""
         values = self._values[name]
-        kept = thinned([(place, value) for place, value in enumerate(values) if not math.isnan(value)], points)
+        kept = kept_places(values, points)
         return Series(
-            [self._steps[place] for place, _ in kept],
-            [round(self._times[place], 2) for place, _ in kept],
-            [value for _, value in kept],
+            [self._steps[place] for place in kept],
+            [round(self._times[place], 2) for place in kept],
+            [values[place] for place in kept],
         )
 
     def _forget_from(self, step: int) -> None:
@@ -93,21 +93,21 @@ class Curves:
                 del column[place:]
 
 
-def thinned(points: Sequence[tuple[int, float]], most: int) -> Sequence[tuple[int, float]]:
-    """At most `most` of (place, value) pairs in order of place: the first, the last, and the extremes of equal stretches."""
-    if len(points) <= most:
-        return points
-    inner, stretches = points[1:-1], (most - 2) // 2
-    kept = [points[0]]
+def kept_places(values: array[float], most: int) -> Sequence[int]:
+    """Places of at most `most` of the values that are numbers: the first, the last, and the extremes of equal stretches."""
+    places: Sequence[int] = range(len(values))
+    if math.isnan(sum(values)):  # one look at all together, since most series have no gap
+        places = [place for place, value in enumerate(values) if not math.isnan(value)]
+        values = array("d", [values[place] for place in places])
+    if len(places) <= most:
+        return places
+    inner, stretches = len(places) - 2, (most - 2) // 2
+    kept = [0]
     for number in range(stretches):
-        part = inner[number * len(inner) // stretches : (number + 1) * len(inner) // stretches]
-        ends = {min(part, key=_value), max(part, key=_value)}
-        kept += sorted(ends)
-    return [*kept, points[-1]]
-
-
-def _value(point: tuple[int, float]) -> float:
-    return point[1]
+        begin, end = 1 + number * inner // stretches, 1 + (number + 1) * inner // stretches
+        part = values[begin:end]
+        kept += sorted({begin + part.index(min(part)), begin + part.index(max(part))})
+    return [places[place] for place in (*kept, len(places) - 1)]
 
 
 def _number(metrics: Mapping[str, Any], name: str) -> float:

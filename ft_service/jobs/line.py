@@ -36,6 +36,8 @@ class Host:
     """Of its processors; the nodes of a job are all of one kind."""
     memory: int | None = None
     """Bytes that one rank can have; None: not known."""
+    counts: bool = True
+    """False: its slots are somebody else's to give. Jobs that may have more or fewer ranks get the fewest."""
     shared_memory: bool = False
     """All ranks of the host have `memory` together."""
 

@@ -205,6 +205,8 @@ class Room:
             if self.over_limit(job, shape.ranks):
                 continue
             for group in self.groups_for(job, shape):
+                if shape != job.smallest and not self._hosts[group[0]].counts:
+                    continue
                 each, number = self.spread(group[0], shape)
                 free = [host for host in group if self.free[host] >= each]
                 if reserved is not None:

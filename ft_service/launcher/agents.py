@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.2
 """How long a look at all hosts is good for."""
+RECORD_SECONDS = 5.0
+"""How long a node's exit record is waited for after its agent has said that it ended."""
 
 
 class AgentsLauncher:
@@ -46,6 +48,8 @@ class AgentsLauncher:
         self._silence = Silence(clock)
         self._rows: dict[str, HostRow] = {}
         self._looked_at = float("-inf")
+        self._wordless_since: dict[tuple[str, int], float] = {}
+        """Attempt → since when an agent says that a node has ended, and its record is not seen."""
 
     @property
     def host(self) -> str:
@@ -84,7 +88,9 @@ class AgentsLauncher:
         rows = self._look()
         gone = [node for node in nodes if self._hearing.is_gone(rows.get(node.host))]
         open_nodes = [node for node in nodes if node.state != "ended" and node not in gone]
-        failed = next((node for node in nodes if node.state == "ended" and self._is_lost(attempt, node, len(nodes))), None)
+        failed = self._failed(attempt, nodes)
+        if failed is not None and failed.fault is None and not gone and self._may_still_be_seen(attempt):
+            return self._running(attempt, nodes, rows)
         if not open_nodes and not any(node.state != "ended" for node in gone):
             return self._ended(attempt, nodes)
         lost = [node for node in gone if node.state != "ended"]
@@ -103,6 +109,7 @@ class AgentsLauncher:
         self._end(attempt, _result(attempt) or killed_exit(reason))
 
     def clean(self, attempt: Attempt) -> None:
+        self._wordless_since.pop((attempt.job_id, attempt.number), None)
         self._silence.forget(attempt)
         self._store.remove_nodes(attempt.job_id, attempt.number)
 
@@ -129,9 +136,20 @@ class AgentsLauncher:
         exits = attempt.read_node_exits(len(nodes))
         return conclude(len(nodes), exits, attempt.read_outcome(), None) if exits else None
 
-    def _is_lost(self, attempt: Attempt, node: NodeRow, nodes: int) -> bool:
-        """Whether a node has ended without a word, so that the others wait for it in vain."""
-        return node.fault is not None or not attempt.node(node.node, nodes).has_exit()
+    def _failed(self, attempt: Attempt, nodes: list[NodeRow]) -> NodeRow | None:
+        """A node that has ended without a word, so that the others wait for it in vain; None: there is none, or it is known how
+        the attempt ends."""
+        if attempt.has_exit() or _result(attempt) is not None:
+            return None
+        ended = (node for node in nodes if node.state == "ended")
+        return next(
+            (node for node in ended if node.fault is not None or not attempt.node(node.node, len(nodes)).has_exit()), None
+        )
+
+    def _may_still_be_seen(self, attempt: Attempt) -> bool:
+        """Whether a record that a node has left may not be seen here yet: shared folders show what is new a moment later."""
+        key = (attempt.job_id, attempt.number)
+        return self._clock() - self._wordless_since.setdefault(key, self._clock()) < RECORD_SECONDS
 
     def _end(self, attempt: Attempt, ended: Exit | None) -> None:
         """Seal an attempt and have what is left of it ended: by supervisors that see this, or by the agents."""

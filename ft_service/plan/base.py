@@ -214,7 +214,7 @@ def _kind(module: str, parameter: str, shape: tuple[int, ...], layer: int | None
         return "embedding"
     if last in ("gate", "router") and shape[0] == _experts(config):
         return "router"
-    return "linear"
+    return "other" if last in family_of(config).other_layers else "linear"
 
 
 def _joined(weights: Iterable[Weight]) -> list[Weight]:

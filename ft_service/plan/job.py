@@ -9,6 +9,7 @@ from typing import Any
 
 from ft_service.bases.contents import read_contents
 from ft_service.bases.described import contents_or_description
+from ft_service.bases.module_rules import ROUTERS, named_apart
 from ft_service.plan.base import BaseShape, base_shape
 from ft_service.plan.choose import AUTO, FORMAT, GPU_BUDGETS, KEPT, PASSES, assumed, with_options
 from ft_service.plan.lengths import Lengths
@@ -262,6 +263,14 @@ def _warnings(base: BaseShape, spec: JobSpec, layout: Layout, adapters: list[Ada
         )
     if base.untested is not None:
         yield base.untested
+    apart = named_apart([weight.module for weight in base.adaptable()], [weight.module for weight in base.experts()])
+    left_out = [name for name in apart if ROUTERS.isdisjoint(name.split("."))]
+    if left_out and spec.lora.lora_dropout and spec.lora.target_modules == "all-linear" and not spec.shared_experts:
+        yield (
+            f"lora.lora_dropout = {spec.lora.lora_dropout:g}: PEFT has no dropout for adapters on shared experts and dense "
+            f"layers of a mixture, so all-linear leaves these {len(left_out)} out, the first: {left_out[0]}. Set it to 0 to "
+            "adapt them."
+        )
     longest = base.shape.max_positions
     given = "max_length" in spec.training.model_fields_set
     if given and longest is not None and spec.training.max_length > longest:

@@ -55,16 +55,23 @@ class Settled:
     """A sentence for every option whose value is another than it was: `distributed.compile: false (only GPUs …).`"""
 
 
-def settle(spec: JobSpec, machine: Machine, lengths: Lengths | None = None, *, world: int | None = None) -> Settled:
+def settle(
+    spec: JobSpec,
+    machine: Machine,
+    lengths: Lengths | None = None,
+    *,
+    world: int | None = None,
+    nodes: int | None = None,
+) -> Settled:
     """Choose what is "auto" in a spec, for its base on the disk. Where the machine's memory is not known all stays as it is.
 
-    What was chosen before is chosen again by whoever knows better: the number of ranks that really train (`world`), or the
-    lengths of the samples, counted. The formats are not, since results depend on them. Raises SpecError as a plan does, and
-    for precision.default "auto" on a machine whose memory is not known.
+    What was chosen before is chosen again by whoever knows better: the number of ranks that really train (`world`, on `nodes`
+    hosts; None: as the spec says), or the lengths of the samples, counted. The formats are not, since results depend on them.
+    Raises SpecError as a plan does, and for precision.default "auto" on a machine whose memory is not known.
     """
     opened = spec
     if (world is not None and world != spec.world_size) or (lengths is not None and lengths.samples):
-        opened = _opened(spec, world or spec.world_size)
+        opened = _opened(spec, world or spec.world_size, nodes or spec.distributed.nnodes)
     if _length_given(opened) and not any(is_open(opened, option) for option in (*FITTED, COMPILE, RATE)):
         return Settled(spec)
     settled = settle_on(base_shape(read_contents(Path(spec.model.path))), opened, machine, lengths)
@@ -140,11 +147,11 @@ def _sentence(spec: JobSpec, option: str) -> str:
     return f"{option}: {str(value).lower() if isinstance(value, bool) else value} ({spec.chosen[option]})."
 
 
-def _opened(spec: JobSpec, world: int) -> JobSpec:
+def _opened(spec: JobSpec, world: int, nodes: int) -> JobSpec:
     """The spec for a number of ranks, with what was chosen, but for what results depend on, open again."""
     again = {option: AUTO for option in spec.chosen if option not in KEPT}
     kept = {option: why for option, why in spec.chosen.items() if option in KEPT}
-    ranks = {"distributed.nproc_per_node": max(1, world // spec.distributed.nnodes)}
+    ranks = {"distributed.nnodes": nodes, "distributed.nproc_per_node": max(1, world // nodes)}
     return with_options(spec.model_copy(update={"chosen": kept}), again | ranks)
 
 

@@ -28,6 +28,8 @@ class Start(_Document):
     """Slots of the host that the ranks hold: the GPUs they see, on a host with GPUs. Empty: nobody shares the host."""
     nodes: int = 1
     """Hosts that the ranks are spread over evenly."""
+    priority: int = 0
+    """The job's, for a cluster that has an order of its own."""
     hosts: list[str] = []
     """Names of the hosts, node by node, where each has an agent. Empty: the host of whoever starts it, or pods."""
     node_slots: list[list[int]] = []

@@ -3,6 +3,10 @@
     evaluations/step-<s>-a<n>.json    Evaluation, by rank 0, written whole and never again
 
 A step that was trained again counts as its newest attempt saw it. Step 0 is before training.
+
+    served.json    Served: what the adapter is worth where it is served
+    probes.json    Probes: log-probabilities of a few token sequences by the trainer, with the adapter and without; by these
+                   whoever serves it is verified
 """
 
 from __future__ import annotations
@@ -89,6 +93,30 @@ class Served(BaseModel):
     def beyond(self) -> list[str]:
         """Ways to serve it that are worse than as trained by more than the bound."""
         return [way for way, loss in self.loss.items() if loss - self.loss[AS_TRAINED] > self.bound]
+
+
+PROBES = "probes.json"
+"""In the run directory, written with the outcome."""
+MOST_PROBES = 4
+MOST_TOKENS = 64
+
+
+class Probe(BaseModel):
+    """One sequence. Log-probabilities are in nats, of each token but the first, by the trainer."""
+
+    model_config = ConfigDict(frozen=True)
+
+    tokens: list[int]
+    tuned: list[float]
+    base: list[float]
+
+
+class Probes(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+    step: int
+    """Of the adapter."""
+    probes: list[Probe]
 
 
 def evaluation_key(step: int, attempt: int) -> str:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ft_service.bases.origin import is_published, portable_name
+from ft_service.bases.origin import is_published, licence_of, portable_name
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.events import Metrics
 from ft_service.rundir.manifest import Manifest, manifest_of, write_manifest
 from ft_service.spec import JobOptions, JobSpec
 
 CARD = "README.md"
+UNKNOWN_LICENCE = "not stated in its files; see where it was published"
 
 _USAGE = """\
 ## Use
@@ -51,36 +52,50 @@ def describe_adapter(
     spec = run.read("spec.json", JobSpec)
     assert spec is not None, "the manifest was made of it"
     base = portable_name(Path(spec.model.path), spec.model.name)
-    (folder / CARD).write_text(model_card(draft, base), encoding="utf-8")
+    (folder / CARD).write_text(model_card(draft, base, licence_of(Path(spec.model.path))), encoding="utf-8")
     return write_manifest(draft, folder)
 
 
-def model_card(manifest: Manifest, base: str) -> str:
+def model_card(manifest: Manifest, base: str, licence: str | None = None) -> str:
     """Markdown with the metadata that model hubs read. `base`: the base's portable name; where it has not the form of a
-    published model's, the metadata leave it out.
+    published model's, the metadata leave it out. `licence`: the base's; None: not known.
     """
     sections = (
-        "\n".join(_metadata(manifest, base)),
+        "\n".join(metadata_of(base, library="peft", licence=licence)),
         f"# {manifest.tuned_name}\n\nA LoRA adapter for `{base}`, trained with ft-service "
         f"{manifest.versions.get('ft-service', '')}.".rstrip(),
         _USAGE.format(base=base, rank=_largest_rank(manifest)).rstrip(),
-        "\n".join(
-            ["## Results", "", "| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in _results(manifest))]
-        ),
-        "\n".join(["## Training", "", "| option | value |", "| --- | --- |", *_options(manifest)]),
-        "`manifest.json` beside this says what exactly it was made of; `ft verify` checks it.",
+        "## Results\n\n" + table(("", ""), results_of(manifest)),
+        data_section(manifest),
+        "\n".join(["## Training", "", "| option | value |", "| --- | --- |", *options_of(manifest)]),
+        f"Licence of the base: {licence or UNKNOWN_LICENCE}. `manifest.json` beside this says what exactly it was made of; "
+        "`ft verify` checks it.",
     )
     return "\n\n".join(sections) + "\n"
 
 
-def _metadata(manifest: Manifest, base: str) -> Iterator[str]:
+def metadata_of(base: str, *, library: str, licence: str | None) -> Iterator[str]:
+    """What model hubs read: lines of YAML."""
     yield "---"
     if is_published(base):
         yield f"base_model: {base}"
-    yield from ("library_name: peft", "pipeline_tag: text-generation", "tags:", "- lora", "- ft-service", "---")
+    if licence is not None:
+        yield f"license: {licence}"
+    yield from (f"library_name: {library}", "pipeline_tag: text-generation", "tags:", "- lora", "- ft-service", "---")
 
 
-def _results(manifest: Manifest) -> Iterator[tuple[str, str]]:
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
+
+
+def data_section(manifest: Manifest) -> str:
+    """Which files it was trained on, by their contents."""
+    rows = [(f"{file.role}: {file.name}", f"`{file.sha256}`") for file in manifest.data]
+    return "## Data\n\n" + table(("file", "SHA-256"), rows)
+
+
+def results_of(manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Losses in nats a token."""
     known = manifest.metrics
     total = f" of {known.total_steps:,}" if known and known.total_steps != manifest.step else ""
@@ -98,7 +113,7 @@ def _results(manifest: Manifest) -> Iterator[tuple[str, str]]:
         yield f"{file.role} data", f"{file.samples:,} samples, {file.tokens:,} tokens, {file.targets:,} of them learned"
 
 
-def _options(manifest: Manifest) -> Iterator[str]:
+def options_of(manifest: Manifest) -> Iterator[str]:
     """What defines the adapter, and every other option that is not what it is by default."""
     shown = {"lora": ("r", "lora_alpha"), "precision": ("default",), "training": ("learning_rate", "batch_size", "max_length")}
     usual = JobOptions()

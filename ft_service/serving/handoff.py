@@ -24,7 +24,7 @@ from pydantic import BaseModel, ValidationError
 from ft_service.errors import FtError, NotFoundError, UnavailableError
 from ft_service.jobs.states import Job
 from ft_service.meters import Meters
-from ft_service.rundir.probes import PROBES, Probes
+from ft_service.rundir.evaluations import PROBES, Probes
 from ft_service.serving.inference_server import InferenceServer
 from ft_service.serving.verdict import Verdict, judge
 from ft_service.settings import Settings

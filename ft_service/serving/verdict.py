@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from ft_service.rundir.probes import Probe
+from ft_service.rundir.evaluations import Probe
 
 NOTHING_LEARNT = 0.01
 """Nats a token between tuned model and base, on average, below which the two cannot be told apart."""

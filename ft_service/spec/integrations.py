@@ -28,20 +28,43 @@ class Wandb(Strict):
     """Beside those that every run gets: ft-service/finetune, ft-service/<base>, ft-service/<job id>."""
 
 
-class Integration(Strict):
-    type: Literal["wandb", "tensorboard"]
-    """wandb: a run there, sent by the server. tensorboard: files that the job writes for TensorBoard, with no settings."""
-    wandb: Annotated[Wandb | None, Field(validate_default=True)] = None
+class Mlflow(Strict):
+    """A run of MLflow, on the server's FT_MLFLOW_TRACKING_URI."""
 
-    @field_validator("wandb", mode="before")
+    experiment: Name
+    """Made there if there is none of this name."""
+    name: Name | None = None
+    """Of the run, for display; None: the job's id."""
+    tags: Annotated[list[Tag], Field(max_length=20, default_factory=list)]
+    """Names of tags, without values, beside those that every run gets."""
+
+
+def _is_none(value: object) -> bool:
+    return value is None
+
+
+class Integration(Strict):
+    """One of them, by its type."""
+
+    type: Literal["wandb", "mlflow", "tensorboard"]
+    """wandb, mlflow: a run there, sent by the server. tensorboard: files for TensorBoard, which the job writes; no settings."""
+    wandb: Annotated[Wandb | None, Field(exclude_if=_is_none)] = None
+    mlflow: Annotated[Mlflow | None, Field(exclude_if=_is_none)] = None
+
+    @field_validator("wandb", "mlflow", mode="before")
     @classmethod
     def _settings_of_its_type(cls, value: object, info: ValidationInfo) -> object:
         kind = info.data.get("type")
-        if kind == "wandb" and value is None:
+        if kind == info.field_name and value is None:
             raise PydanticKnownError("missing")
-        if kind == "tensorboard" and value is not None:
-            raise ValueError("belongs to type: wandb; type: tensorboard has no settings")
+        if kind is not None and kind != info.field_name and value is not None:
+            raise ValueError(f"belongs to type: {info.field_name}; leave it out, or give that type")
         return value
+
+    @property
+    def sent(self) -> Wandb | Mlflow | None:
+        """What the server sends its metrics by; None: it sends nothing."""
+        return self.wandb or self.mlflow
 
 
 Integrations = Annotated[list[Integration], Field(max_length=5)]

@@ -5,8 +5,9 @@ Field docstrings say unit, default, sentinel, and when a field is ignored.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -22,6 +23,9 @@ DPO_EPOCHS = 1
 """training.n_epochs of direct preference optimisation unless it is given: further passes learn the pairs by heart."""
 
 
+_RANGE = re.compile(r"([0-9]{1,6}):([0-9]{1,6})")
+
+
 class LoraOptions(Strict):
     """The adapter, in the names of PEFT's LoraConfig."""
 
@@ -35,8 +39,9 @@ class LoraOptions(Strict):
     target_modules: Literal["all-linear"] | Pattern | list[str] = "all-linear"
     """Modules that get an adapter: every linear layer but the output head, or names (suffixes), or one RE2 pattern.
 
-    In a mixture of experts "all-linear" leaves out routers, shared experts and dense feed-forwards: the latter two are named
-    with what they lie in (shared_expert.down_proj, mlp.down_proj), stacks of experts in target_parameters."""
+    In a mixture of experts "all-linear" means shared experts and dense feed-forwards too, but not with lora_dropout, which PEFT
+    has not for them; routers never. By name they are called with what they lie in (shared_expert.down_proj, mlp.down_proj), and
+    stacks of experts in target_parameters. Towers of a base of several models are never adapted."""
     target_parameters: list[str] = []
     """Stacks of experts that get an adapter beside target_modules, by their names or the ends of these, as in PEFT:
     `mlp.experts.gate_up_proj`, `mlp.experts.down_proj`. Each expert has its own two matrices of rank r. Not together with
@@ -192,9 +197,18 @@ class DistributedOptions(Strict):
     how to shard or gather is ignored."""
 
     nnodes: Annotated[int, Field(ge=1, le=512)] = 1
-    """Hosts (on Kubernetes: pods) that train together, with nproc_per_node ranks each."""
+    """Hosts (on Kubernetes: pods) that train together, with nproc_per_node ranks each. "MIN:MAX" is short for MIN with MAX as
+    max_nnodes."""
+    max_nnodes: Annotated[int, Field(ge=1, le=512)] | None = None
+    """Each attempt may start on any number of hosts from nnodes to this: on as many as are free in its turn. Further hosts
+    come with max_nproc_per_node ranks each. None: nnodes. With Kueue an attempt has the fewest."""
     nproc_per_node: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = "auto"
-    """Ranks on each host. "auto": one per GPU of the host; 1 without a GPU."""
+    """Ranks on each host. "auto": one per GPU of the host; 1 without a GPU. "MIN:MAX" is short for MIN with MAX as
+    max_nproc_per_node."""
+    max_nproc_per_node: Annotated[int, Field(ge=1, le=64)] | None = None
+    """Each attempt may start on any number of ranks a host from nproc_per_node to this: on as many as are free in its turn. On
+    other numbers of ranks results differ by rounding. None: nproc_per_node. With Kueue an attempt has the fewest; `ft run`
+    takes as many as the host has."""
     replicate: Annotated[int, Field(ge=1, le=4096)] | Literal[-1, "auto"] = "auto"
     """Copies of the model (HSDP), each sharded over ranks / replicate ranks; gradients are averaged over all. Must divide the
     number of ranks. -1: one copy a rank, so nothing is sharded and nothing gathered; "auto": that where the base fits whole on
@@ -227,6 +241,19 @@ class DistributedOptions(Strict):
     """Seconds that a rank waits for the others before it gives up: the attempt ends then, and the next one goes on from the
     last checkpoint. Must exceed what the slowest rank takes longer than the fastest, to read the base or to compile. Ignored
     with one rank."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_ranges(cls, given: Any) -> Any:
+        """Take "MIN:MAX" for the two options that it stands for. What is wrong with either number, their own limits say."""
+        if not isinstance(given, Mapping):
+            return given
+        split = dict(given)
+        for name in ("nnodes", "nproc_per_node"):
+            match = _RANGE.fullmatch(given[name]) if isinstance(given.get(name), str) else None
+            if match and f"max_{name}" not in given:
+                split |= {name: int(match[1]), f"max_{name}": int(match[2])}
+        return split
 
     @property
     def checkpointing(self) -> Literal["none", "full", "selective"]:
@@ -299,6 +326,13 @@ class JobOptions(Strict):
                 f"distributed.reshard_after_forward = {options.reshard_size}: FSDP2 reshards to a number of ranks only plain "
                 f"weights, and precision stores some as {' and '.join(sorted(formats))}. Use true or false"
             )
+        for name in ("nnodes", "nproc_per_node"):
+            least, most = getattr(options, name), getattr(options, f"max_{name}")
+            if most is not None and (least == "auto" or most < least):
+                raise ValueError(
+                    f"distributed.{name} = {least!r} with max_{name} = {most}: the first must be a number, at most the second. "
+                    f'Write {name}: "MIN:MAX", or leave max_{name} out'
+                )
         if options.prefetch is not None and options.wrap == "none":
             raise ValueError("distributed.prefetch: with wrap 'none' there is only one group; leave one of the two out")
         if options.compile is True and isinstance(options.wrap, WrapBySize):

@@ -109,6 +109,27 @@ class JobSpec(Resolved):
         """Whether there are samples for validation."""
         return self.validation_data is not None or self.validation_split is not None
 
+    def shapes(self, most_nodes: int, most_per_node: int, gpus: int) -> list[tuple[int, int]]:
+        """(hosts, ranks of each) on which it may train, the most ranks first, as far as the machines go; the last is that of
+        nnodes and nproc_per_node. Ranks of a host become more before hosts do. `gpus`: as for `check_distributed`."""
+        options, fewest = self.distributed, self.world_size // self.distributed.nnodes
+        each = range(fewest, min(options.max_nproc_per_node or fewest, most_per_node) + 1)
+        top = max(each, default=fewest)
+        nodes = range(options.nnodes + 1, min(options.max_nnodes or options.nnodes, most_nodes) + 1)
+        found = [(options.nnodes, fewest)]
+        for shape in (*((options.nnodes, ranks) for ranks in each), *((number, top) for number in nodes)):
+            try:
+                check_distributed(options, shape[0] * shape[1], gpus)
+            except SpecError:  # replicate or reshard_after_forward does not divide it
+                continue
+            found.append(shape)
+        return sorted(dict.fromkeys(found), key=lambda shape: shape[0] * shape[1], reverse=True)
+
+    def on(self, nodes: int, ranks_of_each: int) -> JobSpec:
+        """The spec for one number of hosts and ranks."""
+        fixed = {"nnodes": nodes, "nproc_per_node": ranks_of_each, "max_nnodes": None, "max_nproc_per_node": None}
+        return self.model_copy(update={"distributed": self.distributed.model_copy(update=fixed)})
+
     @property
     def world_size(self) -> int:
         """Ranks of one attempt."""

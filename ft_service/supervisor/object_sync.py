@@ -37,10 +37,9 @@ from ft_service.rundir.checkpoints import (
 )
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Result
-from ft_service.rundir.evaluations import EVALUATIONS, SERVED
+from ft_service.rundir.evaluations import EVALUATIONS, PROBES, SERVED
 from ft_service.rundir.events import parse_event
 from ft_service.rundir.fence import Fence, SealedError
-from ft_service.rundir.probes import PROBES
 from ft_service.spec import JobSpec
 from ft_service.storage.locations import ObjectRunDir
 from ft_service.storage.object_store import ObjectStore

@@ -8,9 +8,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 
+from api.http.sessions import token_of
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import State
 from ft_service.rundir.exports import ExportFormat
@@ -74,3 +76,22 @@ def test_what_cannot_be_exported_is_refused(service: Service, client: openai.Ope
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "no_adapter")
     client.models.delete(str(client.fine_tuning.jobs.retrieve(job_id).fine_tuned_model))
     assert service.http("POST", address, json={"format": "gguf"}).status_code == 404
+
+
+def test_the_page_has_them_made_shown_and_removed(service: Service, job_id: str) -> None:
+    with httpx2.Client(base_url=service.url, trust_env=False) as browser:
+        browser.post("/sign-in", data={"key": service.key})
+        (secret,) = browser.cookies.values()
+        token = {"x-csrf-token": token_of(secret)}
+        empty = browser.get(f"/jobs/{job_id}/exports").text
+        assert empty.count(">Make</button>") == 7
+        asked = browser.post(f"/jobs/{job_id}/exports?form=gguf", headers=token).text
+        assert "queued" in asked
+        assert f'hx-get="/page/live/jobs/{job_id}/exports" hx-trigger="every 3s"' in asked, "it looks again"
+        exporting.make_all(service.settings, service.store, threading.Event(), made)
+        shown = browser.get(f"/page/live/jobs/{job_id}/exports").text
+        assert f'href="/v1/fine_tuning/jobs/{job_id}/exports/gguf/content" download' in shown
+        assert "every 3s" not in shown
+        assert browser.get(f"/v1/fine_tuning/jobs/{job_id}/exports/gguf/content").status_code == 200
+        assert "queued" not in browser.post(f"/jobs/{job_id}/exports/gguf/delete", headers=token).text
+        assert browser.get(f"/v1/fine_tuning/jobs/{job_id}/exports").json()["data"] == []

@@ -195,6 +195,7 @@ def test_the_command_line_submits_shows_and_removes_a_sweep(service: Service, ft
     assert rows[0].split() == [ids[2], "0.01", "20/20", "1.0000", "10", "succeeded"]
     assert rows[2].split()[:2] == [ids[0], "0.0001"]
     assert best == f"Best so far: {ids[2]} with training.learning_rate = 0.01; validation loss 1.0000"
+    assert f"{sweep['id']}: training.learning_rate = 0.01" in ft("get", ids[2])
     assert "1 cancelled" in ft("sweep", "cancel", sweep["id"][:14])
     tend(service.store)
     assert "--yes" in ft("sweep", "rm", "last", code=64)

@@ -18,6 +18,7 @@ from ft_service.plan.storage import adapters_of
 from ft_service.rundir.verify import shape_faults
 from ft_service.spec import JobSpec
 from tests.support.ranks import run_on_ranks
+from tests.support.training.checks import REREAD_BY_PEFT
 from tests.support.training.models import save_tiny, spec_for
 from tests.support.training.parity import CPU, Step, assert_parity, reference_steps, set_adapters, train_steps
 from workers.base.load import adapters, load
@@ -69,7 +70,7 @@ def loaded(folder: Path, lora: dict[str, Any]) -> Any:
 
 def save_adapter(model: Any, base: Path, folder: Path) -> dict[str, Tensor]:
     tensors = {name.replace(".default.", "."): p.detach().contiguous() for name, p in adapters(model)}
-    with new_folder(folder) as made:
+    with REREAD_BY_PEFT, new_folder(folder) as made:
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         write_adapter(made, shapes, tensors.items(), model.peft_config["default"], spec_for(base))
     return tensors
@@ -85,11 +86,16 @@ def logits(model: nn.Module) -> Tensor:
     ("family", "lora"),
     [
         ("qwen3_moe", {"target_modules": ["q_proj", *DENSE], "target_parameters": STACKS["mixtral"]}),
-        (
+        pytest.param(
             "mixtral",
             {"target_modules": ["v_proj"], "target_parameters": ["layers.1.mlp.experts.down_proj"], "use_rslora": True},
+            marks=pytest.mark.slow,
         ),
-        ("gpt_oss", {"target_modules": ["q_proj"], "target_parameters": STACKS["gpt_oss"], "rank_pattern": {"down_proj": 2}}),
+        pytest.param(
+            "gpt_oss",
+            {"target_modules": ["q_proj"], "target_parameters": STACKS["gpt_oss"], "rank_pattern": {"down_proj": 2}},
+            marks=pytest.mark.slow,
+        ),
         ("llama4_text", {"target_modules": ["shared_expert.up_proj"], "target_parameters": STACKS["llama4_text"][:1]}),
     ],
 )

@@ -102,6 +102,19 @@ def test_an_architecture_that_cannot_be_tuned(model_type: str, values: dict[str,
     assert words in error.message
 
 
+@pytest.mark.parametrize(
+    "values",
+    [{"hidden_act": "none such"}, {"head_dim": 0}, {"num_attention_heads": 0}, {"attention_bias": "yes"}, {"dtype": "x"}],
+)
+def test_values_that_make_no_model(values: dict[str, Any], tmp_path: Path) -> None:
+    base = config_only(tmp_path / "base", "llama", **COMMON)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | values))
+    error = refusal(base)
+    assert error.param == "model"
+    assert "config.json" in error.message
+
+
 def test_modules_that_peft_does_not_adapt_are_left_out_unless_they_are_named(tmp_path: Path) -> None:
     base = config_only(tmp_path / "base", "falcon_h1", **COMMON, **FAMILIES["falcon_h1"])
     error = refusal(base, lora={"target_modules": ["in_proj", "out_proj"]})

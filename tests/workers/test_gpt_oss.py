@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,11 @@ from transformers.utils.quantization_config import Mxfp4Config
 from ft_service.bases.contents import read_contents
 from ft_service.errors import SpecError
 from ft_service.plan.base import base_shape
-from tests.support.training.models import save_tiny, spec_for
+from tests.support.training.adapters import save_adapter
+from tests.support.training.checks import REREAD_BY_PEFT
+from tests.support.training.models import spec_for
 from tests.support.training.parity import set_adapters
+from tests.support.training.published import save_published
 from workers.base.load import adapters, load, own_rows
 from workers.base.mxfp4 import dequantize
 from workers.base.named_base import NamedBase
@@ -27,6 +29,7 @@ from workers.base.source import Safetensors
 from workers.base.stored import StoredBase
 from workers.model.build import build
 from workers.output.export import new_folder, write_adapter
+from workers.tasks.merge import merge
 from workers.training.packing import settle_attention
 
 CPU = torch.device("cpu")
@@ -34,26 +37,9 @@ IDS = torch.arange(3, 27).view(2, 12)
 STACKS = ("gate_up_proj", "down_proj")
 
 
-def save_published(folder: Path) -> Path:
-    """A tiny gpt-oss whose experts are codes and powers of two, and whose config says so."""
-    save_tiny("gpt_oss", folder, hidden_size=64)
-    tensors = load_file(folder / "model.safetensors")
-    generator = torch.Generator().manual_seed(5)
-    for name in [name for name in tensors if name.endswith(STACKS)]:
-        experts, inputs, outputs = tensors.pop(name).shape
-        codes = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
-        powers = torch.randint(119, 124, (experts, outputs, inputs // 32), generator=generator, dtype=torch.uint8)
-        tensors |= {f"{name}_blocks": codes, f"{name}_scales": powers}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_published(tmp_path_factory.mktemp("gpt_oss") / "base")
+    return save_published("gpt-oss", tmp_path_factory.mktemp("gpt_oss") / "base")
 
 
 def loaded(base: Path, default: str = "bf16") -> Any:
@@ -101,7 +87,7 @@ def test_a_rank_reads_the_rows_of_experts_that_it_owns(base: Path) -> None:
 def test_the_published_model_and_its_adapter_compute_as_in_transformers(default: str, base: Path, tmp_path: Path) -> None:
     model, told = loaded(base, default)
     tensors = {name.replace(".default.", "."): p.detach().contiguous() for name, p in adapters(model)}
-    with new_folder(tmp_path / "adapter") as made:
+    with REREAD_BY_PEFT, new_folder(tmp_path / "adapter") as made:
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         write_adapter(made, shapes, tensors.items(), model.peft_config["default"], spec_for(base))
     plain = published(base)
@@ -115,6 +101,21 @@ def test_the_published_model_and_its_adapter_compute_as_in_transformers(default:
     else:
         assert "came as MXFP4" in words
         assert "quantised again" in words
+
+
+def test_an_adapter_is_merged_into_the_values_of_the_published_experts(base: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(base, tmp_path / "adapter", target_modules=["q_proj"], model=published(base))
+    merge(base, adapter, tmp_path / "out", to="bf16")
+    merged = load_file(tmp_path / "out/model.safetensors")
+    exact = PeftModel.from_pretrained(published(base), str(adapter)).merge_and_unload().state_dict()
+    assert merged.keys() == exact.keys()
+    for name, tensor in merged.items():
+        assert torch.equal(tensor, exact[name].bfloat16()) or "q_proj" in name, name
+        assert torch.allclose(tensor.float(), exact[name], rtol=2**-8, atol=1e-6), name
+    assert (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).config.to_dict().get("quantization_config")
+        is None
+    )
 
 
 def test_samples_with_sinks_and_windows_are_packed(base: Path) -> None:

@@ -17,6 +17,7 @@ from ft_service.errors import SpecError
 from ft_service.plan.base import base_shape
 from ft_service.spec import JobSpec
 from tests.support.ranks import run_on_ranks
+from tests.support.training.checks import REREAD_BY_PEFT
 from tests.support.training.models import MIXED_IN_FAMILIES, spec_for
 from tests.support.training.parity import Step, reference_steps, relative_error, set_adapters, train_steps
 from tests.support.training.wrapped import WRAPPERS, save_wrapped
@@ -65,7 +66,7 @@ def loaded(folder: Path) -> PeftModel:
 def save_adapter(model: PeftModel, base: Path, folder: Path) -> dict[str, Tensor]:
     """Write the adapter as the worker does; its tensors."""
     tensors = {name.replace(".default.", "."): p.detach().contiguous() for name, p in adapters(model)}
-    with new_folder(folder) as made:
+    with REREAD_BY_PEFT, new_folder(folder) as made:
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         write_adapter(made, shapes, tensors.items(), model.peft_config["default"], spec_for(base))
     return tensors

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 
@@ -17,7 +19,9 @@ def settle_on_ranks(spec: JobSpec, device: torch.device, train: TokenSet) -> Set
     machine = _smallest(_machine(device))
     tokens = int(train.lengths.sum())
     lengths = Lengths(tokens, len(train), int(train.lengths.max(initial=0)))
-    return settle(spec, machine, lengths, world=dist.get_world_size())
+    world = dist.get_world_size()
+    nodes = world // int(os.environ.get("LOCAL_WORLD_SIZE", world // spec.distributed.nnodes or 1))
+    return settle(spec, machine, lengths, world=world, nodes=nodes)
 
 
 def _machine(device: torch.device) -> Machine:

@@ -68,9 +68,18 @@ def base_on_meta(path: str) -> PreTrainedModel:
     """The architecture that `path`/config.json describes, every tensor on meta. Code from the folder is never run.
 
     Of a base made of several models it is the published class with its text decoder alone. Raises SpecError for anything else
-    than a causal language model of transformers.
+    than a causal language model of transformers, and for values that no model can be built with.
     """
     config = _config(path)
+    try:
+        return _on_meta(config)
+    except SpecError:
+        raise
+    except Exception as error:  # architectures check their configs in many ways, or not at all
+        raise _unusable(path, error) from None
+
+
+def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     if getattr(config, "quantization_config", None) is not None:
         delattr(config, "quantization_config")  # the modules are those of a plain base; see `formats_of_base`
     text = config.get_text_config(decoder=True)
@@ -113,6 +122,17 @@ def _config(path: str) -> PreTrainedConfig:
         raise SpecError(
             f"The base in {path} has a config.json that transformers does not know: {error}", param="model"
         ) from None
+    except Exception as error:
+        raise _unusable(path, error) from None
+
+
+def _unusable(path: str, error: Exception) -> SpecError:
+    said = " ".join(str(error).split())[:300]
+    return SpecError(
+        f"The base in {path} has a config.json that makes no model ({type(error).__name__}: {said}). Compare it with the one "
+        "that the base was published with.",
+        param="model",
+    )
 
 
 def _require_text_decoder(config: PreTrainedConfig, text: PreTrainedConfig) -> None:

@@ -26,12 +26,11 @@ from ft_service.bases.origin import portable_name
 from ft_service.data.tokenizer_files import tokenizer_files
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Result
-from ft_service.rundir.evaluations import SERVED, Served
+from ft_service.rundir.evaluations import PROBES, SERVED, Probe, Probes, Served
 from ft_service.rundir.events import Event, Metrics
 from ft_service.rundir.fence import Fence
 from ft_service.rundir.manifest import MANIFEST
 from ft_service.rundir.model_card import describe_adapter
-from ft_service.rundir.probes import PROBES, Probe, Probes
 from ft_service.spec import JobSpec
 from workers.job.reread_adapter import WEIGHTS
 from workers.job.training_state import JobState

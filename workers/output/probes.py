@@ -10,7 +10,7 @@ from peft import PeftModel
 from torch import Tensor
 
 from ft_service.data.tokens.sample import Tokens
-from ft_service.rundir.probes import MOST_PROBES, MOST_TOKENS, Probe
+from ft_service.rundir.evaluations import MOST_PROBES, MOST_TOKENS, Probe
 from workers.layers.linear import LoraLinear
 from workers.layers.segment_attention import CURRENT
 from workers.ranks.sharding import reshard

@@ -73,6 +73,12 @@ class Adapters:
     def _load(self, files: PeftAdapter) -> Adapter:
         if files.replaced:
             raise SpecError(f"The adapter replaces whole weights ({next(iter(files.replaced))}), which is not served here.")
+        if files.config.target_parameters:
+            raise SpecError(
+                "The adapter changes stacks of experts (lora.target_parameters), which the preview does not put on: merge it "
+                "(ft merge), and name the merged model, or use PEFT.",
+                code="model_not_served",
+            )
         adapter: Adapter = {}
         for weight, module in files.weights().items():
             name = weight.removesuffix(".weight")

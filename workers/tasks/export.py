@@ -13,8 +13,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ft_service.bases.origin import licence_of, portable_name
 from ft_service.errors import FtError
+from ft_service.rundir.export_card import export_card
+from ft_service.rundir.exports import ExportFormat
 from ft_service.rundir.manifest import MANIFEST, Manifest, spec_beside
+from ft_service.rundir.model_card import CARD
 from ft_service.spec import JobSpec
 from workers.exports.gguf_file import Stored
 from workers.exports.to_gguf import export_adapter, export_model
@@ -33,12 +37,13 @@ def export(adapter: Path, out: Path, to: str, base: Path | None, samples: int) -
 
     Raises SpecError for what this form cannot hold, naming it, and for another base than the adapter's.
     """
-    if to in MERGED:
-        return merge_and_measure(adapter, out, MERGED[to], base, samples)
     manifest = Manifest.model_validate_json((adapter / MANIFEST).read_bytes())
     spec = spec_beside(adapter, manifest)
     with new_folder(out) as folder:
-        if to == "vllm":
+        if to in MERGED:
+            report = merge_and_measure(adapter, folder / "model", MERGED[to], base, samples)
+            _lift(folder / "model")
+        elif to == "vllm":
             report = _for_vllm(adapter, folder)
         elif to == "gguf-adapter":
             there = base or base_of_job(spec)
@@ -48,8 +53,24 @@ def export(adapter: Path, out: Path, to: str, base: Path | None, samples: int) -
             report = _gguf(spec, adapter, folder, GGUF[to], base, samples)
         report = {**report, "to": to}
         shutil.copy(adapter / MANIFEST, folder / "adapter_manifest.json")
+        write_card(folder, manifest, to, report, spec, adapter)
         (folder / FIDELITY).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return report
+
+
+def _lift(inner: Path) -> None:
+    """Move what is in a folder to where the folder is."""
+    for path in list(inner.iterdir()):
+        path.rename(inner.parent / path.name)
+    inner.rmdir()
+
+
+def write_card(folder: Path, manifest: Manifest, to: str, report: dict[str, Any], spec: JobSpec, adapter: Path) -> None:
+    """Write the model card; where the base lies elsewhere, its licence is not known."""
+    base = Path(spec.model.path)
+    name, licence = (portable_name(base, spec.model.name), licence_of(base)) if spec.model.path else (spec.model.name, None)
+    card = export_card(manifest, ExportFormat(to), report, adapter.parent, name, licence)
+    (folder / CARD).write_text(card, encoding="utf-8")
 
 
 def _for_vllm(adapter: Path, folder: Path) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from ft_service.rundir.manifest import MANIFEST, Manifest, base_files, base_of, 
 from ft_service.spec import JobSpec, PrecisionOptions
 from workers.base.load import Safetensors
 from workers.base.names import find_pieces
-from workers.base.stored import StoredBase as StoredBase
+from workers.base.plain_base import PlainBase
 from workers.exports.compressed import PACKED, SCALE, SHAPE, from_int4, group_of, layout, restore, to_fp8, to_int4
 from workers.layers.experts import experts_of
 from workers.model.adapted_experts import ExpertsUpdate, expected_shapes, updates_by_tensor
@@ -84,13 +84,8 @@ def _squared_norm(rows: Tensor) -> float:
 def merge(base: Path, adapter_folder: Path, out: Path, *, to: str, max_file_bytes: int = 5 * GIB) -> Rounding:
     """Write the merged model to the new folder `out`. Raises SpecError for an adapter that does not fit the base."""
     adapter, model = PeftAdapter(adapter_folder), base_on_meta(str(base))
-    with Safetensors(base) as tensors, new_folder(out) as folder:
-        if StoredBase.open(tensors, base).declared:
-            raise SpecError(
-                f"The base in {base} is stored quantised, and an adapter can only be merged into plain weights: "
-                "name the base that it was made of.",
-                param="base",
-            )
+    with Safetensors(base) as files_of_base, new_folder(out) as folder:
+        tensors = PlainBase(files_of_base, base)
         targets = Targets(base, model, tensors, adapter)
         stored = Stored(to, linears_of_layers(model, tensors, to) if to != "bf16" else set(), tensors)
         files = in_files([stored.unit(name) for name in tensors.names()], max_file_bytes)
@@ -108,7 +103,7 @@ def merge(base: Path, adapter_folder: Path, out: Path, *, to: str, max_file_byte
 class Targets:
     """The tensors of the base's files that an adapter changes: files may hold other names than the model has."""
 
-    def __init__(self, base: Path, model: PreTrainedModel, tensors: Safetensors, adapter: PeftAdapter) -> None:
+    def __init__(self, base: Path, model: PreTrainedModel, tensors: PlainBase, adapter: PeftAdapter) -> None:
         """Raises SpecError naming the first weight that the base does not hold, or holds in another shape."""
         self._stack_of = adapter.stacks(model)
         weights = {name: module for name, module in adapter.weights().items() if module not in self._stack_of}
@@ -130,7 +125,7 @@ class Targets:
             if tensors.shape(name) != shape:
                 raise SpecError(f"The adapter changes {name} of shape {shape}; {base} has {tensors.shape(name)}.", param="base")
 
-    def _of_stacks(self, model: PreTrainedModel, tensors: Safetensors) -> dict[str, Callable[[], ExpertsUpdate]]:
+    def _of_stacks(self, model: PreTrainedModel, tensors: PlainBase) -> dict[str, Callable[[], ExpertsUpdate]]:
         """Tensor → what the adapters on experts change in it."""
         pieces = find_pieces(model, self._stack_of.values(), tensors.names())
         updates: dict[str, Callable[[], ExpertsUpdate]] = {}
@@ -151,7 +146,7 @@ class Targets:
         return self.adapter.update(self.modules[name]) if name in self.modules else None
 
 
-def linears_of_layers(model: PreTrainedModel, tensors: Safetensors, to: str) -> set[str]:
+def linears_of_layers(model: PreTrainedModel, tensors: PlainBase, to: str) -> set[str]:
     """Weights of the linear layers inside the decoder layers. Raises SpecError where they cannot be stored quantised here."""
     layers = decoder_layers(model)
     if names_of_towers(model):
@@ -171,7 +166,7 @@ def linears_of_layers(model: PreTrainedModel, tensors: Safetensors, to: str) -> 
 class Stored:
     """How the merged weights are stored."""
 
-    def __init__(self, to: str, quantised: set[str], tensors: Safetensors) -> None:
+    def __init__(self, to: str, quantised: set[str], tensors: PlainBase) -> None:
         """`quantised`: tensors of the base that are not in bf16. Raises SpecError where no group of INT4 fits them."""
         self.to, self.quantised, self.tensors = to, quantised, tensors
         self.group = group_of(tensors.shape(name)[1] for name in quantised) if to == "int4" else 0
@@ -232,6 +227,8 @@ def _pieces(unit: tuple[TensorPlan, ...], stored: Stored, targets: Targets, roun
 def _write_config(base: Path, model: PreTrainedModel, folder: Path, stored: Stored) -> None:
     """The base's config, with the dtype and layout of what was written."""
     config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    for part in (config, config.get("text_config") or {}):
+        part.pop("quantization_config", None)  # what was quantised is written as the values that it stands for
     config.pop("torch_dtype", None)
     config["dtype"] = "bfloat16"
     if stored.quantised:

@@ -131,13 +131,17 @@ class AdapterWatch:
         self._steps = 0
 
     def after_step(self, learning_rate: float) -> None:
-        """Call after every optimizer step, on all ranks. Raises TrainingError if nothing has changed for too long."""
+        """Call after every optimizer step, on all ranks. Raises TrainingError if nothing has changed for too long.
+
+        The first step that changes anything says which adapters get no gradient.
+        """
         if learning_rate <= 0 or self._steps >= STEPS_UNTIL_CHANGE:
             return
         self._steps += 1
-        if self._steps < STEPS_UNTIL_CHANGE:
-            return
         changed = self._changed_anywhere()
+        if not any(changed) and self._steps < STEPS_UNTIL_CHANGE:
+            return
+        self._steps = STEPS_UNTIL_CHANGE
         unchanged = [name.removeprefix("base_model.model.") for name, it in zip(self._names, changed, strict=True) if not it]
         if any(changed) and unchanged:
             more = f" and {len(unchanged) - 3} more" if len(unchanged) > 3 else ""

@@ -99,5 +99,6 @@
   document.addEventListener("visibilitychange", () => { if (!document.hidden) tellTimes(); });
   tellTimes();
   tellChoice();
+  for (const here of $$(".side nav [aria-current], .tabs [aria-current]")) here.parentElement.scrollLeft = here.offsetLeft - here.parentElement.offsetLeft - 60;
   setInterval(tellTimes, 5000);
 })();

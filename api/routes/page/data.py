@@ -49,6 +49,20 @@ async def file_samples(request: Request, api: Api, file_id: str, model: str, aft
     return await _samples(request, api, f"/v1/files/{file_id}/samples", after, model=model)
 
 
+@router.get("/page/data/{file_id}/statistics")
+async def file_statistics(request: Request, api: Api, file_id: str, model: str) -> Response:
+    """The whole file in numbers, as a job on a base would see it; or which of its lines are at fault."""
+    try:
+        found = await api.get(f"/v1/files/{file_id}/statistics", model=model)
+    except ApiError as error:
+        return page(request, "statistics.html", found={"fault": error.message})
+    buckets = found["training"]["histogram"]
+    most = max((bucket["samples"] for bucket in buckets), default=0)
+    return page(
+        request, "statistics.html", found=found, bars=[bucket | {"share": bucket["samples"] / most} for bucket in buckets]
+    )
+
+
 @router.get("/page/jobs/{job_id}/samples")
 async def job_samples(request: Request, api: Api, job_id: str, file: str = "training", after: int = 0) -> Response:
     """As the job's model sees them."""
@@ -62,13 +76,13 @@ async def delete(request: Request, api: Api, file_id: str) -> Response:
 
 
 async def _samples(request: Request, api: InnerApi, path: str, after: int, **query: str) -> Response:
-    """A few samples; at the beginning with a histogram of many."""
+    """A few samples; of a job, at the beginning, with a histogram of many."""
     values: dict[str, Any] = {"after": after, "more": f"{request.url.path}?{urlencode(query)}&after=", "lengths": None}
     try:
-        found = await api.get(path, after=after, limit=_HISTOGRAM if not after else _SHOWN, **query)
+        found = await api.get(path, after=after, limit=_SHOWN if after or "model" in query else _HISTOGRAM, **query)
     except ApiError as error:
         return page(request, "samples.html", found={"fault": error.message}, **values)
-    if not after:
+    if not after and "model" not in query:  # the file's own page tells its statistics
         values["lengths"] = length_bars(found["data"])
         found["has_more"] = found["has_more"] or len(found["data"]) > _SHOWN
         found["data"] = found["data"][:_SHOWN]

@@ -33,6 +33,7 @@ TABS = (
     ("samples", "Samples"),
     ("answers", "Answers"),
     ("checkpoints", "Checkpoints"),
+    ("exports", "Exports"),
     ("events", "Events"),
 )
 
@@ -60,7 +61,7 @@ async def live_jobs(request: Request, api: Api, viewer: Visitor, services: Svc) 
 
 @router.get("/jobs/{job_id}")
 async def curves(request: Request, job_id: str, api: Api) -> Response:
-    return await _job_page(request, api, job_id, "job_curves.html", "", events=await _events(api, job_id, 12))
+    return await job_page(request, api, job_id, "job_curves.html", "", events=await _events(api, job_id, 12))
 
 
 @router.get("/jobs/{job_id}/logs")
@@ -71,7 +72,7 @@ async def logs(request: Request, job_id: str, api: Api, rank: int | None = None,
         if error.error.get("code") != "no_logs":
             raise
         text = ""
-    return await _job_page(request, api, job_id, "job_logs.html", "logs", text=text, rank=rank, chosen_attempt=attempt)
+    return await job_page(request, api, job_id, "job_logs.html", "logs", text=text, rank=rank, chosen_attempt=attempt)
 
 
 @router.get("/jobs/{job_id}/settings")
@@ -82,32 +83,35 @@ async def settings(request: Request, job_id: str, api: Api) -> Response:
     except ApiError as error:  # such as a base that is gone
         plan = {"fault": error.message}
     values = {"asked_text": yaml_text(body), "given": given_options(body), "plan": plan}
-    return await _job_page(request, api, job_id, "job_settings.html", "settings", **values)
+    return await job_page(request, api, job_id, "job_settings.html", "settings", **values)
 
 
 @router.get("/jobs/{job_id}/checkpoints")
 async def checkpoints(request: Request, job_id: str, api: Api) -> Response:
     found = await api.get(f"{JOBS}/{job_id}/checkpoints", limit=100)
-    return await _job_page(
+    return await job_page(
         request, api, job_id, "job_checkpoints.html", "checkpoints", checkpoints=found["data"], chat=await inference_of(api)
     )
 
 
 @router.get("/jobs/{job_id}/samples")
 async def samples(request: Request, job_id: str, api: Api, file: Literal["training", "validation"] = "training") -> Response:
-    return await _job_page(request, api, job_id, "job_samples.html", "samples", file=file)
+    return await job_page(request, api, job_id, "job_samples.html", "samples", file=file)
 
 
 @router.get("/jobs/{job_id}/answers")
 async def answers(request: Request, job_id: str, api: Api, step: int | None = None) -> Response:
     found = await _answers(api, job_id, step)
-    return await _job_page(request, api, job_id, "job_answers.html", "answers", answers=found)
+    return await job_page(request, api, job_id, "job_answers.html", "answers", answers=found)
 
 
 @router.get("/jobs/{job_id}/events")
-async def events(request: Request, job_id: str, api: Api, after: str | None = None) -> Response:
-    found = await api.get(f"{JOBS}/{job_id}/events", limit=100, after=after)
-    return await _job_page(request, api, job_id, "job_events.html", "events", events=found, first_page=after is None)
+async def events(
+    request: Request, job_id: str, api: Api, after: str | None = None, kind: Literal["message", "all"] = "message"
+) -> Response:
+    found = await api.get(f"{JOBS}/{job_id}/events", limit=100, after=after, type=None if kind == "all" else kind)
+    values = {"events": found, "first_page": after is None, "shown": kind}
+    return await job_page(request, api, job_id, "job_events.html", "events", **values)
 
 
 @router.get("/page/live/jobs/{job_id}")
@@ -127,7 +131,8 @@ async def act(request: Request, job_id: str, verb: str, api: Api) -> Response:
     return fragment(request, "job_head.html", **await _head(api, await api.post(f"{JOBS}/{job_id}/{verb}")))
 
 
-async def _job_page(request: Request, api: InnerApi, job_id: str, template: str, tab: str, **values: Any) -> Response:
+async def job_page(request: Request, api: InnerApi, job_id: str, template: str, tab: str, **values: Any) -> Response:
+    """A job's page with one of its tabs."""
     job = await api.get(f"{JOBS}/{job_id}")
     ranks = job["distributed"]["nproc_per_node"] * job["distributed"]["nnodes"]
     return page(request, template, **await _head(api, job) | {"tabs": TABS, "tab": tab, "ranks": ranks, "seen": ""} | values)

@@ -33,4 +33,5 @@ FAMILY = Family(
         r"\.shared_experts\.w3\.": ".shared_experts.up_proj.",
         r"\.gate\.bias$": ".gate.e_score_correction_bias",
     },
+    other_layers=("o_a_proj",),
 )

@@ -17,6 +17,8 @@ class Family:
     """Regex on a tensor's name in the files → what the model has there. Tensors of one name then follow each other by rows."""
     parameters: tuple[str, ...] = ()
     """Last names of parameters that are buffers in other families."""
+    other_layers: tuple[str, ...] = ()
+    """Last names of matrices that multiply otherwise than a linear layer's: neither adapted nor quantised."""
     not_adapted: Mapping[str, str] = field(default_factory=dict[str, str])
     """Last name of linear layers that cannot have an adapter → why."""
 

@@ -98,7 +98,7 @@ def show(
     if as_json:
         print_json(asdict(page))
     else:
-        show_page(Console(highlight=False), page, ids=ids)
+        show_page(Console(highlight=False, emoji=False), page, ids=ids)
 
 
 @app.command()

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ft_service.cli.jobs.naming import JobId, reaching
-from ft_service.cli.output import Json, print_json
+from ft_service.cli.output import Json, is_terminal, print_json, say
 
 
 def register(app: typer.Typer) -> None:
@@ -27,6 +27,8 @@ def download(
         if checkpoint is None:
             client.download_adapter(found, target)
         else:
+            if is_terminal():
+                say(f"The server makes the adapter of step {checkpoint} when it is first asked for: that may take a minute.")
             client.download_checkpoint(found, checkpoint, target)
     if as_json:
         print_json({"id": found, "adapter": str(target.absolute())})

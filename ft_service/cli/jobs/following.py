@@ -59,10 +59,10 @@ def watch_job(client: Client, job_id: str, as_json: bool) -> int:
         if as_json:
             job = _follow_as_json(client, job_id)
         else:
-            with display_for(Console(highlight=False)) as display:
+            with display_for(Console(highlight=False, emoji=False)) as display:
                 job = _follow_on(display, client, job_id)
     except KeyboardInterrupt:
-        return complain(f"the job goes on. Watch it again: ft watch {job_id} · stop it: ft cancel {job_id}", INTERRUPTED)
+        return complain(f"the job goes on.\nWatch it again: ft watch {job_id}\nStop it: ft cancel {job_id}", INTERRUPTED)
     return _outcome(job, quiet=as_json)
 
 
@@ -109,7 +109,7 @@ def _outcome(job: RemoteJob, *, quiet: bool) -> int:
     if job.paused:
         return complain(f"{job.id} is paused. Let it go on: ft resume {job.id}", STOPPED)
     if job.status == State.CANCELLED:
-        return complain(f"{job.id} was cancelled.", 1)
+        return complain(f"{job.id} was {job.stopped_text or 'cancelled'}.", 1)
     first, *more = (job.error_text or "no reason was given").splitlines()
     told = f"{first} The whole reason is above." if more and not quiet else job.error_text or first
     return complain(f"{job.id} has failed: {told}", 1)

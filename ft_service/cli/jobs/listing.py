@@ -24,6 +24,7 @@ from ft_service.client.client import Client
 from ft_service.client.progress import clock
 from ft_service.errors import FtError
 from ft_service.plan.text import bytes_text
+from ft_service.sweeps.asked import values_text
 
 _SHORT = 8
 """Letters of an id that a terminal shows: enough to name it by."""
@@ -71,6 +72,8 @@ def get(job_id: JobId, as_json: Json = False) -> None:
             ("suffix", job.suffix),
             ("status", job.state_text),
             ("error", job.error_text),
+            ("stopped", job.stopped_text),
+            ("sweep", f"{job.sweep['id']}: {values_text(job.sweep['values'])}" if job.sweep else None),
             ("pending reason", job.pending_reason if job.status != "queued" else None),
             ("model", job.model),
             ("tuned model", job.fine_tuned_model),
@@ -155,9 +158,9 @@ def _short_file(file_id: str) -> str:
 
 
 def _note(job: RemoteJob) -> str | None:
-    """Why a job failed, or waits."""
-    if job.error_text or job.pending_reason:
-        return " ".join((job.error_text or job.pending_reason or "").split())
+    """Why a job failed, waits or was stopped."""
+    if why := job.error_text or job.pending_reason or job.stopped_text:
+        return " ".join(why.split())
     text = job.waiting_text
     return text.removeprefix("queued: ") if text and text != "queued" else None
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ft_service.cli.jobs.naming import SEARCHED, JobId, find_job, reaching
-from ft_service.cli.output import Json, connect, print_json
+from ft_service.cli.output import Json, connect, print_json, sentence
 from ft_service.client.answers import RemoteFile, RemoteJob
 from ft_service.client.client import Client
 from ft_service.errors import SpecError
@@ -38,7 +38,8 @@ def pause(job_id: JobId, as_json: Json = False) -> None:
     if as_json or job.status != State.RUNNING:
         _show(job, as_json)
     else:
-        print(f"{job.id}: will be paused as soon as it has written a checkpoint. Let it go on: ft resume {job.id}")
+        print(sentence(f"{job.id} will be paused as soon as it has written a checkpoint."))
+        print(f"Let it go on: ft resume {job.id}")
 
 
 def resume(job_id: JobId, nproc_per_node: Ranks = None, as_json: Json = False) -> None:
@@ -96,4 +97,4 @@ def _show(job: RemoteJob, as_json: bool) -> None:
     if as_json:
         print_json(job.model_dump())
     else:
-        print(f"{job.id}: {job.state_text}")
+        print(sentence(f"{job.id} is {job.state_text}"))

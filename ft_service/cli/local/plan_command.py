@@ -14,9 +14,11 @@ from ft_service.cli.local.data import DataFound, examine_data
 from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import Json, print_fields, print_json, print_table
 from ft_service.errors import SpecError
+from ft_service.host.hardware import gpu_count
 from ft_service.ids import new_id
 from ft_service.local.spec_file import load_spec_file, resolve_spec_file
 from ft_service.plan.job import Plan, bounded, plan_job, training_time
+from ft_service.plan.lengths import Lengths
 from ft_service.plan.machines import MACHINES, Machine, find_machine, this_host
 from ft_service.plan.quantities import duration_text
 from ft_service.plan.text import memory_table, modules_table, verdict_lines, work_lines
@@ -64,12 +66,37 @@ def plan(
     its_plan = plan_job(resolved, machine, data.lengths, to_train=False)
     examples = data.statistics.items if data.statistics else data.reports["training_file"].examples
     duration = training_time(its_plan, resolved, examples)
+    largest = _largest(resolved, machine, data.lengths, examples)
     if as_json:
         counts = {param: report.counts and asdict(report.counts) for param, report in data.reports.items()}
-        print_json(its_plan.as_dict() | {"time": duration, "data": counts})
+        more = {} if largest is None else {"largest": largest[0].as_dict() | {"ranks": largest[1], "time": largest[2]}}
+        print_json(its_plan.as_dict() | {"time": duration, "data": counts} | more)
     else:
         _show(its_plan, machine, duration)
         _show_data(data, resolved)
+        if largest is not None:
+            _show_largest(*largest, resolved.world_size)
+
+
+def _largest(
+    spec: JobSpec, machine: Machine, lengths: Lengths | None, examples: int
+) -> tuple[Plan, int, dict[str, Any]] | None:
+    """The plan on the most ranks that the job may have, their number and the time; None: it has one number of ranks. Raises
+    SpecError."""
+    options = spec.distributed
+    if options.max_nnodes is None and options.max_nproc_per_node is None:
+        return None
+    most = spec.shapes(options.max_nnodes or options.nnodes, options.max_nproc_per_node or 64, gpu_count())[0]
+    there = spec.on(*most)
+    plan = plan_job(there, machine, lengths, to_train=False)
+    return plan, there.world_size, training_time(plan, there, examples)
+
+
+def _show_largest(plan: Plan, ranks: int, duration: dict[str, Any], fewest: int) -> None:
+    print(f"\nAll this is for the fewest ranks, {fewest}. On the most, {ranks}:")
+    for line in verdict_lines(plan):
+        print(line)
+    _show_time(duration)
 
 
 def parse_size(text: str) -> int:

@@ -20,6 +20,7 @@ from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import Json, complain, print_json
 from ft_service.control.tracking.door import refuse_without_server
 from ft_service.errors import SpecError
+from ft_service.host.hardware import default_slots, gpu_count
 from ft_service.ids import new_id
 from ft_service.local.parent import prepare_local
 from ft_service.local.run import run_local, wait_begun
@@ -75,11 +76,11 @@ def run(
     folder = (run_dir or settings.runs_dir / job_id).absolute()
     if node is not None and node.index:
         wait_begun(folder)  # its id and its seed are drawn on host 0
-    resolved = resolve_for(loaded, settings, folder, job_id)
+    resolved = _with_ranks_of_this_host(resolve_for(loaded, settings, folder, job_id))
     admitted = admit(resolved, data_bytes=loaded.training_file.bytes)
     if resolved.parent is not None and not RunDir(folder).list(ATTEMPTS):  # one that has begun has its own checkpoints
         prepare_local(resolved.parent)
-    with display_for(Console(highlight=False, stderr=as_json)) as display:
+    with display_for(Console(highlight=False, emoji=False, stderr=as_json)) as display:
         display.status("starting")
         for level, message in admitted.told:
             display.message(level, message, time.time())
@@ -118,7 +119,12 @@ def _time_limit(seconds: int | None) -> Iterator[threading.Event]:
 
 def _node(request: JobRequest, run_dir: Path | None, rank: int, endpoint: str, address: str) -> Node | None:
     """The number of this host in the job. None: the job has one host. Raises SpecError for options that do not fit the job."""
-    nodes = request.distributed.nnodes
+    nodes, most = request.distributed.nnodes, request.distributed.max_nnodes
+    if most is not None:
+        raise SpecError(
+            f"distributed.nnodes = '{nodes}:{most}': `ft run` runs on the hosts on which it is called. Give their number.",
+            param="distributed.nnodes",
+        )
     if nodes == 1:
         if rank or endpoint or address:
             message = "--node-rank, --rdzv-endpoint and --address are for jobs with distributed.nnodes above 1. Leave them out."
@@ -136,6 +142,15 @@ def _node(request: JobRequest, run_dir: Path | None, rank: int, endpoint: str, a
             param="distributed.nnodes",
         )
     return Node(rank, endpoint, address, concludes=rank == 0)
+
+
+def _with_ranks_of_this_host(spec: JobSpec) -> JobSpec:
+    """A spec with a range of ranks, on as many of them as this host has."""
+    if spec.distributed.max_nproc_per_node is None:
+        return spec
+    fewest = spec.world_size // spec.distributed.nnodes
+    nodes, ranks = spec.shapes(spec.distributed.nnodes, max(fewest, default_slots()), gpu_count())[0]
+    return spec.on(nodes, ranks)
 
 
 def resolve_for(loaded: SpecFile, settings: Settings, folder: Path, job_id: str) -> JobSpec:

@@ -14,12 +14,13 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from ft_service import logs
 from ft_service.control.tracking.orders import Orders
-from ft_service.control.tracking.sender import LEASE_SECONDS, Sender
-from ft_service.control.tracking.wandb_run import Account, WandbRun
+from ft_service.control.tracking.points import RunDescription
+from ft_service.control.tracking.sender import LEASE_SECONDS, Run, RunError, Sender
 from ft_service.errors import UnavailableError
 from ft_service.host.lifetime import die_with_parent
 from ft_service.store.sql import open_store
@@ -39,8 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     logs.configure(orders.log_level, orders.log_format)
     shutil.rmtree(orders.folder, ignore_errors=True)
     orders.folder.mkdir(mode=0o700, parents=True)
-    account = Account(orders.base_url, orders.api_key, orders.folder, orders.transmit_seconds)
-    sender = Sender(open_store(orders.database_url), lambda run: WandbRun(account, run), owner)
+    sender = Sender(open_store(orders.database_url), partial(_open, orders), owner)
     try:
         return _send(sender, orders.turn_seconds)
     except UnavailableError as error:
@@ -49,6 +49,23 @@ def main(arguments: Sequence[str]) -> int:
     finally:
         _end_children()
         shutil.rmtree(orders.folder, ignore_errors=True)
+
+
+def _open(orders: Orders, run: RunDescription) -> Run:
+    """A run of the kind that the job asks for. Its package is imported when the first is. Raises RunError."""
+    if run.kind == "mlflow":
+        if orders.mlflow_tracking_uri is None:
+            raise RunError("the server has no FT_MLFLOW_TRACKING_URI any more", clean=True)
+        from ft_service.control.tracking.mlflow_run import MlflowAccount, MlflowRun
+
+        own = MlflowAccount(orders.mlflow_tracking_uri, orders.mlflow_token, orders.transmit_seconds)
+        own.enter()
+        return MlflowRun(own, run)
+    if orders.api_key is None:
+        raise RunError("the server has no FT_WANDB_API_KEY any more", clean=True)
+    from ft_service.control.tracking.wandb_run import Account, WandbRun
+
+    return WandbRun(Account(orders.base_url, orders.api_key, orders.folder, orders.transmit_seconds), run)
 
 
 def _send(sender: Sender, turn_seconds: float) -> int:

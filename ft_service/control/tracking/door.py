@@ -12,31 +12,43 @@ WRITER = "tensorboardX"
 _LEAVE_OUT = "or leave integrations out: the metrics are in the job's events and in its result file too"
 
 
-def installed(package: str = "wandb") -> bool:
-    """Whether W&B's SDK, or another package, is there. It is not imported."""
+NAMES = {"wandb": "Weights & Biases", "mlflow": "MLflow"}
+"""Type of an integration that the server sends to → what people call it."""
+_SETTING = {"wandb": "FT_WANDB_API_KEY", "mlflow": "FT_MLFLOW_TRACKING_URI"}
+
+
+def configured(settings: Settings) -> list[str]:
+    """Types of integrations that the settings name."""
+    given = {"wandb": settings.wandb_api_key, "mlflow": settings.mlflow_tracking_uri}
+    return [kind for kind, value in given.items() if value is not None]
+
+
+def installed(package: str) -> bool:
+    """Whether a package is there: W&B's and MLflow's are called as the type is. It is not imported."""
     return find_spec(package) is not None
 
 
 def refuse_unless_possible(request: JobRequest, settings: Settings) -> None:
     """Raises SpecError with what to set or to install if this server cannot do what a job's integrations ask for."""
-    if request.integrated("wandb"):
-        _refuse_wandb(settings)
+    for kind in NAMES:
+        if request.integrated(kind):
+            _refuse_unless_sent(kind, settings)
     if settings.launcher == "local":  # a cluster's workers have packages of their own
         refuse_without_writer(request)
 
 
-def _refuse_wandb(settings: Settings) -> None:
-    if settings.wandb_api_key is None:
-        raise _refusal(f"this server has no key for Weights & Biases. Set FT_WANDB_API_KEY where it runs, {_LEAVE_OUT}.")
-    if not installed():
-        raise _refusal(
-            f"the server's package for Weights & Biases is missing. Install it (pip install 'ft-service[wandb]'), {_LEAVE_OUT}."
-        )
+def _refuse_unless_sent(kind: str, settings: Settings) -> None:
+    if kind not in configured(settings):
+        what = "key for Weights & Biases" if kind == "wandb" else "address of an MLflow server"
+        raise _refusal(f"this server has no {what}. Set {_SETTING[kind]} where it runs, {_LEAVE_OUT}.")
+    if not installed(kind):
+        install = f"Install it (pip install 'ft-service[{kind}]'), {_LEAVE_OUT}."
+        raise _refusal(f"the server's package for {NAMES[kind]} is missing. {install}")
 
 
 def refuse_without_server(request: JobRequest) -> None:
     """Raises SpecError: what trains without a server has nobody to send metrics."""
-    if request.integrated("wandb"):
+    if any(request.integrated(kind) for kind in NAMES):
         raise _refusal(
             "without a server nobody sends metrics. Submit the job to one (ft submit), or leave integrations out: the metrics "
             "are in metrics.csv of the run directory."

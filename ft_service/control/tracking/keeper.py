@@ -1,4 +1,4 @@
-"""Keeps the process that sends metrics to Weights & Biases (ft_service/tracking), as long as there are jobs that ask for it."""
+"""Keeps the process that sends metrics elsewhere (ft_service/tracking), as long as there are jobs that ask for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 
-from ft_service.control.tracking.door import installed
+from ft_service.control.tracking.door import NAMES, configured, installed
 from ft_service.control.tracking.orders import Orders, environment, sdk_folder
 from ft_service.errors import UnavailableError
 from ft_service.meters import Meters
@@ -27,11 +27,11 @@ GRACE_SECONDS = 5.0
 
 
 def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event) -> None:
-    """Until `stop` is set. Without a key there is nothing to do, and no job to do it for."""
-    if settings.wandb_api_key is None:
-        return
-    if not installed():
-        log.warning("FT_WANDB_API_KEY is set, and the package for W&B is missing: pip install 'ft-service[wandb]'")
+    """Until `stop` is set. Where nothing is configured there is nothing to do, and no job to do it for."""
+    for kind in configured(settings):
+        if not installed(kind):
+            log.warning("the package for %s is missing: pip install 'ft-service[%s]'", NAMES[kind], kind)
+    if not any(installed(kind) for kind in configured(settings)):
         return
     keeper = Keeper(settings, store)
     while not stop.is_set():

@@ -21,7 +21,10 @@ class Orders(BaseModel):
 
     database_url: str
     base_url: str
-    api_key: str
+    api_key: str | None
+    """Of W&B; None: nothing is sent there."""
+    mlflow_tracking_uri: str | None
+    mlflow_token: str | None
     folder: Path
     """Of this process's own; what is there goes."""
     turn_seconds: float
@@ -33,12 +36,14 @@ class Orders(BaseModel):
 
     @classmethod
     def of(cls, settings: Settings) -> Orders:
-        """For a server that has a key. Raises OSError if FT_DATABASE_URL_FILE cannot be read."""
-        assert settings.wandb_api_key is not None
+        """For a server that sends somewhere. Raises OSError if FT_DATABASE_URL_FILE cannot be read."""
+        key, token = settings.wandb_api_key, settings.mlflow_token
         return cls(
             database_url=settings.resolved_database_url(),
             base_url=settings.wandb_base_url,
-            api_key=settings.wandb_api_key.get_secret_value(),
+            api_key=key.get_secret_value() if key else None,
+            mlflow_tracking_uri=settings.mlflow_tracking_uri,
+            mlflow_token=token.get_secret_value() if token else None,
             folder=sdk_folder(settings),
             turn_seconds=TURN_SECONDS,
             transmit_seconds=TRANSMIT_SECONDS,
@@ -55,6 +60,6 @@ def sdk_folder(settings: Settings) -> Path:
 def environment(inherited: Mapping[str, str], folder: Path) -> dict[str, str]:
     """Of the process. W&B's SDK takes nothing from whoever started the server, writes to `folder` alone, and reports to nobody
     how it is used."""
-    ours = {name: value for name, value in without_secrets(inherited).items() if not name.startswith("WANDB_")}
+    ours = {name: value for name, value in without_secrets(inherited).items() if not name.startswith(("WANDB_", "MLFLOW_"))}
     folders = {f"WANDB_{kind}_DIR": str(folder) for kind in ("CACHE", "CONFIG", "DATA")}
     return {**ours, **folders, "WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ft_service.jobs.states import TERMINAL, Job, State
 from ft_service.rundir.events import Metrics
-from ft_service.spec import Integration, JobSpec
+from ft_service.spec import Integration, JobSpec, Wandb
 from ft_service.store.records import JobIntegration
 
 FIRST_RETRY_SECONDS = 5.0
@@ -26,11 +27,13 @@ _EXIT_CODE = {State.SUCCEEDED: 0, State.FAILED: 1, State.CANCELLED: 255}
 
 @dataclass(frozen=True, kw_only=True)
 class RunDescription:
-    """A run of W&B's."""
+    """A run elsewhere."""
 
+    kind: Literal["wandb", "mlflow"] = "wandb"
     id: str
     """Decided by the job alone, so that whoever goes on goes on in the same run."""
     project: str
+    """Of MLflow the experiment."""
     entity: str | None
     name: str | None
     """This and the rest: None for a run that was begun before, since somebody may have changed it there."""
@@ -53,17 +56,19 @@ def exit_code(job: Job) -> int:
 
 
 def describe(integration: JobIntegration, job: Job) -> RunDescription:
-    wandb = Integration.model_validate(integration.settings).wandb
-    assert wandb is not None, "only those of W&B are sent"
+    asked = Integration.model_validate(integration.settings)
+    own = asked.sent
+    assert own is not None, "only what is sent has a row"
     spec = job.spec
     begun = integration.url is not None
     return RunDescription(
+        kind=asked.type,
         id=job.id if integration.number == 0 else f"{job.id}-{integration.number}",
-        project=wandb.project,
-        entity=wandb.entity,
-        name=None if begun else wandb.name or job.id,
+        project=own.project if isinstance(own, Wandb) else own.experiment,
+        entity=own.entity if isinstance(own, Wandb) else None,
+        name=None if begun else own.name or job.id,
         group=None if begun else job.sweep_id,
-        tags=None if begun else _tags(wandb.tags, spec),
+        tags=None if begun else _tags(own.tags, spec),
         config=None if begun else config(job, spec),
     )
 
@@ -84,6 +89,14 @@ def config(job: Job, spec: JobSpec) -> dict[str, Any]:
         },
         **({"dpo": spec.dpo.model_dump(mode="json")} if spec.dpo else {}),
     }
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Options by dotted name, as text."""
+    found: dict[str, str] = {}
+    for name, value in config.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": str(value)}
+    return found
 
 
 def point(metrics: Metrics, time: float) -> dict[str, float]:

@@ -26,7 +26,7 @@ CHECK_SECONDS = 300.0
 
 
 class Run(Protocol):
-    """An open run elsewhere (wandb_run.WandbRun). What it cannot do it raises as a RunError."""
+    """An open run elsewhere (wandb_run.WandbRun, mlflow_run.MlflowRun). What it cannot do it raises as a RunError."""
 
     url: str
     next_step: int
@@ -38,7 +38,7 @@ class Run(Protocol):
 
 
 class RunError(Exception):
-    """W&B did not do what was asked; the message says why, without the key. `clean`: other runs go on as they were."""
+    """The tracker did not do what was asked; the message says why, without the key. `clean`: other runs go on as they were."""
 
     def __init__(self, message: str, *, clean: bool = False) -> None:
         super().__init__(message)
@@ -139,7 +139,7 @@ class Sender:
     def _open(self, held: _Held, job: Job) -> Run:
         integration = held.integration
         held.run = run = self._open_run(describe(integration, job))
-        told = [] if run.url == integration.url else [NewEvent(level="info", message=f"W&B run: {run.url}")]
+        told = [] if run.url == integration.url else [NewEvent(level="info", message=f"{_label(integration)} run: {run.url}")]
         if not self._store.begin_integration(integration, self._owner, run.url, told):
             self.broken = True
         held.integration = replace(integration, url=run.url)
@@ -176,7 +176,7 @@ class Sender:
     def _fail(self, key: tuple[str, int], held: _Held, job: Job, error: RunError) -> None:
         seconds_over = self._store.now() - job.finished_at if job.finished_at else 0.0
         retry = retry_after(held.integration.tries + 1, seconds_over)
-        log.warning("W&B, try %d: %s", held.integration.tries + 1, error)
+        log.warning("%s, try %d: %s", _label(held.integration), held.integration.tries + 1, error)
         self._store.end_integration(
             held.integration, self._owner, _told(held.integration, error, retry), error=str(error), retry_seconds=retry
         )
@@ -187,8 +187,19 @@ class Sender:
 
 def _told(integration: JobIntegration, error: RunError, retry: float | None) -> list[NewEvent]:
     if retry is None:
-        return [NewEvent(level="warn", message=f"W&B: not all metrics are there, and it is not tried any more: {error}")]
+        return [
+            NewEvent(
+                level="warn", message=f"{_label(integration)}: not all metrics are there, and it is not tried any more: {error}"
+            )
+        ]
     if integration.error is not None:
         return []
-    message = f"W&B does not take the job's metrics now: {error}. It is tried again; training goes on without it."
+    message = (
+        f"{_label(integration)} does not take the job's metrics now: {error}. It is tried again; training goes on without it."
+    )
     return [NewEvent(level="warn", message=message)]
+
+
+def _label(integration: JobIntegration) -> str:
+    """What an integration's tracker is called in events."""
+    return {"mlflow": "MLflow"}.get(str(integration.settings.get("type")), "W&B")

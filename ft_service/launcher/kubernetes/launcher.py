@@ -113,7 +113,7 @@ class KubernetesLauncher:
 
     @property
     def hosts(self) -> Mapping[str, Host]:
-        return {self.host: Host(slots=self.slots)}
+        return {self.host: Host(slots=self.slots, counts=self._profile.queue is None)}
 
     @property
     def away_seconds(self) -> float:
@@ -124,7 +124,9 @@ class KubernetesLauncher:
         if start is None or attempt.has_exit():
             return
         reads = visible_reads(spec, self._site.files, self._profile) if spec is not None else ()
-        shape = AttemptShape(attempt.job_id, attempt.number, start.nodes, start.world_size // start.nodes, reads)
+        shape = AttemptShape(
+            attempt.job_id, attempt.number, start.nodes, start.world_size // start.nodes, reads, start.priority
+        )
         try:
             if (job := self._create_job(shape)) is not None:
                 self._complete(attempt, job)

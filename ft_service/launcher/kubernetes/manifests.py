@@ -61,6 +61,8 @@ class AttemptShape:
     ranks_per_node: int
     reads: tuple[Path, ...] = ()
     """Files and folders that the job names, as its pods are to see them (`volumes.reads_of`)."""
+    priority: int = 0
+    """The job's."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,8 @@ def job_manifest(attempt: AttemptShape, profile: PodProfile, site: Site) -> Mani
     if profile.queue is not None:
         spec["suspend"] = True  # Kueue unsuspends it
         metadata["labels"][QUEUE_NAME] = profile.queue
-        if profile.queue_priority_class is not None:
-            metadata["labels"]["kueue.x-k8s.io/priority-class"] = profile.queue_priority_class
+        if (priority_class := profile.queue_class_of(attempt.priority)) is not None:
+            metadata["labels"]["kueue.x-k8s.io/priority-class"] = priority_class
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
 
 
@@ -201,7 +203,7 @@ def _pod(name: str, attempt: AttemptShape, profile: PodProfile, site: Site) -> M
         "nodeSelector": profile.node_selector,
         "tolerations": profile.tolerations,
         "affinity": profile.affinity,
-        "priorityClassName": profile.priority_class,
+        "priorityClassName": profile.class_of(attempt.priority),
         "runtimeClassName": profile.runtime_class,
     }
     return pod | {key: value for key, value in optional.items() if value}

@@ -7,6 +7,7 @@ a pod's manifest.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
@@ -93,6 +94,11 @@ class PodProfile(Strict):
     """Kueue's LocalQueue: Jobs are created suspended, and Kueue admits them. None: this service counts its slots."""
     queue_priority_class: str | None = None
     """Kueue's WorkloadPriorityClass; ignored without `queue`."""
+    queue_priority_classes: dict[int, str] = Field(default_factory=dict)
+    """A job's priority → Kueue's WorkloadPriorityClass: that of the highest number which is not above the job's. Lower ones get
+    `queue_priority_class`. Empty: Kueue is told of no priority, and whoever asks for one is told so. Only with `queue`."""
+    priority_classes: dict[int, Name] = Field(default_factory=dict)
+    """The same for the pods' PriorityClass; lower ones get `priority_class`."""
 
     @model_validator(mode="after")
     def _unique_names(self) -> PodProfile:
@@ -107,6 +113,14 @@ class PodProfile(Strict):
         given = self.limits.get("memory")
         return None if given is None else _bytes(given)
 
+    def class_of(self, priority: int) -> str | None:
+        """The pods' PriorityClass for a job of this priority."""
+        return _class_of(priority, self.priority_classes) or self.priority_class
+
+    def queue_class_of(self, priority: int) -> str | None:
+        """Kueue's WorkloadPriorityClass for it."""
+        return _class_of(priority, self.queue_priority_classes) or self.queue_priority_class
+
     def mounts(self, path: Path) -> bool:
         """Whether a volume of the operator's holds this path."""
         mounted = [PurePosixPath(str(mount.get("mountPath"))) for mount in self.volume_mounts]
@@ -117,6 +131,10 @@ class PodProfile(Strict):
         whole = [source.get("secretRef", {}).get("name") for source in self.env_from]
         single = [entry.get("valueFrom", {}).get("secretKeyRef", {}).get("name") for entry in self.env]
         return {str(name) for name in (*whole, *single) if name}
+
+
+def _class_of(priority: int, classes: Mapping[int, str]) -> str | None:
+    return classes[max(known)] if (known := [number for number in classes if number <= priority]) else None
 
 
 def _bytes(quantity: str | int) -> int:

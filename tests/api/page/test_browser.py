@@ -32,7 +32,7 @@ from tests.support.page.browser import (
 )
 from tests.support.page.place import Place
 from tests.support.page.seeded import DATA, NOW, seed_checkpoints, seed_files, seed_job, seed_log, seed_steps
-from tests.support.page.teams import evaluation_messages, seed_evaluation, seed_messages, seed_use
+from tests.support.page.teams import evaluation_messages, seed_evaluation, seed_messages, seed_sweep, seed_use
 
 HOSTILE = (
     '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>',
@@ -114,7 +114,10 @@ def test_the_life_of_a_job(driver: webdriver.Chrome, place: Place, downloads: Pa
     place.succeed(job, 2)
     until(lambda: "Succeeded" in text_of(driver, "#job-head .state"))
 
-    # Checkpoints, what comes of it, and beside another job
+    # Its samples as the model sees them; checkpoints, what comes of it, and beside another job
+    click(driver, ".tabs a[href$='/samples']")
+    assert '{"intent"' in text_of(driver, ".sample .tokens")
+    driver.back()
     click(driver, "#job-head .verbs a[href$='/adapter']")
     archive = until(lambda: next(downloads.glob("*.tar"), None))
     with tarfile.open(archive) as members:
@@ -161,14 +164,15 @@ def hostile_views(place: Place) -> list[str]:
     project = place.store.create_project(name=HOSTILE[0], organization="local", limits=Limits(bases=HOSTILE)).id
     key, _ = place.store.create_key(project_id=project, name=HOSTILE[0], scope="user")
     seed_use(place.store, project, key.id, 9, 1.0)
+    sweep = seed_sweep(place.settings, place.store, place.holder, asked)
     first, second = (job.id for job in jobs)
     tabs = ("", "/logs", "/settings", "/checkpoints", "/events", "/answers")
     return [
-        *("/jobs", "/jobs?metadata=%3Cscript%3E%3D1", "/models", "/keys", "/data", f"/data/{files['train']}", "/compare"),
+        *("/jobs?metadata=%3Cscript%3E%3D1", "/jobs", "/models", "/keys", "/data", f"/data/{files['train']}", "/compare"),
         *(f"/jobs/{first}{tab}" for tab in tabs),
         *(f"/jobs/{done.id}", f"/jobs/{done.id}/answers", "/projects", f"/projects/{project}", "/usage", "/changes"),
         *(f"/new?again={first}", f"/compare?job={first}&job={second}", "/jobs/ftjob-%3Cimg%20onerror%3D1%3E"),
-        *("/try?model=tiny-llama&beside=tiny-llama", "/try?model=%3Cimg%20onerror%3D1%3E"),
+        *("/sweeps", f"/sweeps/{sweep}", "/try?model=tiny-llama&beside=tiny-llama", "/try?model=%3Cimg%20onerror%3D1%3E"),
     ]
 
 
@@ -261,7 +265,7 @@ def test_files_are_dropped_and_refused_ones_say_why(driver: webdriver.Chrome, pl
     until(lambda: "picture.png" in text_of(driver, "#toasts"))
     drop(driver, "[data-drop]", {"more.jsonl": "{}", "and more.jsonl": "{}"})
     until(lambda: Select(find(driver, "#validation_file")).first_selected_option.text.startswith(("more", "and more")))
-    until(lambda: len(Select(find(driver, "#validation_file")).options) == len(place.store.list_files("default").data) + 1)
+    until(lambda: "and more.jsonl" in text_of(driver, "#training_file") and "\nmore.jsonl" in text_of(driver, "#training_file"))
 
 
 def test_models_keys_and_projects_by_click(driver: webdriver.Chrome, place: Place, downloads: Path) -> None:

@@ -41,7 +41,7 @@ def test_what_the_form_has_no_field_for_goes_through_it_unchanged() -> None:
 def test_openais_hyperparameters_become_the_forms_own_fields() -> None:
     fields = job_form.fields_of({"method": {"supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": "auto"}}}})
     assert fields["training.n_epochs"] == "2"
-    assert "training.batch_size" not in fields
+    assert fields["training.batch_size"] == "auto", "which is another than the default"
     assert job_form.fields_of({"hyperparameters": {"learning_rate_multiplier": 2}})["training.learning_rate"] == "0.0004"
 
 
@@ -187,3 +187,19 @@ def test_samples_are_drawn_by_role_and_their_text_is_text() -> None:
         assert text in body
     assert "no &lt;i&gt;" in body
     assert 'hx-get="/more?after=4"' in body
+
+
+def test_a_file_in_numbers_names_the_lines_to_look_at() -> None:
+    request = Request({"type": "http", "method": "GET", "path": "/", "query_string": b"", "headers": [], "server": ("h", 1)})
+    spread = {"least": 3, "mean": 5.0, "median": 5, "p90": 8, "p99": 9, "most": 9}
+    none, cut = {"count": 0, "first": []}, {"count": 3, "first": [2, 7]}
+    file = {"word": "line", "samples": 40, "tokens": 200, "targets": 50, "lengths": spread, "cut": cut}
+    file |= dict.fromkeys(("dropped", "duplicates", "near_empty"), none)
+    bars = [{"begin": 3, "end": 9, "samples": 40, "share": 1.0}]
+    body = rendered(request, "statistics.html", found={"training": file, "warnings": ["<b>"]}, bars=bars).body
+    assert "25.0 %" in body
+    assert "3<small> line 2, 7 …" in body
+    assert "Doubles" not in body
+    assert "&lt;b&gt;" in body
+    refused = rendered(request, "statistics.html", found={"fault": "a.jsonl, line 3: <i>"}).body
+    assert "line 3: &lt;i&gt;" in refused

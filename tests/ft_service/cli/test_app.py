@@ -20,7 +20,9 @@ COMMANDS = {
     "data",
     *("version", "serve", "run", "submit", "jobs", "get", "watch", "logs"),
     *(
+        *("agent", "agents", "eval", "sweep"),
         "audit",
+        "pull",
         "projects",
         "export",
         "chat",
@@ -46,6 +48,11 @@ COMMANDS = {
         "migrate",
         "open",
         "reconcile",
+        "agent",
+        "agents",
+        "eval",
+        "pull",
+        "sweep",
     ),
 }
 
@@ -111,7 +118,7 @@ def test_without_a_server_the_line_says_how_to_start_one(ft: Ft) -> None:
 def test_the_module_runs_as_the_command_does(home: Path) -> None:
     ended = subprocess.run([sys.executable, "-m", "ft_service.cli", "get"], capture_output=True, text=True, check=False)
     assert ended.returncode == 64
-    assert ended.stderr == "ft: Missing argument 'ID'.\n"
+    assert ended.stderr == "ft: Missing argument 'ID'. What it takes: ft get -h\n"
 
 
 def test_the_command_line_starts_without_torch_or_a_web_framework(home: Path) -> None:

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import io
+import sys
 
+import pytest
 from rich.console import Console
 
 from ft_service.cli.display import BarDisplay, LineDisplay, display_for
+from ft_service.cli.output import complain, print_table
 from ft_service.rundir.events import Metrics
 
 
@@ -61,3 +64,28 @@ def test_lines_repeat_neither_a_status_nor_a_step() -> None:
         "step 1/2 · loss 1.000",
         "a message that is longer than the console is wide stays one line",
     ]
+
+
+def test_names_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "ft:tiny:local:two:abc [bold]"
+    print_table(("MODEL",), [(name,)])
+    with display_for(Console(file=sys.stdout, emoji=False, highlight=False)) as display:
+        display.message("info", name, 0.0)
+    table, line = capsys.readouterr().out.splitlines()[1:]
+    assert table.strip() == name, "`:two:` is no picture"
+    assert line.endswith(name)
+
+
+def test_sentences_break_between_words_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", "30")
+    said = "Port 8000 is in use by another program. Stop that one."
+    for stream, lines in ((Screen(), 3), (io.StringIO(), 1)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert complain(said, 64) == 64
+        written = stream.getvalue()
+        assert len(written.splitlines()) == lines
+        assert " ".join(written.split()) == f"ft: {said}"

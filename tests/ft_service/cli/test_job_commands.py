@@ -125,7 +125,7 @@ def test_rm_removes_a_file_or_a_tuned_model_and_asks_first(ft: Ft, server: StubS
     assert json.loads(ft("rm", "last", "--yes", "--json").out) == {"id": TUNED, "deleted": True}
     assert server.requests[-1].method == "DELETE"
     server.jobs["ftjob-1"].update(status="running", fine_tuned_model=None)
-    assert "Job ftjob-1 is running and has no tuned model to remove." in ft("rm", "last", "--yes").err
+    assert "Job ftjob-1 has no tuned model to remove (running)." in ft("rm", "last", "--yes").err
 
 
 def test_errors_are_json_where_output_is(ft: Ft, server: StubServer, tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from ft_service.jobs.curves import Curves, thinned
+import math
+from array import array
+
+from ft_service.jobs.curves import Curves, kept_places
 
 
 def test_a_step_is_its_newest_attempts() -> None:
@@ -32,11 +35,21 @@ def test_what_was_not_measured_is_left_out() -> None:
 
 
 def test_fewer_points_keep_ends_and_extremes() -> None:
-    points = [(place, float(place % 7)) for place in range(10_000)]
-    points[4321], points[8765] = (4321, 99.0), (8765, -99.0)
-    few = thinned(points, 1000)
+    values = array("d", [float(place % 7) for place in range(10_000)])
+    values[4321], values[8765], values[17] = 99.0, -99.0, math.inf
+    few = kept_places(values, 1000)
     assert len(few) <= 1000
-    assert (few[0], few[-1]) == (points[0], points[-1])
-    assert {points[4321], points[8765]} <= set(few)
-    assert list(few) == sorted(few)
-    assert thinned(points[:4], 4) == points[:4]
+    assert (few[0], few[-1]) == (0, 9999)
+    assert {4321, 8765, 17} <= set(few)
+    assert list(few) == sorted(set(few))
+    assert list(kept_places(values[:4], 4)) == [0, 1, 2, 3]
+
+
+def test_fewer_points_of_a_series_with_gaps() -> None:
+    values = array("d", [place if place % 3 == 0 else math.nan for place in range(300)])
+    values[150] = -5.0
+    few = kept_places(values, 20)
+    assert len(few) <= 20
+    assert all(place % 3 == 0 for place in few)
+    assert {0, 150, 297} <= set(few)
+    assert list(kept_places(array("d", [math.nan]), 20)) == []

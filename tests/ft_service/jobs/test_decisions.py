@@ -28,7 +28,7 @@ from ft_service.jobs.decisions import (
     signalled,
     validated,
 )
-from ft_service.jobs.line import Waiting
+from ft_service.jobs.line import Shape, Waiting
 from ft_service.jobs.reasons import ERROR_CODE, RETRY, USER_TEXT, Reason
 from ft_service.jobs.states import TERMINAL, Absent, Ended, Halt, Job, Observation, Phase, Running, State, Unknown
 from ft_service.jobs.verbs import Verb, request
@@ -520,3 +520,30 @@ def test_a_job_without_time_left_is_not_started_again() -> None:
     action = decide(job, Absent(), NOW)
     assert isinstance(action, Become)
     assert action.job.reason is Reason.TIME_LIMIT
+
+
+def test_a_job_of_any_size_waits_with_the_fewest_ranks_and_runs_with_what_it_got() -> None:
+    shapes = (Shape(2, 4), Shape(1, 4), Shape(1, 2))
+    waits = training(state=State.QUEUED, phase=None, slots=2, nodes=1, shapes=shapes)
+    runs = placed(waits, "agents", Shape(2, 4))
+    assert (runs.slots, runs.nodes, runs.host) == (8, 2, "agents")
+    ended = decide(replace(runs, phase=Phase.TRAINING, left_seconds=10.0), STOPPED, NOW)
+    assert isinstance(ended, Become)
+    assert (ended.job.state, ended.job.slots, ended.job.nodes) == (State.QUEUED, 2, 1)
+    assert ended.job.left_seconds == 40.0, "a quarter of the ranks takes four times as long"
+    fixed = placed(replace(waits, shapes=()), "h", Shape(1, 2))
+    assert (fixed.slots, fixed.nodes) == (2, 1)
+    assert request(replace(waits, state=State.PAUSED, desired=Desired.PAUSE), Verb.RESUME, NOW, 3).shapes == ()
+
+
+def test_a_job_leaves_a_drained_host_once_and_is_no_failure() -> None:
+    job = training()
+    leaves = decide(job, Running(reported=True, leaving="Its host a is drained"), NOW)
+    assert isinstance(leaves, Become)
+    assert leaves.job.halt is Halt.DRAINED
+    assert leaves.job.wish is Desired.PAUSE
+    told = decide(leaves.job, Running(reported=True, leaving="Its host a is drained"), NOW)
+    assert isinstance(told, Signal)
+    rest = decide(replace(leaves.job, signalled=leaves.job.generation), STOPPED, NOW)
+    assert isinstance(rest, Become)
+    assert (rest.job.state, rest.job.halt, rest.job.failures) == (State.QUEUED, None, 0)

@@ -3,13 +3,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_service.jobs.forecast import forecast
-from ft_service.jobs.line import HALF_LIFE_SECONDS, Holding, Host, Line, Share, Waiting, accrued, remembered
+from ft_service.jobs.line import HALF_LIFE_SECONDS, Holding, Host, Line, Shape, Share, Waiting, accrued, remembered
 from ft_service.jobs.queue import Room, displaced, next_start
 
 NOW = 1_000_000.0
@@ -283,3 +284,94 @@ def test_who_has_just_begun_or_makes_room_already_is_not_displaced() -> None:
     assert found == (head, [old])
     assert displaced(line(head, holdings=(replace(old, halting=True), young)), after_seconds=0.0) is None
     assert displaced(line(head, holdings=(replace(old, priority=5), young)), after_seconds=60.0) is None
+
+
+# Several hosts ----------------------------------------------------------------------------------------------------------------
+
+
+def fleet(waiting: list[Waiting], holdings: tuple[Holding, ...] = (), **hosts: Host) -> Line:
+    return Line(now=NOW, hosts=hosts, waiting=waiting, holdings=holdings, shares={})
+
+
+def agent(slots: int, kind: str = "H100", memory: int | None = 80, **values: object) -> Host:
+    return Host(slots=slots, place="agents", kind=kind, memory=memory, **values)  # type: ignore[arg-type]
+
+
+def test_a_job_starts_where_its_ranks_fit_and_the_fullest_host_first() -> None:
+    hosts = {"large": agent(8), "part": agent(8), "small": agent(8, "L4", 24), "cpu": agent(8, "cpu", 100, shared_memory=True)}
+    busy = (running("r", 5, host="part"),)
+
+    def where(**values: Any) -> str | None:
+        start = next_start(fleet([job("x", **values)], busy, **hosts))
+        return start and start.hosts[0]
+
+    assert where(slots=2, memory=60) == "part"
+    assert where(slots=4, memory=60) == "large"
+    assert where(slots=8, memory=12, host="cpu") == "cpu"
+    assert where(slots=8, memory=20, host="cpu") is None, "its ranks share the memory"
+    assert where(slots=8, memory=20) == "large"
+    assert where(slots=2, memory=99) is None
+    reason = forecast(fleet([job("x", slots=2, memory=99 * 2**30)], busy, **hosts))["x"].reason
+    assert reason == "Each of its ranks needs 99.0 GiB, and no host that answers now has so much for one."
+    assert where(slots=2, host="agents", memory=20) == "part"
+    assert where(slots=2, host="elsewhere") is None
+
+
+def test_the_nodes_of_a_job_are_on_hosts_of_their_own_of_one_kind() -> None:
+    two = job("two", slots=8, nodes=2)
+    start = next_start(fleet([two], a=agent(4), b=agent(4, "L4"), c=agent(4)))
+    assert start is not None
+    assert (start.hosts, start.on_each) == (("a", "c"), 4)
+    mixed = fleet([two], a=agent(4), b=agent(4, "L4"), c=agent(3))
+    assert next_start(mixed) is None
+    assert forecast(mixed)["two"].reason == "It needs 4 slots on each of 2 hosts of one kind, and no host has so many now."
+    pod = next_start(Line(now=NOW, hosts={"h": Host(slots=8)}, waiting=[two], holdings=[]))
+    assert pod is not None
+    assert (pod.hosts, pod.on_each) == (("h",), 8)
+
+
+def test_both_hosts_are_kept_for_a_head_of_two_nodes() -> None:
+    head = job("head", slots=8, nodes=2, priority=1)
+    hosts = {"a": agent(4), "b": agent(4), "c": agent(4, "L4")}
+    busy = (running("r", 4, host="a", ends_in=100.0),)
+    later = [head, job("long", 1, slots=4, seconds=500.0), job("short", 2, slots=4, seconds=50.0)]
+    start = next_start(fleet(later, busy, **hosts))
+    assert start is not None
+    assert (start.job.id, start.hosts) == ("long", ("c",)), "where the head does not go there is room"
+    only_two = {name: host for name, host in hosts.items() if name != "c"}
+    start = next_start(fleet(later, busy, **only_two))
+    assert start is not None
+    assert (start.job.id, start.hosts) == ("short", ("b",)), "over before the head's estimated start"
+    assert forecast(fleet(later, busy, **only_two))["head"].starts_at == NOW + 100.0
+
+
+def test_room_for_two_nodes_is_made_on_two_hosts() -> None:
+    head = job("head", slots=4, nodes=2, priority=9)
+    hosts = {"a": agent(2), "b": agent(2), "c": agent(2)}
+    busy = tuple(running(f"r-{name}", 2, host=name, movable=True, priority=p) for name, p in (("a", 9), ("b", 0), ("c", 1)))
+    found = displaced(fleet([head], busy, **hosts), after_seconds=0.0)
+    assert found is not None
+    assert [holding.id for holding in found[1]] == ["r-b", "r-c"]
+
+
+@pytest.mark.parametrize(("free", "gets"), [(8, 8), (7, 6), (3, 2), (1, None)])
+def test_a_job_of_any_size_gets_as_many_ranks_as_are_free(free: int, gets: int | None) -> None:
+    elastic = job("x", slots=2, seconds=80.0, shapes=(Shape(1, 8), Shape(1, 6), Shape(1, 2)))
+    start = next_start(line(elastic, total=8, holdings=(running("r", 8 - free),) if free < 8 else ()))
+    assert (start and start.shape.ranks) == gets
+    assert start is None or start.seconds == pytest.approx(160.0 / (gets or 1))
+
+
+def test_a_job_of_any_size_takes_no_more_than_its_project_may_and_the_head_can_spare() -> None:
+    shapes = (Shape(1, 4), Shape(1, 2))
+    start = next_start(line(job("x", slots=2, shapes=shapes), total=8, a=Share(max_slots=3)))
+    assert start is not None
+    assert start.shape == Shape(1, 2)
+    head = job("head", slots=6, priority=1)
+    long = job("x", 1, slots=2, shapes=shapes, seconds=9e9)
+    start = next_start(line(head, long, total=8, holdings=(running("r", 4),)))
+    assert start is not None
+    assert (start.job.id, start.shape) == ("x", Shape(1, 2)), "four would delay the head"
+    whose = next_start(fleet([long], h=Host(slots=8, counts=False)))
+    assert whose is not None
+    assert whose.shape == Shape(1, 2), "where a cluster counts it gets the fewest"

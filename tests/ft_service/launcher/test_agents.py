@@ -22,7 +22,7 @@ from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Start
 from ft_service.spec import BaseModelRef, DistributedOptions
-from ft_service.store.fleet.hosts import HostRow
+from ft_service.store.fleet.hosts import HostRow, NodeRow
 from ft_service.store.sql import Store, open_store
 from tests.support.attempts import all_processes, family, gone, kill_leftovers, signal_all, starts, wait_for
 from tests.support.programs import agent as program
@@ -67,10 +67,10 @@ def joined(store: Store, *hosts: str) -> bool:
     return {host.host for host in store.list_hosts() if host.silent_seconds < 1} >= set(hosts)
 
 
-def submit(store: Store, folder: Path, job_id: str = "ftjob-1", nodes: int = 1, **more: object) -> RunDir:
+def submit(store: Store, folder: Path, job_id: str = "ftjob-1", nodes: int = 1) -> RunDir:
     base = BaseModelRef(name="tiny", path=str(folder))
     options = DistributedOptions(nnodes=nodes, nproc_per_node=2)
-    add_job(store, job_id, slots=2 * nodes, nodes=nodes, model=base, distributed=options, **more)
+    add_job(store, job_id, slots=2 * nodes, nodes=nodes, model=base, distributed=options)
     return RunDir(folder / "runs" / job_id)
 
 
@@ -180,7 +180,12 @@ def test_nodes_on_two_hosts_meet_where_the_first_says(
     wait_for(lambda: joined(store, "a", "b"))
     run = submit(store, tmp_path, nodes=2)
     trains(reconciler, store)
-    nodes = wait_for(lambda: (n := store.nodes_of("ftjob-1", 1)) and all(x.state == "running" for x in n) and n)
+
+    def run_on_both() -> list[NodeRow] | None:
+        found = store.nodes_of("ftjob-1", 1)
+        return found if [node.state for node in found] == ["running", "running"] else None
+
+    nodes = wait_for(run_on_both)
     assert [(node.node, node.host) for node in nodes] == [(0, "a"), (1, "b")]
     assert nodes[0].endpoint is not None
     shares = [Attempt(run, 1).node(index, 2) for index in range(2)]

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import text
 
 from ft_service.jobs.states import Job, State
-from ft_service.rundir.probes import PROBES, Probe, Probes
+from ft_service.rundir.evaluations import PROBES, Probe, Probes
 from ft_service.serving.handoff import Handoff
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places

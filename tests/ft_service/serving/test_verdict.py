@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ft_service.rundir.probes import Probe
+from ft_service.rundir.evaluations import Probe
 from ft_service.serving.verdict import judge
 
 TUNED, BASE = [-0.1, -0.2, -0.1], [-2.0, -3.0, -2.5]

@@ -10,6 +10,7 @@ from ft_service.errors import SpecError
 from ft_service.spec import (
     LEARNING_RATE,
     NOT_YET,
+    AdapterRef,
     BaseModelRef,
     DataFileRef,
     DpoOptions,
@@ -22,7 +23,7 @@ from ft_service.spec import (
 BODY: dict[str, Any] = {"model": "tiny", "training_file": "file-1"}
 
 
-def resolved(gpus: int = 0, **more: Any) -> JobSpec:
+def resolved(gpus: int = 0, parent: AdapterRef | None = None, **more: Any) -> JobSpec:
     return resolve(
         parse_request(BODY | more),
         job_id="ftjob-abc",
@@ -32,6 +33,7 @@ def resolved(gpus: int = 0, **more: Any) -> JobSpec:
         validation_data=None,
         seed=99,
         gpus=gpus,
+        parent=parent,
     )
 
 
@@ -281,3 +283,12 @@ def test_preference_pairs_have_rates_and_epochs_of_their_own() -> None:
 def test_a_section_of_another_method_is_refused() -> None:
     with pytest.raises(SpecError, match=r"method\.dpo is given and method\.type is 'supervised'"):
         parse_request({**BODY, "method": {"dpo": {"hyperparameters": {"beta": 0.1}}}})
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_shared_experts_are_meant_by_all_linear_unless_a_parent_or_dropout_is_against_it(before: bool) -> None:
+    parent = AdapterRef(name="ft:before", job_id="ftjob-0", path="/runs/0", shared_experts=before)
+    assert resolved().shared_experts
+    assert not resolved(lora={"lora_dropout": 0.1}).shared_experts
+    assert resolved(parent=parent).shared_experts == before
+    assert resolved(parent=parent, lora={"lora_dropout": 0.1}).shared_experts == before

@@ -55,12 +55,13 @@ def test_a_spec_of_before_means_what_it_meant() -> None:
     }
     distributed = {**DOCUMENT["distributed"], "replicate": 1, "activation_checkpointing": "none", "compile": False}
     older = {**DOCUMENT, "training": {**training, "per_device_train_batch_size": 4}, "distributed": distributed}
-    del older["chosen"]
+    del older["chosen"], older["shared_experts"]
     parsed = StoredSpec(older).parsed
     options = parsed.distributed
     assert (options.replicate, options.activation_checkpointing, options.compile) == (1, "none", False)
     assert (parsed.training.per_device_train_batch_size, parsed.training.tokens_per_micro_batch) == (4, "auto")
     assert (parsed.precision.format, parsed.chosen) == ("bf16", {})
+    assert not parsed.shared_experts, "all-linear means the modules that it began with"
 
 
 def test_a_job_on_a_tuned_model_keeps_its_format_where_that_is_left_to_be_chosen() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from ft_service.errors import ConflictError, NotFoundError, SpecError
 from ft_service.ids import new_id
+from ft_service.jobs.line import Shape
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Halt, Job, Phase, State
 from ft_service.jobs.verbs import Verb
@@ -27,6 +28,7 @@ def test_every_field_comes_back(store):
         signalled=3,
         priority=-4,
         slots=5,
+        shapes=(Shape(2, 8), Shape(1, 5)),
         host="h",
         attempt=6,
         failures=7,

@@ -27,35 +27,37 @@ from ft_service.serving.preview import WORKER
 from tests.support.page.browser import attribute, browsing, find, press, sized, until
 from tests.support.page.place import Place
 from tests.support.page.seeded import DATA, seed_all
-from tests.support.page.teams import seed_teams
+from tests.support.page.teams import seed_host, seed_sweep, seed_teams
 
 ROOT = Path(__file__).parents[3]
 WIDTHS = {"wide": 1600, "narrow": 360}
 THEMES = ("light", "dark")
-COLOURS = 96
+COLOURS = 200
 """Of a picture: a page has few, and a small file loads fast."""
-READING = "Reading the file"
-"""What stands where samples are still to come."""
+READING = ("Reading the file", "Counting")
+"""What stands where samples and statistics are still to come."""
 _SETTLED_SECONDS = 1.5
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, help="a run directory that this program has trained before")
+    parser.add_argument("--only", nargs="+", default=[], help="names of views")
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "docs/pictures")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as home:
         run = options.run or _trained(Path(home) / "trained")
-        place = Place(Path(home), preview_command=WORKER)
+        place = Place(Path(home), preview_command=WORKER, moves=False)
         try:
-            made = seed_all(place.settings, place.store, place.holder)
+            made = seed_all(place.settings, place.store, place.holder, seed_sweep)
             for part in ("adapter", EVALUATIONS):
                 there = place.settings.runs_dir / made["succeeded"] / part
                 shutil.copytree(run / part, there, dirs_exist_ok=True)
-            made |= seed_teams(place.store)
+            made |= seed_teams(place.store, place.holder.key_id)
+            seed_host(place.store, made["running"])
             with browsing(Path(home)) as driver:
-                _take_all(driver, place, made, options.folder)
+                _take_all(driver, place, made, options.folder, options.only)
         finally:
             place.close()
 
@@ -75,14 +77,16 @@ def _trained(folder: Path) -> Path:
     return folder / "run"
 
 
-def _take_all(driver: webdriver.Chrome, place: Place, made: dict[str, str], folder: Path) -> None:
+def _take_all(driver: webdriver.Chrome, place: Place, made: dict[str, str], folder: Path, only: list[str]) -> None:
     driver.get(f"{place.url}/sign-in")
     _take(driver, folder, "sign-in")
     find(driver, "#key").send_keys(place.key, Keys.ENTER)
     until(lambda: driver.current_url.endswith("/jobs"))
     for name, path in views(made).items():
+        if only and name not in only:
+            continue
         driver.get(place.url + path)
-        until(lambda: READING not in attribute(driver, "main", "textContent"))
+        until(lambda: not any(text in attribute(driver, "main", "textContent") for text in READING), seconds=120)
         if name == "try":
             _talk(driver)
         _take(driver, folder, name)
@@ -112,6 +116,8 @@ def views(made: dict[str, str]) -> dict[str, str]:
         "events": f"/jobs/{done}/events",
         "new-job": f"/new?again={done}",
         "compare": "/compare?" + "&".join(f"job={made[name]}" for name in compared),
+        "sweep": f"/sweeps/{made['sweep']}",
+        "sweeps": "/sweeps",
         "models": "/models",
         "data": "/data",
         "file": f"/data/{made['file train']}",
@@ -132,8 +138,16 @@ def _take(driver: webdriver.Chrome, folder: Path, name: str) -> None:
             time.sleep(_SETTLED_SECONDS)
             taken = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})["data"]
             with Image.open(io.BytesIO(base64.b64decode(taken))) as picture:
-                small = picture.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+                small = _of_few_colours(picture.convert("RGB"))
             small.save(folder / f"{name}-{size}-{theme}.png", optimize=True)
+
+
+def _of_few_colours(picture: Image.Image) -> Image.Image:
+    """Its most frequent colours as they are, and the nearest of them for every other one."""
+    counted = picture.getcolors(picture.width * picture.height) or []
+    palette = Image.new("P", (1, 1))
+    palette.putpalette([part for _, colour in sorted(counted, reverse=True)[:COLOURS] for part in colour])  # type: ignore[union-attr]
+    return picture.quantize(palette=palette, dither=Image.Dither.NONE)
 
 
 if __name__ == "__main__":

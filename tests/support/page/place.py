@@ -43,6 +43,8 @@ class Place:
 
     home: Path
     preview_command: Sequence[str] = PLAYED
+    moves: bool = True
+    """False: jobs stay as they are."""
     settings: Settings = field(init=False)
     store: Store = field(init=False)
     key: str = field(init=False)
@@ -99,7 +101,8 @@ class Place:
     def _move(self) -> None:
         check = lambda job, examiner, tell: Checked()  # noqa: E731
         reconciler = Reconciler(self.store, self.launcher, Places(self.home), check=check, idle_seconds=0.05)
-        reconciler.run(self._stop_moving)
+        if self.moves:
+            reconciler.run(self._stop_moving)
 
     # What a job's workers would do
 

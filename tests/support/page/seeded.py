@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def seed_files(settings: Settings, store: Store, project: str) -> dict[str, str]
             filename=path.name,
             purpose="fine-tune",
             bytes=len(body),
-            sha256="0" * 64,
+            sha256=hashlib.sha256(body).hexdigest(),
             created_at=0.0,
         )
         (settings.files_dir / file.id).write_bytes(body)
@@ -121,6 +122,14 @@ def seed_steps(
         connection.execute(insert(events), rows)
 
 
+def seed_event(store: Store, job: Job, message: str, metrics: Mapping[str, Any]) -> None:
+    """One more step that a job reports now."""
+    row = {"id": new_id("ftevent-"), "project_id": job.project_id, "job_id": job.id, "created_at": time.time(), "level": "info"}
+    own = {"attempt": job.attempt, "segment": metrics["step"], "line": 0, "message": message, "metrics": dict(metrics)}
+    with store.writing() as connection:
+        connection.execute(insert(events), [row | own])
+
+
 def seed_checkpoints(settings: Settings, store: Store, job: Job, steps: Sequence[int]) -> None:
     run = Places.of(settings).run(job.id)
     for step in steps:
@@ -138,9 +147,13 @@ def seed_log(settings: Settings, job: Job, lines: Sequence[str], rank: int = 0) 
     (folder / "stdout.log").write_text("\n".join(lines) + "\n")
 
 
-def seed_all(settings: Settings, store: Store, holder: Principal) -> dict[str, str]:
-    """One job of each kind, and a few more. Returns what it is → id."""
+def seed_all(
+    settings: Settings, store: Store, holder: Principal, sweep: Callable[[Settings, Store, Principal, dict[str, Any]], str]
+) -> dict[str, str]:
+    """A sweep, made by `sweep` from a body; one job of each kind, and a few more. Returns what it is → id."""
     files = seed_files(settings, store, holder.project_id)
+    swept = {"model": "tiny-llama", "training_file": files["train"], "metadata": {"name": "how fast to learn"}}
+    ids = {"sweep": sweep(settings, store, holder, swept)}
     body = {
         "model": "tiny-llama",
         "training_file": files["train"],
@@ -207,4 +220,5 @@ def seed_all(settings: Settings, store: Store, holder: Principal) -> dict[str, s
     made["queued"] = job("support tone", {"priority": 3}, state="queued", queued_at=NOW - 60)
     job("support tone, more data", {}, state="queued", queued_at=NOW - 50)
     names = {f"{name} model": str(one.spec.tuned_name) for name, one in made.items()}
-    return {name: one.id for name, one in made.items()} | names | {f"file {name}": file_id for name, file_id in files.items()}
+    ids |= {name: one.id for name, one in made.items()}
+    return ids | names | {f"file {name}": file_id for name, file_id in files.items()}

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sqlalchemy import insert, update
 
+from ft_service.bases.catalogue import Catalogue
+from ft_service.control.sweeps.admission import create_sweep
 from ft_service.ids import new_id
 from ft_service.jobs.states import Job
 from ft_service.rundir.evaluations import Answered, Evaluation, evaluation_key
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
-from ft_service.store.records import Limits
+from ft_service.store.records import Limits, Principal
 from ft_service.store.sql import Store
-from ft_service.store.tables import events, projects
+from ft_service.store.sweeps.tables import sweeps
+from ft_service.store.tables import events, jobs, projects, slots
 from ft_service.store.tenants.audit import Actor, acting
 from ft_service.store.tenants.usage import DAY_SECONDS, add_use
 from tests.support.page.seeded import NOW
@@ -32,8 +36,13 @@ def seed_use(store: Store, project: str, key_id: str, days: int, scale: float, s
                 add_use(connection, project, key_id, moment, jobs=noise.randint(1, 6), **amounts)
 
 
-def seed_teams(store: Store, organization: str = "local") -> dict[str, str]:
-    """Two more projects with limits, keys and use. Returns their names → ids."""
+def seed_teams(store: Store, admin: str, organization: str = "local") -> dict[str, str]:
+    """Two more projects with limits, keys and use, made by the key `admin`. Returns their names → ids."""
+    with acting(Actor(admin, "10.0.3.17")):
+        return _seed_teams(store, organization)
+
+
+def _seed_teams(store: Store, organization: str) -> dict[str, str]:
     found = {}
     for number, (name, limits) in enumerate(
         {
@@ -53,10 +62,40 @@ def seed_teams(store: Store, organization: str = "local") -> dict[str, str]:
         with store.writing() as connection:
             used = {"used": 3600.0 * (9 - 6 * number), "used_at": NOW}
             connection.execute(update(projects).where(projects.c.id == project.id).values(**used))
-    with acting(Actor(None, "10.0.3.17")):
-        old, _ = store.create_key(project_id="default", name="laptop of before", scope="submit")
-        store.revoke_key("default", old.id)
+    old, _ = store.create_key(project_id="default", name="laptop of before", scope="submit")
+    store.revoke_key("default", old.id)
     return found
+
+
+def seed_host(store: Store, job_id: str) -> None:
+    """A host of one slot, which a job holds: whoever is queued waits for it."""
+    store.tell_host("h", 1)
+    with store.writing() as connection:
+        connection.execute(insert(slots).values(host="h", slot=0, job_id=job_id, project_id="default", attempt=1))
+
+
+def seed_sweep(settings: Settings, store: Store, holder: Principal, body: Mapping[str, Any]) -> str:
+    """A sweep over learning rates that is over: three jobs to their end, one stopped on the way. Returns its id."""
+    rates = (1e-4, 3e-4, 1e-3, 3e-3)
+    asked = {**body, "validation_file": body["training_file"], "sweep": {"training.learning_rate": list(rates)}}
+    catalogue = Catalogue.from_settings(settings)
+    sweep = create_sweep(asked, principal=holder, store=store, settings=settings, catalogue=catalogue, sweep_id=None)
+    made = store.jobs_of_sweeps([sweep.id])[sweep.id]
+    with store.writing() as connection:
+        ended = {"finished_at": NOW - 3000, "created_at": NOW - 5400, "best_job": made[2].id}
+        connection.execute(update(sweeps).where(sweeps.c.id == sweep.id).values(**ended))
+        for number, job in enumerate(made):
+            loss, step = (0.61, 0.44, 0.37, 0.92)[number], 75 if number == 3 else 300
+            course = {"step": step, "total_steps": 300, "valid_loss": loss, "best_loss": loss, "best_step": step, "rungs": {}}
+            over = {
+                "state": "succeeded",
+                "reason": "succeeded",
+                "attempt": 1,
+                "created_at": NOW - 5400,
+                "finished_at": NOW - 3000,
+            }
+            connection.execute(update(jobs).where(jobs.c.id == job.id).values(**over, sweep_course=course, looked_at=NOW + 1e9))
+    return sweep.id
 
 
 def seed_messages(store: Store, job: Job, messages: Sequence[str]) -> None:

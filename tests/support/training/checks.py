@@ -42,7 +42,7 @@ CHANGE = 1e-2
 """What an adapter changes in a logit, at least."""
 
 
-_REREAD_BY_ITS_READER = patch("workers.output.export._check_in_fresh_process")
+REREAD_BY_PEFT = patch("workers.output.export._check_in_fresh_process")
 """A process that reads the adapter again takes longer than all the rest; here the published class reads it."""
 
 
@@ -146,7 +146,7 @@ def _sizes(folder: Path) -> dict[str, Any]:
 
 def measure(rank: int, world: int, specs: Mapping[str, JobSpec], out: str | None) -> dict[str, OnRank]:
     """A step of each job on this rank. `out`: where to write the adapters that it starts with, and to tell the logits."""
-    with _REREAD_BY_ITS_READER:
+    with REREAD_BY_PEFT:
         return {name: _measure(rank, world, name, spec, out) for name, spec in specs.items()}
 
 
@@ -164,7 +164,7 @@ def check_here(folder: Path, work: Path) -> Found:
     load(built.peft_model, folder, seed=spec.seed, compute_dtype=torch.float32, device=CPU)
     set_adapters(built.peft_model)
     built.peft_model.train()
-    with _REREAD_BY_ITS_READER:
+    with REREAD_BY_PEFT:
         ours = _step(0, 1, spec, built, work / "adapter")
     return Found(**_sizes(folder), **against_published(folder, work / "adapter", ours), packed=ours.packed)
 
@@ -278,7 +278,7 @@ def attempts(rank: int, world: int, root: str, names: Iterable[str], attempt: in
             start = Start(job_id="ftjob-test", attempt=attempt, world_size=world, generation=1, checkpoint=checkpoint)
             run.write(f"attempts/{attempt}/start.json", start)
         torch.distributed.barrier()
-        with _REREAD_BY_ITS_READER:
+        with REREAD_BY_PEFT:
             outcome = attempt_on_rank(rank, world, str(run.root), attempt)
         assert outcome.kind == "succeeded", (name, outcome)
 

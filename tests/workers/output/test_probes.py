@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ft_service.data.tokens.sample import Tokens
-from ft_service.rundir.probes import MOST_PROBES, MOST_TOKENS
+from ft_service.rundir.evaluations import MOST_PROBES, MOST_TOKENS
 from tests.support.training.models import adapter_value, reference, save_tiny, spec_for
 from workers.base.load import adapters, load
 from workers.model.build import build

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ft_service.errors import SpecError
 from ft_service.spec import PrecisionOptions
 from tests.support.training.models import FAMILIES, OF_EXPERTS, adapter_value, reference, save_tiny, spec_for
-from workers.serving.adapters import Adapter
+from workers.serving.adapters import Adapter, Adapters
 from workers.serving.cached_attention import Memory, Span
 from workers.serving.model import Piece, ServedModel
 
@@ -106,3 +107,9 @@ def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
     served = ServedModel(str(save_tiny("llama", tmp_path / "base")), FP32, torch.device("cpu"), None)
     with pytest.raises(SpecError, match="of another base"):
         served.adapters.get(str(tmp_path / "a"))
+
+
+def test_adapters_on_stacks_of_experts_are_refused_by_name() -> None:
+    files: Any = SimpleNamespace(replaced={}, config=SimpleNamespace(target_parameters=["mlp.experts.down_proj"]))
+    with pytest.raises(SpecError, match=r"stacks of experts \(lora.target_parameters\)"):
+        Adapters(torch.nn.Linear(2, 2), torch.float32, torch.device("cpu"))._load(files)

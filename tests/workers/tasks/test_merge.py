@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from ft_service.errors import SpecError
 from tests.support.training.adapters import difference, logits, merged_by_peft, save_adapter
 from tests.support.training.models import save_tiny_llama
-from tests.support.training.prequantized import fp8_by_rows
+from tests.support.training.prequantized import bitsandbytes_4bit, fp8_by_blocks, fp8_by_rows
 from workers.exports.compressed import from_int4, restore
 from workers.output.model_shards import TensorPlan, in_files
 from workers.tasks.merge import merge
@@ -178,10 +179,17 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, to: str) -> None:
     assert int(ended.stdout.split()[-1]) < 450 * 10**6
 
 
-def test_a_base_that_is_stored_quantised_is_refused_and_leaves_nothing(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantise", [fp8_by_rows, bitsandbytes_4bit, fp8_by_blocks])
+def test_a_base_that_is_stored_quantised_is_merged_by_the_values_that_it_stands_for(
+    base: Path, tmp_path: Path, quantise: Callable[[Path], dict[str, torch.Tensor]]
+) -> None:
     adapter = save_adapter(base, tmp_path / "adapter")
-    fp8_by_rows(save_tiny_llama(tmp_path / "base"))
-    with pytest.raises(SpecError, match="stored quantised") as refused:
-        merge(tmp_path / "base", adapter, tmp_path / "out", to="bf16")
-    assert refused.value.param == "base"
-    assert not (tmp_path / "out").exists()
+    values = quantise(save_tiny_llama(tmp_path / "base"))
+    merge(tmp_path / "base", adapter, tmp_path / "out", to="bf16")
+    merged, plain = load_file(tmp_path / "out/model.safetensors"), load_file(base / "model.safetensors")
+    exact = merged_by_peft(base, adapter).state_dict()
+    assert merged.keys() == plain.keys()
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    for name, tensor in merged.items():
+        change = exact[name] - plain[name].float()
+        assert difference(tensor, values.get(name, plain[name]).float() + change) < 2**-8, name

@@ -104,23 +104,30 @@ def test_possible_steps_pass() -> None:
     check_step(9, Sums(0.0, 0, 0), 0.0)
 
 
-def watch(rank: int, world: int, changes_on: int, learning_rate: float) -> str:
+def watch(rank: int, world: int, changes_on: int, learning_rate: float, changes_at: int) -> tuple[str, int]:
+    """What is said, and after which step."""
     parameter, other = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
     told: list[str] = []
     name = "base_model.model.{}.lora_B.default.weight"
     watched = AdapterWatch({name.format("layer"): parameter, name.format("dt_proj"): other}, told.append)
     try:
         for step in range(1, STEPS_UNTIL_CHANGE + 1):
-            if rank == changes_on and step == STEPS_UNTIL_CHANGE:
+            if rank == changes_on and step == changes_at:
                 parameter.data[2] = 1.0
             watched.after_step(learning_rate)
+            if told:
+                return told[0], step
     except TrainingError as error:
-        return error.code
-    return " ".join(told)
+        return error.code, step
+    return "", 0
 
 
-@pytest.mark.parametrize(("changes_on", "learning_rate", "code"), [(1, 0.1, ""), (-1, 0.1, "adapter_unchanged"), (-1, 0.0, "")])
-def test_an_adapter_that_never_changes_is_noticed(changes_on: int, learning_rate: float, code: str) -> None:
+@pytest.mark.parametrize(
+    ("changes_on", "changes_at", "learning_rate", "code"),
+    [(1, 1, 0.1, ""), (1, STEPS_UNTIL_CHANGE, 0.1, ""), (-1, STEPS_UNTIL_CHANGE, 0.1, "adapter_unchanged"), (-1, 0, 0.0, "")],
+)
+def test_an_adapter_that_never_changes_is_noticed(changes_on: int, changes_at: int, learning_rate: float, code: str) -> None:
+    """A part of it at once, the whole of it after a few steps."""
     told = "The adapters of 1 modules get no gradient and stay as they were: dt_proj. Leave them out of lora.target_modules."
-    expected = told if changes_on >= 0 else code
-    assert run_on_ranks(watch, 2, changes_on, learning_rate) == [expected, expected]
+    expected = (told if changes_on >= 0 else code), changes_at
+    assert run_on_ranks(watch, 2, changes_on, learning_rate, changes_at) == [expected, expected]

@@ -48,6 +48,13 @@ def test_tags_are_the_users_and_ours_as_far_as_they_fit() -> None:
     assert describe(integration_of(), job_of(stored_spec=long)).tags == ("ft-service/finetune", "ft-service/ftjob-1")
 
 
+def test_the_runs_of_a_sweep_are_one_group() -> None:
+    swept = job_of(sweep_id="ftsweep-1")
+    assert describe(integration_of(), swept).group == "ftsweep-1"
+    assert describe(integration_of(), job_of()).group is None
+    assert describe(integration_of(url="https://there"), swept).group is None, "which somebody may have changed there"
+
+
 def replace_name(model: BaseModelRef, name: str) -> BaseModelRef:
     return model.model_copy(update={"name": name})
 

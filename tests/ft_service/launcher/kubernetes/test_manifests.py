@@ -141,3 +141,24 @@ def test_names_are_deterministic_and_fit_a_host_name() -> None:
 @pytest.mark.parametrize("path", sorted(PROFILES.rglob("pod-profile.yaml")), ids=lambda path: path.parent.name)
 def test_every_profile_in_deploy_loads(path: Path) -> None:
     load_profile(path)
+
+
+@pytest.mark.parametrize(
+    ("priority", "queue_class", "pod_class"),
+    [(-1, "lowest", None), (0, "normal", None), (9, "normal", "soon"), (10, "high", "soon"), (1000, "high", "soon")],
+)
+def test_a_jobs_priority_becomes_the_clusters_classes(priority: int, queue_class: str, pod_class: str | None) -> None:
+    profile = PodProfile.model_validate(
+        {
+            **LOCAL,
+            "queue": "training",
+            "queue_priority_class": "lowest",
+            "queue_priority_classes": {0: "normal", 10: "high"},
+            "priority_classes": {5: "soon"},
+        }
+    )
+    job = job_manifest(AttemptShape(JOB, 1, 1, 1, priority=priority), profile, Site("training", HOME))
+    for version in KUBERNETES_VERSIONS:
+        kubernetes_validate.validate(job, version, strict=True)
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] == queue_class
+    assert job["spec"]["template"]["spec"].get("priorityClassName") == pod_class

@@ -1,0 +1,105 @@
+"""Several hosts with agents, as a user runs them: a server, two `ft agent` on this machine, PostgreSQL, and real workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ft_service.rundir.attempt import Attempt, last_attempt
+from ft_service.rundir.directory import RunDir
+from ft_service.rundir.documents import Result
+from tests.e2e.kills import uninterrupted
+from tests.support.attempts import family, signal_all
+from tests.support.databases import migrated_postgres_url, postgres_url
+from tests.support.service import Server, all_of, eventually, nothing_left, submit, wait_until, wait_until_step
+
+__all__ = ["migrated_postgres_url", "postgres_url"]
+
+Begin = Callable[[str, int], subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def server(models: Path, tmp_path: Path, migrated_postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    settings = {"FT_LAUNCHER": "agents", "FT_DATABASE_URL": migrated_postgres_url, "FT_HOST_LEASE_SECONDS": "10"}
+    for name, value in {**settings, "GLOO_SOCKET_IFNAME": "lo"}.items():
+        monkeypatch.setenv(name, value)
+    server = Server(tmp_path / "home", models)
+    server.home.mkdir()
+    server.start()
+    yield server
+    assert server.stop() == 0
+
+
+@pytest.fixture
+def begin(server: Server, models: Path, tmp_path: Path) -> Iterator[Begin]:
+    """`ft agent` of a host."""
+    shared = {"FT_HOME": str(server.home), "FT_MODELS": str(models), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    with ExitStack() as stack:
+
+        def begin(name: str, slots: int) -> subprocess.Popen[bytes]:
+            command = [sys.executable, "-m", "ft_service.cli", "agent", "--name", name, "--slots", str(slots)]
+            command += ["--address", "127.0.0.1", "--scratch", str(tmp_path / f"scratch-{name}")]
+            log = stack.enter_context((tmp_path / f"agent-{name}.log").open("wb"))
+            process = subprocess.Popen(command, env={**os.environ, **shared}, stdout=log, stderr=log)
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+            eventually(lambda: f"Host {name}" in (tmp_path / f"agent-{name}.log").read_text())
+            return process
+
+        yield begin
+
+
+def same_adapters(ours: RunDir, theirs: RunDir) -> bool:
+    one, other = (load_file(run.path("adapter/adapter_model.safetensors")) for run in (ours, theirs))
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.mark.slow
+def test_a_host_dies_with_all_that_runs_there_and_the_result_is_bitwise_the_same(
+    server: Server, begin: Begin, data: Path, tmp_path: Path
+) -> None:
+    agents = {name: begin(name, 2) for name in ("one", "two")}
+    client = server.client()
+    job = submit(client, data, steps=24)
+    wait_until_step(client, job.id, 6)
+    run = server.run(job.id)
+    first = Attempt(run, 1).read_start()
+    assert first is not None
+    [lost] = first.hosts
+    signal_all([*family(agents[lost].pid), *all_of(run)], signal.SIGKILL)
+    wait_until(client, job.id, "succeeded")
+    told = [event.message for event in client.fine_tuning.jobs.list_events(job.id)]
+    assert any(f"Host {lost} does not answer any more" in message for message in told)
+    assert last_attempt(run) == 2
+    second = Attempt(run, 2).read_start()
+    assert second is not None
+    assert second.hosts == [name for name in agents if name != lost]
+    assert second.checkpoint is not None
+    assert same_adapters(run, uninterrupted(run, tmp_path / "whole"))
+    eventually(lambda: nothing_left(run))
+
+
+@pytest.mark.slow
+def test_a_job_of_two_nodes_trains_on_two_hosts(server: Server, begin: Begin, data: Path) -> None:
+    begin("one", 1)
+    begin("two", 1)
+    client = server.client()
+    job = submit(client, data, steps=4, extra={"distributed": {"nnodes": 2, "nproc_per_node": 1, "replicate": 1}})
+    wait_until(client, job.id, "succeeded")
+    run = server.run(job.id)
+    start = Attempt(run, 1).read_start()
+    assert start is not None
+    assert (start.hosts, start.nodes, start.world_size) == (["one", "two"], 2, 2)
+    assert len(Attempt(run, 1).read_node_exits(2)) == 2
+    result = run.read("result.json", Result)
+    assert result is not None
+    assert result.steps == 4

@@ -1,0 +1,107 @@
+"""Runs of MLflow by its real client, in a store on this disk."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from ft_service.control.tracking.door import refuse_unless_possible
+from ft_service.control.tracking.points import RunDescription, flat
+from ft_service.errors import SpecError
+from ft_service.settings import Settings
+from ft_service.spec import Integration, JobRequest
+
+PROGRAM = """
+import sys, warnings
+warnings.simplefilter("ignore")
+from ft_service.control.tracking.mlflow_run import MlflowAccount, MlflowRun
+from ft_service.control.tracking.points import RunDescription
+from ft_service.control.tracking.sender import RunError
+from mlflow.tracking import MlflowClient
+
+store = "file://" + sys.argv[1]
+account = MlflowAccount(store, "se-cret", 3600.0)
+account.enter()
+config = {"lora": {"r": 4}, "seed": 7}
+asked = dict(kind="mlflow", id="ftjob-1", project="tuning", entity=None, group="sweep-1")
+run = MlflowRun(account, RunDescription(**asked, name="mine", tags=("a/b",), config=config))
+assert run.next_step == 0
+for step in range(1, 1002):
+    run.log(step, {"train_loss": 1 / step, "evaluation/exact_match": 0.5, "_timestamp": 1e9 + step})
+run.confirm(1001)
+run.rest()
+client = MlflowClient(store)
+experiment = client.get_experiment_by_name("tuning").experiment_id
+seen = client.search_runs([experiment])[0]
+assert seen.info.status == "SCHEDULED", seen.info
+again = MlflowRun(account, RunDescription(**asked, name=None, tags=None, config=None))
+assert (again.next_step, again.url) == (1002, run.url)
+again.log(1002, {"train_loss": 0.0})
+try:
+    again.confirm(1003)
+    raise SystemExit("there is no step 1003")
+except RunError as error:
+    assert "step 1003 has not arrived" in str(error)
+again.finish(0)
+(found,) = client.search_runs([experiment])
+assert (found.info.status, found.info.run_name) == ("FINISHED", "mine")
+assert found.data.params == {"lora.r": "4", "seed": "7"}
+assert (found.data.tags["a/b"], found.data.tags["ft_service.sweep"]) == ("", "sweep-1")
+history = client.get_metric_history(found.info.run_id, "train_loss")
+assert [point.step for point in history] == list(range(1, 1003)), "each step once, in order"
+assert history[0].timestamp == 1_000_000_001_000
+class Refusing:
+    def __getattr__(self, name):
+        raise OSError("401 for se-cret")
+again._client = Refusing()
+try:
+    again.finish(1)
+    raise SystemExit("it was refused")
+except RunError as error:
+    assert "se-cret" not in str(error) and "401" in str(error), error
+print("done")
+"""
+
+
+@pytest.mark.slow
+def test_a_run_has_every_step_once_and_is_gone_on_with(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow", reason="the extra `mlflow` is not installed")
+    command = [sys.executable, "-P", "-c", PROGRAM, str(tmp_path / "runs")]
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path, check=False)
+    assert done.stdout.endswith("done\n"), done.stdout + done.stderr
+
+
+def test_options_become_parameters_by_dotted_name() -> None:
+    assert flat({"lora": {"r": 4, "pattern": {}}, "seed": None}) == {"lora.r": "4", "seed": "None"}
+
+
+def test_mlflow_is_refused_by_name_where_it_is_not_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asking(*kinds: str) -> JobRequest:
+        sections = {"mlflow": {"experiment": "tuning"}, "wandb": {"project": "p"}}
+        given = [{"type": kind, kind: sections[kind]} for kind in kinds]
+        return JobRequest.model_validate({"model": "m", "training_file": "f", "integrations": given})
+
+    with pytest.raises(SpecError, match="FT_MLFLOW_TRACKING_URI"):
+        refuse_unless_possible(asking("mlflow"), Settings())
+    there = Settings(mlflow_tracking_uri="http://127.0.0.1:1")
+    monkeypatch.setattr("ft_service.control.tracking.door.find_spec", lambda name: None)
+    with pytest.raises(SpecError, match=r"pip install 'ft-service\[mlflow\]'"):
+        refuse_unless_possible(asking("mlflow"), there)
+    monkeypatch.setattr("ft_service.control.tracking.door.find_spec", lambda name: object())
+    refuse_unless_possible(asking("mlflow"), there)
+    with pytest.raises(SpecError, match="FT_WANDB_API_KEY"):
+        refuse_unless_possible(asking("mlflow", "wandb"), there)
+
+
+def test_an_integration_has_the_section_of_its_type_alone() -> None:
+    assert RunDescription(id="a", project="p", entity=None, group=None, name=None, tags=None, config=None).kind == "wandb"
+    given = {"type": "mlflow", "mlflow": {"experiment": "tuning", "name": None, "tags": []}}
+    assert Integration.model_validate(given).model_dump() == given, "OpenAI's own has no section of ours"
+    for wrong in ({**given, "wandb": {"project": "p"}}, {"type": "wandb", "mlflow": given["mlflow"]}):
+        with pytest.raises(ValidationError, match="wandb"):
+            Integration.model_validate(wrong)

@@ -1,0 +1,65 @@
+"""Sweeps on both databases: stored whole with their jobs, listed, stopped, finished once, hidden."""
+
+from __future__ import annotations
+
+import pytest
+
+from ft_service.errors import NotFoundError, SpecError
+from ft_service.jobs.reasons import Reason
+from ft_service.jobs.states import State
+from ft_service.store.records import NewJob
+from ft_service.store.sql import Store
+from ft_service.store.sweeps.records import NewSweep
+from tests.support.records import OTHER, PROJECT, new_job
+
+SETTINGS = {"method": "grid", "options": ["lora.r"], "eta": 2, "rungs": [0.25]}
+
+
+def add(store: Store, sweep_id: str, jobs: int = 2) -> list[str]:
+    new = [NewJob(new_job(sweep_id=sweep_id, sweep_values={"lora.r": number})) for number in range(jobs)]
+    sweep = NewSweep(
+        id=sweep_id, project_id=PROJECT, request={"sweep": {"lora.r": [0, 1]}, "suffix": "a\0b"}, settings=SETTINGS
+    )
+    return [job.id for job in store.create_sweep(sweep, new)]
+
+
+def test_a_sweeps_whole_life(store: Store) -> None:
+    first, second = add(store, "ftsweep-1")
+    add(store, "ftsweep-2", jobs=3)
+    [newest, oldest] = store.list_sweeps(PROJECT).data
+    assert (newest.id, oldest.id) == ("ftsweep-2", "ftsweep-1")
+    assert (oldest.settings, oldest.request["sweep"]) == (SETTINGS, {"lora.r": [0, 1]})
+    assert store.list_sweeps(PROJECT, after="ftsweep-2").data == [oldest]
+    assert store.list_sweeps(OTHER).data == []
+    with pytest.raises(NotFoundError):
+        store.get_sweep(OTHER, "ftsweep-1")
+    with pytest.raises(NotFoundError):
+        store.cancel_sweep(OTHER, "ftsweep-1")
+    assert [sweep.id for sweep in store.unfinished_sweeps()] == ["ftsweep-1", "ftsweep-2"]
+    jobs = store.jobs_of_sweeps(["ftsweep-1", "ftsweep-2"])
+    assert [job.sweep_values for job in jobs["ftsweep-1"]] == [{"lora.r": 0}, {"lora.r": 1}]
+    assert len(jobs["ftsweep-2"]) == 3
+
+    assert store.stop_by_sweep(first, "stopped by the sweep: a test")
+    assert not store.stop_by_sweep(first, "stopped by the sweep: again")
+    stopped = store.get_job(PROJECT, first)
+    assert (stopped.state, stopped.reason, stopped.stopped) == (
+        State.CANCELLED,
+        Reason.SWEEP_STOPPED,
+        "stopped by the sweep: a test",
+    )
+    assert store.list_events(PROJECT, first).data[0].message == "Stopped by the sweep: a test."
+    with pytest.raises(SpecError, match="1 of its 2 jobs are not"):
+        store.delete_sweep(PROJECT, "ftsweep-1", keep_best=False)
+    assert store.cancel_sweep(PROJECT, "ftsweep-1").cancelled_at is not None
+    assert store.get_job(PROJECT, second).reason is Reason.USER_CANCELLED
+    assert store.get_job(PROJECT, first).reason is Reason.SWEEP_STOPPED, "what is over stays what it is"
+    best = store.get_job(PROJECT, second)
+    assert store.finish_sweep(oldest, best, "Best of the 2 jobs")
+    assert not store.finish_sweep(oldest, best, "Best of the 2 jobs")
+    assert store.get_sweep(PROJECT, "ftsweep-1").best_job == second
+    assert [event.message for event in store.list_events(PROJECT, second).data].count("Best of the 2 jobs") == 1
+    store.delete_sweep(PROJECT, "ftsweep-1", keep_best=False)
+    assert [sweep.id for sweep in store.list_sweeps(PROJECT).data] == ["ftsweep-2"]
+    with pytest.raises(NotFoundError):
+        store.get_sweep(PROJECT, "ftsweep-1")

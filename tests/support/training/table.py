@@ -1,0 +1,115 @@
+"""The tables of bases in README and docs/models.md, from what the checks of published bases found.
+
+python -m tests.support.training.table            check every base, keep what was found, write the tables
+python -m tests.support.training.table NAME ...    check these again
+python -m tests.support.training.table --write     write the tables from what was found before
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from tests.support.training.checks import BOUND, Found, check
+from tests.support.training.published import BASES, Published, save_published
+
+ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "benchmarks/results/bases.json"
+PAGE = ROOT / "docs/models.md"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- bases: made by tests.support.training.table -->", "<!-- /bases -->"
+KINDS = ("Dense", "Mixtures of experts", "Hybrids", "The text part of")
+"""How README groups them."""
+_MIXERS = ("linear_attention", "conv", "mamba", "hybrid")
+
+
+def read() -> dict[str, Found]:
+    """What was found when it was last looked."""
+    known = {field.name for field in fields(Found)}
+    return {
+        name: Found(**{key: value for key, value in found.items() if key in known})
+        for name, found in json.loads(RESULTS.read_text())["bases"].items()
+    }
+
+
+def kind_of(base: Published) -> str:
+    """The group that a base is in."""
+    if "text_config" in base.config:
+        return KINDS[3]
+    layers = base.config.get("layer_types") or base.config.get("layers_block_type") or []
+    if set(layers) & set(_MIXERS) or any(key.startswith("mamba_") for key in base.config):
+        return KINDS[2]
+    return KINDS[1] if any("expert" in key for key in base.config) else KINDS[0]
+
+
+def readme(found: Mapping[str, Found]) -> str:
+    """The lines of README between its two marks."""
+    works = [BASES[name] for name, one in found.items() if one.works]
+    rows = [f"| {kind} | {'; '.join(base.title for base in works if kind_of(base) == kind)} |" for kind in KINDS]
+    return "\n".join(["| | |", "| --- | --- |", *rows])
+
+
+def page(found: Mapping[str, Found]) -> str:
+    """The tables of docs/models.md between its two marks."""
+    head = ["base", "`model_type`", "rows", "adapters", "loss", "gradient", "1 = 2 ranks", "reloaded", "resumed"]
+    lines = [_row(head), _row(["---"] * len(head))]
+    lines += [_row(_cells(BASES[name], one)) for name, one in found.items() if not one.refused]
+    lines += ["", "Refused when the job is created:", "", _row(["base", "in these words"]), _row(["---"] * 2)]
+    lines += [_row([BASES[name].title, one.refused]) for name, one in found.items() if one.refused]
+    return "\n".join(lines)
+
+
+def _cells(base: Published, found: Found) -> Sequence[str]:
+    return [
+        base.title,
+        f"`{base.kind}`",
+        "packed" if found.packed else "padded",
+        str(found.adapted),
+        *(_error(value) for value in (found.loss, found.gradient, found.ranks)),
+        "same" if found.reloaded <= 10 * BOUND else _error(found.reloaded),
+        "bitwise" if found.resumed else "no",
+    ]
+
+
+def _error(value: float) -> str:
+    """An error rounded up to a power of ten: the last digits differ from one processor to another."""
+    return next((f"≤ 1e-{power}" for power in (7, 6, 5) if value <= 10.0**-power), f"{value:.0e}")
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def with_table(text: str, table: str) -> str:
+    """A document with this between its two marks."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+
+
+def write(found: Mapping[str, Found]) -> None:
+    README.write_text(with_table(README.read_text(), readme(found)))
+    PAGE.write_text(with_table(PAGE.read_text(), page(found)))
+
+
+def main(names: Sequence[str]) -> None:
+    found: dict[str, Any] = read() if RESULTS.is_file() else {}
+    if list(names) != ["--write"]:
+        with tempfile.TemporaryDirectory() as folder:
+            work = Path(folder)
+            saved = {name: save_published(name, work / "bases" / name) for name in names or BASES}
+            found |= check(saved, work)
+        found = {name: found[name] for name in BASES if name in found}
+        RESULTS.write_text(json.dumps({"bases": {name: asdict(one) for name, one in found.items()}}, indent=1) + "\n")
+    write(found)
+    for name, one in found.items():
+        print(name, "works" if one.works else one.refused or one.faults())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -15,7 +15,7 @@ from api.wire.views import ListView, list_view
 from ft_service.control import tuned_models
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.jobs.states import Job, State
-from ft_service.rundir.exports import ExportFormat, read_export
+from ft_service.rundir.documents import ExportFormat, read_export
 from ft_service.serving import exporting
 from ft_service.spec import is_tuned
 from ft_service.store.records import Principal

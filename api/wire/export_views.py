@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from ft_service.rundir.exports import Export, ExportFormat
+from ft_service.rundir.documents import Export, ExportFormat
 from ft_service.spec import Strict
 
 

@@ -16,7 +16,7 @@ from ft_service.cli.merge_command import adapter_of_job, base_here, find_adapter
 from ft_service.cli.output import Json, connect, print_fields, print_json, say
 from ft_service.client.client import Client
 from ft_service.errors import FtError, SpecError
-from ft_service.rundir.exports import ExportFormat
+from ft_service.rundir.documents import ExportFormat
 from ft_service.rundir.verify import verify
 from ft_service.serving.pushing import check_address
 from ft_service.serving.pushing import push as push_folder

@@ -41,7 +41,7 @@ from ft_service.spec import (
     resolve,
 )
 from ft_service.spec.rates import COUNTED
-from ft_service.spec.served import note_served
+from ft_service.spec.resolved import note_served
 from ft_service.storage.locations import Places
 from ft_service.store.database import UNSTORABLE
 from ft_service.store.records import File, Limits, NewEvent, NewJob, Principal

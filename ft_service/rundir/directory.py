@@ -24,7 +24,7 @@ checkpoints.py.)
     tensorboard/                          event files, by rank 0, where the job's integrations ask for them
     adapters/step-<s>-a<n>/               adapters of checkpoints, made when they are asked for
     exports/<format>/                     forms of the outcome for other programs, made by the service when they are asked for;
-                                          exports/<format>.json says what came of it (see exports.py)
+                                          exports/<format>.json says what came of it (see documents.py)
     served.json                           Served, with the outcome: what the adapter is worth where it is served
     probes.json                           Probes, with the outcome: by which whoever serves the adapter is verified
     serving.json                          by the service: where the adapter is served (ft_service/serving/handoff.py)

@@ -23,7 +23,7 @@ from ft_service.host.processes import without_secrets
 from ft_service.jobs.states import Job
 from ft_service.meters import Meters
 from ft_service.rundir.directory import RunDir
-from ft_service.rundir.exports import Export, ExportFormat, export_key, read_export, state_key
+from ft_service.rundir.documents import Export, ExportFormat, export_key, read_export, state_key
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
 from ft_service.store.records import NewEvent

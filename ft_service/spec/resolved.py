@@ -14,7 +14,6 @@ from ft_service.spec.methods import AUTO, DpoOptions
 from ft_service.spec.options import CheckpointOptions, DistributedOptions, LoraOptions, PrecisionOptions, TrainingOptions
 from ft_service.spec.rates import batch_for, epochs_for
 from ft_service.spec.request import JobRequest
-from ft_service.spec.served import check_served
 from ft_service.spec.templates import named_template
 from ft_service.spec.tuned_name import TunedName
 
@@ -256,3 +255,35 @@ def check_distributed(options: DistributedOptions, ranks: int, gpus: int) -> Non
             "or use more ranks (distributed.nproc_per_node) or fewer copies (distributed.replicate).",
             param="distributed.offload",
         )
+
+
+RANK_STEPS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's --max-lora-rank."""
+_MERGE = "leave serve out and merge the tuned model (ft merge)"
+
+
+def check_served(serve: str | None, lora: LoraOptions) -> None:
+    """Raises SpecError naming the option that the server would refuse, or ignore without a word."""
+    if serve is None:
+        return
+    if lora.target_parameters:
+        raise _refused(
+            "target_parameters", lora.target_parameters, "it loads no adapters on stacks of experts. Leave them out, or"
+        )
+    for name in ("use_dora", "modules_to_save"):
+        if given := getattr(lora, name, None):
+            raise _refused(name, given, "it loads A and B of LoRA and nothing beside them. Leave it out, or")
+
+
+def _refused(name: str, given: object, why: str) -> SpecError:
+    return SpecError(f"lora.{name} = {given!r} with serve = 'vllm': {why} {_MERGE}.", param=f"lora.{name}", code="not_served")
+
+
+def note_served(lora: LoraOptions) -> str:
+    """What whoever runs the server needs to know."""
+    rank = max([lora.r, *lora.rank_pattern.values()])
+    step = next(step for step in RANK_STEPS if step >= rank)
+    text = f"vLLM serves it with --enable-lora --max-lora-rank {step} or more."
+    if lora.rank_pattern or lora.alpha_pattern:
+        text += f" It reads no patterns: the adapter is handed over padded to rank {rank}, each module's scale folded in."
+    return text

@@ -15,7 +15,7 @@ import pytest
 from api.http.sessions import token_of
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import State
-from ft_service.rundir.exports import ExportFormat
+from ft_service.rundir.documents import ExportFormat
 from ft_service.serving import exporting
 from tests.support.rest.service import Service, put, run_dir
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from ft_service.bases.origin import licence_of, portable_name
 from ft_service.errors import FtError
-from ft_service.rundir.export_card import export_card
-from ft_service.rundir.exports import ExportFormat
+from ft_service.rundir.documents import ExportFormat
 from ft_service.rundir.manifest import MANIFEST, Manifest, spec_beside
 from ft_service.rundir.model_card import CARD
 from ft_service.spec import JobSpec
+from workers.exports.card import export_card
 from workers.exports.gguf_file import Stored
 from workers.exports.to_gguf import export_adapter, export_model
 from workers.output.export import new_folder

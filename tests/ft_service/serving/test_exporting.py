@@ -11,7 +11,7 @@ import pytest
 
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.jobs.states import Job, State
-from ft_service.rundir.exports import ExportFormat, read_export
+from ft_service.rundir.documents import ExportFormat, read_export
 from ft_service.serving import exporting
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places

@@ -8,7 +8,7 @@ import pytest
 
 from ft_service.errors import SpecError
 from ft_service.spec import parse_request
-from ft_service.spec.served import note_served
+from ft_service.spec.resolved import note_served
 from tests.support.bases import spec_on
 
 

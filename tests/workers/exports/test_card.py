@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from ft_service.bases.origin import licence_of
+from ft_service.rundir.documents import ExportFormat
 from ft_service.rundir.evaluations import Answered, Evaluation, evaluation_key
-from ft_service.rundir.export_card import CURVE_ROWS, export_card, thinned
-from ft_service.rundir.exports import ExportFormat
 from ft_service.rundir.manifest import Manifest
 from tests.support.run_directories import finished_run
+from workers.exports.card import CURVE_ROWS, export_card, thinned
 
 
 def test_a_card_says_how_to_load_what_it_cost_and_what_it_was_made_of(tmp_path: Path) -> None:

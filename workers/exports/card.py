@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ft_service.rundir.directory import RunDir
+from ft_service.rundir.documents import ExportFormat
 from ft_service.rundir.evaluations import evaluated_steps, read_evaluation
-from ft_service.rundir.exports import ExportFormat
 from ft_service.rundir.manifest import Manifest
 from ft_service.rundir.model_card import UNKNOWN_LICENCE, data_section, metadata_of, options_of, results_of, table
 

@@ -20,13 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ft_service.rundir.probes import PROBES, Probes
-
 from ft_service.client.client import Client
 from ft_service.client.connection import find_connection
 from ft_service.errors import UnavailableError
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir
+from ft_service.rundir.evaluations import PROBES, Probes
 from tests.support.rest.fake_vllm import fake_vllm
 
 ROOT = Path(__file__).parent.parent

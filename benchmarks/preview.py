@@ -25,7 +25,7 @@ if __name__ == "__main__":  # the repository's root, for benchmarks started by p
 from benchmarks.machine import machine, save
 from benchmarks.preview_service import measure
 from ft_service.spec import PrecisionOptions
-from workers.serving.chat import Chat
+from workers.serving.chat import Chat, Chats
 from workers.serving.engine import Engine, Request
 from workers.serving.model import ServedModel
 
@@ -44,16 +44,16 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     compute, dtype = ("bf16", torch.bfloat16) if device.type == "cuda" else ("fp32", torch.float32)
-    chat = Chat(str(options.model))
-    chat.ends = frozenset()  # so that every answer has as many tokens
+    chats = Chats(str(options.model))
+    chats.of(None).ends = frozenset()  # so that every answer has as many tokens
     served = ServedModel(str(options.model), PrecisionOptions(compute=compute), device, None)
     stock: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
     stock.to(device)
     rates: dict[str, list[float]] = {"generate": [], "one": [], "several": []}
     for _ in range(options.repeats + 1):
-        rates["generate"].append(by_generate(stock, chat, options.tokens))
-        rates["one"].append(by_engine(served, chat, 1, options.tokens))
-        rates["several"].append(by_engine(served, chat, options.streams, options.tokens))
+        rates["generate"].append(by_generate(stock, chats.of(None), options.tokens))
+        rates["one"].append(by_engine(served, chats, 1, options.tokens))
+        rates["several"].append(by_engine(served, chats, options.streams, options.tokens))
     medians = {name: statistics.median(found[1:]) for name, found in rates.items()}  # the first is to warm up
     ratios = {name: medians[name] / medians["generate"] for name in ("one", "several")}
     print({name: round(value, 1) for name, value in medians.items()}, {name: round(value, 2) for name, value in ratios.items()})
@@ -77,9 +77,9 @@ def by_generate(model: Any, chat: Chat, tokens: int) -> float:
     return tokens / (time.perf_counter() - begin)
 
 
-def by_engine(served: ServedModel, chat: Chat, streams: int, tokens: int) -> float:
+def by_engine(served: ServedModel, chats: Chats, streams: int, tokens: int) -> float:
     """Tokens a second of all answers together by the preview's engine."""
-    engine = Engine(served, chat, lambda said: None)
+    engine = Engine(served, chats, lambda said: None)
     begin = time.perf_counter()
     for stream in range(streams):
         engine.add(Request(str(stream), ASKED, temperature=0.0, max_tokens=tokens))

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("ft_service", "api", "workers")
 MODULES_OF_A_FOLDER = 14
-FOLDERS_OF_THE_CORE = 32
+FOLDERS_OF_THE_CORE = 33
 
 _PATH = re.compile(r"(?<![\w<>*$/.{-])((?:\.\./)*(?:[\w.-]+/)*[\w.-]+\.(?:py|md|toml))\b(?![/<*({])")
 _YAML = re.compile(r"(?<![\w<>*$/.{-])((?:\.\./)*(?:deploy|docs|examples|tests)/[\w./-]+\.(?:yaml|yml|jsonl))\b")

@@ -162,7 +162,9 @@ class EvaluationOptions(Strict):
     """Of an answer; each is a forward of the whole model, since training keeps nothing of earlier ones."""
     on_validation: bool = False
     """Also at every validation. Ignored without a validation file."""
-    metrics: Annotated[list[Metric], Field(min_length=1, max_length=32, default_factory=lambda: ["exact_match", "rouge_l"])]
+    metrics: Annotated[list[Metric], Field(min_length=1, max_length=32)] = Field(
+        default_factory=lambda: ["exact_match", "rouge_l"]
+    )
     """Means over the answers, in [0, 1]: exact_match, contains (the expected answer, in any case), json_valid, rouge_l, bleu;
     or graders in OpenAI's shape (string_check, text_similarity, multi), by their names."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
@@ -35,7 +35,9 @@ def test_graders_are_validated_and_run(service: Service) -> None:
     missing = graders.run(grader=SAME, model_sample="abcd", item={})
     assert (missing.reward, missing.metadata.errors.invalid_variable_error) == (0.0, True)
     alone = graders.run(
-        grader={**BOTH, "graders": SAME, "calculate_output": "same"}, model_sample="x", item={"reference_answer": "x"}
+        grader=cast("Any", {**BOTH, "graders": SAME, "calculate_output": "same"}),
+        model_sample="x",
+        item={"reference_answer": "x"},
     )
     assert alone.reward == 1.0
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue] - made at import
 
 
 def records(path: Path) -> Iterator[Any]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlparse
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -144,8 +145,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
 
-def _listed(name: str, body: bytes) -> dict[str, object]:
-    file: dict[str, object] = {"type": "file", "path": name, "size": len(body), "oid": hashlib.sha1(body).hexdigest()}
+def _listed(name: str, body: bytes) -> dict[str, Any]:
+    file: dict[str, Any] = {"type": "file", "path": name, "size": len(body), "oid": hashlib.sha1(body).hexdigest()}
     if name.endswith(".safetensors"):
         digest = hashlib.sha256(body).hexdigest()
         file["lfs"] = {"oid": digest, "sha256": digest, "size": len(body), "pointerSize": 134}

@@ -50,9 +50,10 @@ def test_a_sample_is_rotated_as_it_is_alone(family: str, rope: dict[str, Any], t
         packed = logits_of(model, pack(data, CPU))[0].split(lengths)
         padded = [row[:length] for row, length in zip(logits_of(model, collate(data, CPU)), lengths, strict=True)]
         alone = []
-        for sample in data:
+        for sample in data:  # each by a new model: dynamic frequencies stay as long as the longest text made them
             stock = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
             alone.append(stock(input_ids=collate([sample], CPU).ids).logits[0])
+        stock = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
         together = stock(input_ids=collate(data, CPU).ids).logits
     for ours in (packed, padded):
         for own, truth in zip(ours, alone, strict=True):

@@ -110,6 +110,7 @@ def watch(rank: int, world: int, changes_on: int, learning_rate: float, changes_
     told: list[str] = []
     name = "base_model.model.{}.lora_B.default.weight"
     watched = AdapterWatch({name.format("layer"): parameter, name.format("dt_proj"): other}, told.append)
+    step = 0
     try:
         for step in range(1, STEPS_UNTIL_CHANGE + 1):
             if rank == changes_on and step == changes_at:

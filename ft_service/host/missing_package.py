@@ -7,7 +7,10 @@ import re
 CODE = "missing_package"
 """`error.code` of a job that such a worker ends."""
 WORKER_PACKAGES = frozenset(
-    {"bitsandbytes", "gguf", "numpy", "peft", "pyarrow", "safetensors", "tensorboardX", "torch", "transformers", "zstandard"}
+    {
+        *("bitsandbytes", "gguf", "numpy", "peft", "pyarrow", "rapidfuzz", "sacrebleu", "safetensors", "tensorboardX", "torch"),
+        *("transformers", "zstandard"),
+    }
 )
 """What the extra `workers` installs, by the names of imports."""
 _FAILED = re.compile(r"\b(?:ModuleNotFoundError|ImportError): |^\S*python\S*: No module named ")

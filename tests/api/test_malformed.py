@@ -152,7 +152,8 @@ def test_a_line_that_cannot_be_trained_on_fails_the_job_with_its_number(
             error = client.fine_tuning.jobs.retrieve(job.id).error
             assert error is not None
             assert error.param == "training_file"
-            assert "bad.jsonl: line 4:" in error.message
+            assert error.message.startswith("bad.jsonl: ")
+            assert "\nline 4: " in error.message
             assert says in error.message
             assert service.store.get_job("default", job.id).state is State.FAILED
     assert launcher.started == []

@@ -58,6 +58,7 @@ def theirs(service: Service, client: openai.OpenAI, training_file: str) -> dict[
         "project_id": "default",
         "api_key_id": key.id,
         "key_id": key.id,
+        "format": "vllm",
     }
 
 
@@ -87,10 +88,14 @@ def ask(service: Service, method: str, path: str, key: str) -> Any:
 def test_what_another_tenant_has_does_not_exist(
     service: Service, theirs: dict[str, str], rival: str, subtests: pytest.Subtests
 ) -> None:
-    secrets = [*MARKS, *(value for name, value in theirs.items() if name != "project_id")]
+    secrets = [*MARKS, *(value for name, value in theirs.items() if name not in ("project_id", "format"))]
     before = everything(service, theirs)
     missing = {name: f"none-{name.replace('_', '-')}" for name in theirs} | {"model": "ft:tiny:x::none"}
-    missing |= {"fine_tuned_model_checkpoint": "ft:tiny:x::none", "checkpoint": "ft:tiny:x::none:ckpt-step-5"}
+    missing |= {
+        "format": theirs["format"],
+        "fine_tuned_model_checkpoint": "ft:tiny:x::none",
+        "checkpoint": "ft:tiny:x::none:ckpt-step-5",
+    }
     for method, path in operations(service):
         with subtests.test(method=method, path=path):
             answer = ask(service, method, filled(path, theirs), rival)

@@ -160,7 +160,7 @@ def test_a_new_job_and_a_verb_end_the_loops_rest(
     loop.start()
     try:
         add_job(store)
-        wait_for(lambda: launcher.started)  # a job that is cancelled before that needs no signal
+        wait_for(lambda: len(launcher.started) == 1)  # a job that is cancelled before that needs no signal
         store.request(PROJECT, "ftjob-1", Verb.CANCEL)
         wait_for(lambda: get(store).signalled == get(store).generation)
     finally:

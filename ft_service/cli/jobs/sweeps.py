@@ -20,6 +20,11 @@ from ft_service.sweeps.asked import values_text
 
 app = typer.Typer(help="Try several values of options: jobs under one id, of which those without hope are stopped early.")
 
+
+def register(typer_app: typer.Typer) -> None:
+    typer_app.add_typer(app, name="sweep")
+
+
 SWEEP = "ftsweep-"
 _SEARCHED = 100
 _SHORT = 8
@@ -41,7 +46,7 @@ def submit(
     loaded = load_spec_file(spec, sweep=True)
     with connect() as client:
         if not unchecked:
-            check_data(loaded)
+            check_data(client, loaded)
         sweep = client.create_sweep(upload_spec(client, loaded))
         if follow:
             return _watch(client, sweep, as_json)

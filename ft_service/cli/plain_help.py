@@ -40,7 +40,7 @@ def in_plain_words(command: Any, *, below: bool = True) -> None:
 
 def _name_argument(argument: Any) -> None:
     name = argument.display_name_raw if argument.metavar else argument.display_name_raw.upper()
-    argument.metavar = name.strip("[]")
+    argument.metavar = name
     shown = argument.metavar if argument.required else f"[{argument.metavar}]"
     pieces = [shown if argument.nargs == 1 else f"{shown}..."]
     argument.get_usage_pieces = lambda _: pieces

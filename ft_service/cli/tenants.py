@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import asdict, replace
 from enum import StrEnum
@@ -12,7 +13,7 @@ import typer
 from ft_service.cli.local_store import PROJECT, local_store, settings_of_server
 from ft_service.cli.output import Json, is_terminal, local_time, print_json, print_table, say
 from ft_service.errors import NotFoundError, SpecError
-from ft_service.host.servers import living_servers
+from ft_service.host.servers import living_servers, write_private
 from ft_service.settings import Settings
 from ft_service.store.records import ApiKey, AuditEntry, Limits
 
@@ -99,19 +100,38 @@ def rotate(
     """Replace a key by a new one of its name and scope, which is shown this one time."""
     settings = settings_of_server()
     with local_store(settings) as store:
+        is_ours = _own_key(settings, store) == key_id
         key, secret = store.rotate_key(find_project(store, project), key_id, keep_seconds=keep_hours * 3600.0)
+    if is_ours:
+        write_private(settings.home / "credentials", json.dumps({"api_key": secret}) + "\n")
     _show_secret(key, secret, settings, as_json)
+    if is_ours:
+        say(f"`ft` uses it on this host from now on: it is in {settings.home / 'credentials'}, in place of the old one.")
 
 
 @keys.command()
 def revoke(key_id: KeyId, project: InProject = PROJECT, as_json: Json = False) -> None:
     """Revoke a key: from now on it opens nothing."""
-    with local_store(settings_of_server()) as store:
+    settings = settings_of_server()
+    with local_store(settings) as store:
+        was_ours = _own_key(settings, store) == key_id
         key, now = store.revoke_key(find_project(store, project), key_id), store.now()
+    if was_ours:
+        say("It was the key that `ft` uses on this host. Make another, and set FT_API_KEY to it: ft keys create --scope admin")
     if as_json:
         print_json(_as_dict(key, now))
     else:
         print(f"{key.id} ({key.name}) is revoked.")
+
+
+def _own_key(settings: Settings, store: Store) -> str | None:
+    """The id of the key that `ft` uses on this host; None: it has none of this service."""
+    try:
+        secret = str(json.loads((settings.home / "credentials").read_text())["api_key"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    holder = store.authenticate(secret)
+    return None if holder is None else holder.key_id
 
 
 def _show_secret(key: ApiKey, secret: str, settings: Settings, as_json: bool) -> None:

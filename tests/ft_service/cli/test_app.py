@@ -154,7 +154,7 @@ def test_help_is_in_plain_words(ft: Ft) -> None:
             yield from walk(below)
 
     said = {piece for name in ENTRIES for piece in walk(load(name))}
-    assert {"SPEC", "[MESSAGE]", "NUMBER", "PATH", "TEXT", "SCOPE"} <= said
+    assert {"SPEC", "[MESSAGE]", "ORG/NAME[@REVISION]", "NUMBER", "PATH", "TEXT", "SCOPE"} <= said
     assert sorted(piece for piece in said if re.search("[<>{}]|range", piece)) == []
     assert "Usage: ft submit [OPTIONS] SPEC " in ft("submit", "-h").out
 

@@ -97,3 +97,18 @@ def test_ids_are_whole_in_eighty_columns(ft: Ft, monkeypatch: pytest.MonkeyPatch
         said = ft(*command).out
         assert [word for word in words if word not in said] == []
         assert max(len(re.sub(r"\x1b\[\d*m", "", line)) for line in said.splitlines()) <= 80
+
+
+def test_the_key_of_this_host_is_renewed_where_ft_reads_it(ft: Ft, home: Path) -> None:
+    old = json.loads(ft("keys", "create", "--scope", "admin", "--json").out)
+    (home / "credentials").write_text(json.dumps({"api_key": old["key"]}))
+    other = json.loads(ft("keys", "create", "--json").out)
+    ft("keys", "rotate", other["id"])
+    assert json.loads((home / "credentials").read_text()) == {"api_key": old["key"]}
+    renewed = ft("keys", "rotate", old["id"])
+    assert json.loads((home / "credentials").read_text()) == {"api_key": renewed.out.strip()}
+    assert f"it is in {home / 'credentials'}" in renewed.err
+    [key] = [
+        key["id"] for key in json.loads(ft("keys", "list", "--json").out) if key["prefix"] == renewed.out[: len(key["prefix"])]
+    ]
+    assert "It was the key that `ft` uses on this host." in ft("keys", "revoke", key).err

@@ -32,6 +32,7 @@ from ft_service.control.reconciler import Reconciler
 from ft_service.control.sweeps import keeper as sweep_keeper
 from ft_service.control.tracking import keeper
 from ft_service.errors import SpecError, UnavailableError
+from ft_service.host.listeners import holder
 from ft_service.host.servers import announced, living_servers
 from ft_service.jobs.states import Phase, State
 from ft_service.meters import Meters
@@ -189,8 +190,10 @@ def _cannot_listen(settings: Settings, error: OSError) -> str:
     if error.errno != errno.EADDRINUSE:
         return f"The server cannot listen on {settings.bind} (FT_BIND), port {settings.port}: {error.strerror or error}."
     ours = [server.pid for server in living_servers(settings.home) if server.url.endswith(f":{settings.port}")]
-    whose = f"by the server of {settings.home} (process {ours[0]})" if ours else "by another program"
-    return f"Port {settings.port} of {settings.bind} is in use {whose}. Stop that, or take another port: --port N (or FT_PORT)."
+    whose = f"the server of {settings.home} (process {ours[0]})" if ours else holder(settings.port)
+    return (
+        f"Port {settings.port} of {settings.bind} is in use by {whose}. Stop that, or take another port: --port N (or FT_PORT)."
+    )
 
 
 def _url(settings: Settings, listener: socket.socket) -> str:

@@ -90,3 +90,14 @@ def test_a_quickstart_that_was_paused_is_no_error(checkout: Path, code: int, of_
     ended = make(checkout, "quickstart")
     assert ended.returncode == of_make
     assert ("Error" in ended.stderr) == bool(of_make)
+
+
+@pytest.mark.parametrize(("code", "ends"), [(130, 0), (1, 2)])
+def test_a_quickstart_that_was_paused_is_no_error_of_make(checkout: Path, code: int, ends: int) -> None:
+    python = checkout / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    (checkout / ".venv/.ready").touch()
+    python.write_text(f"#!/bin/sh\nexit {code}\n")
+    python.chmod(0o755)
+    ended = make(checkout, "quickstart")
+    assert (ended.returncode, "Error" in ended.stderr) == (ends, ends != 0)

@@ -14,6 +14,7 @@ from prometheus_client import make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from ft_service.errors import SpecError
+from ft_service.host.listeners import holder
 from ft_service.meters import Meters
 
 STALE_SECONDS = 900.0
@@ -40,7 +41,7 @@ def serving(port: int, address: str, meters: Meters) -> Iterator[int]:
 
 def _cannot_listen(port: int, address: str, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"Port {port} of {address} is in use by another program. Stop that, or set FT_METRICS_PORT to another port."
+        return f"Port {port} of {address} is in use by {holder(port)}. Stop that, or set FT_METRICS_PORT to another port."
     return f"Metrics cannot be served on {address} (FT_BIND), port {port} (FT_METRICS_PORT): {error.strerror or error}."
 
 

@@ -36,6 +36,7 @@ HostName = Annotated[str, typer.Argument(metavar="HOST", help="Its name, as `ft 
 
 def register(app: typer.Typer) -> None:
     app.command("agents")(list_agents)
+    app.add_typer(agent, name="agent")
 
 
 @agent.callback(invoke_without_command=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Annotated, Any
@@ -13,9 +14,10 @@ import typer
 from rich.columns import Columns
 from rich.console import Console
 from rich.panel import Panel
+from rich.text import Text
 
 from ft_service.cli.jobs.naming import find_job
-from ft_service.cli.output import Json, connect, print_json
+from ft_service.cli.output import Json, connect, print_json, sentence
 from ft_service.client.client import Client
 from ft_service.errors import FtError, NotFoundError, SpecError
 from ft_service.spec import is_tuned
@@ -114,11 +116,13 @@ class Talk:
     def hold(self) -> None:
         """Ask what is typed, until the end."""
         names = " and ".join(partner.model for partner in self._partners)
-        self._console.print(f"Talking to {names}. {_NEW} begins anew, {_BYE[0]} or Ctrl-D leaves.", soft_wrap=True)
+        print(sentence(f"Talking to {names}. {_NEW} begins anew, Ctrl-C ends an answer, {_BYE[0]} or Ctrl-D leaves."))
+        with suppress(ImportError):  # where there is one, what is typed can be edited and called back
+            importlib.import_module("readline")
         while True:
             try:
                 message = input("> ").strip()
-            except EOFError:
+            except (EOFError, KeyboardInterrupt):
                 print()
                 return
             if message in _BYE:
@@ -128,8 +132,10 @@ class Talk:
             elif message:
                 try:
                     self.ask(message)
+                except KeyboardInterrupt:
+                    print("\n(ended; it is not remembered)")
                 except FtError as error:
-                    self._console.print(f"[red]{error.message}[/red]", soft_wrap=True)
+                    self._console.print(Text(error.message, style="red"), soft_wrap=True)
 
     def ask(self, message: str) -> None:
         """Ask everybody and print the answers; a single one as it comes."""
@@ -141,7 +147,7 @@ class Talk:
         answers = [self.answer(partner, message) for partner in self._partners]
         width = (self._console.width - 1) // len(answers)
         panels = [
-            Panel(answer, title=f"{partner.title}: {partner.model}", width=width)
+            Panel(Text(answer), title=Text(f"{partner.title}: {partner.model}"), width=width)
             for partner, answer in zip(self._partners, answers, strict=True)
         ]
         if self._console.is_terminal:

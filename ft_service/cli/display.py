@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, TextColumn
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
 
@@ -42,6 +43,20 @@ class Display(Protocol):
 
 def display_for(console: Console) -> Display:
     return BarDisplay(console) if console.is_terminal else LineDisplay(console)
+
+
+@contextlib.contextmanager
+def arriving() -> Iterator[Callable[[int, int], object]]:
+    """A function for bytes that have come, and how many there are: on a terminal it shows them, and before the first that the
+    server is waited for."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield lambda done, total: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=28), DownloadColumn(), TransferSpeedColumn())
+    with Bars(*columns, console=console, transient=True) as bars:
+        task = bars.add_task("The server prepares it", total=None)
+        yield lambda done, total: bars.update(task, description="Downloading", completed=done, total=total or None)
 
 
 class _BarsOverCurves(Bars):

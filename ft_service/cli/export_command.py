@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ft_service.cli.display import arriving
 from ft_service.cli.jobs.naming import find_job
 from ft_service.cli.merge_command import adapter_of_job, base_here, find_adapter, shown_losses
 from ft_service.cli.output import Json, connect, print_fields, print_json, say
@@ -84,14 +85,15 @@ def _where(source: str, to: ExportFormat, *, remote: bool) -> Iterator[Path | tu
 
 def _fetch(client: Client, job_id: str, to: ExportFormat, out: Path) -> dict[str, Any]:
     """Have the server make the export, wait for it, and fetch it into `out`; the report."""
-    found = client.start_export(job_id, to.value)
-    while found.status in ("queued", "running"):
-        time.sleep(POLL_SECONDS)
-        found = client.export(job_id, to.value)
-    if found.status == "failed":
-        raise SpecError(f"The server could not make it: {found.error}", param="format")
-    client.download_export(job_id, to.value, out)
-    return found.report
+    with arriving() as note:
+        found = client.start_export(job_id, to.value)
+        while found.status in ("queued", "running"):
+            time.sleep(POLL_SECONDS)
+            found = client.export(job_id, to.value)
+        if found.status == "failed":
+            raise SpecError(f"The server could not make it: {found.error}", param="format")
+        client.download_export(job_id, to.value, out, note)
+        return found.report
 
 
 def write_export(adapter: Path, out: Path, to: ExportFormat, base: Path | None, samples: int) -> dict[str, Any]:

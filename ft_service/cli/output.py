@@ -9,20 +9,19 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
-from pydantic import ValidationError
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ft_service.client.client import Client
-from ft_service.client.connection import find_connection
 from ft_service.errors import SpecError
-from ft_service.settings import Settings
-from ft_service.spec.faults import words_of
+
+if TYPE_CHECKING:
+    from ft_service.client.client import Client
+    from ft_service.settings import Settings
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d")
@@ -34,6 +33,11 @@ OWN_WIDTH = 1000
 
 def load_settings(**overrides: Any) -> Settings:
     """The environment's settings with the command line's options over them (None: not given). Raises SpecError."""
+    from pydantic import ValidationError  # `ft --help` needs none of this
+
+    from ft_service.settings import Settings
+    from ft_service.spec.faults import words_of
+
     given = {name: value for name, value in overrides.items() if value is not None}
     try:
         return Settings(**given)
@@ -49,6 +53,9 @@ def load_settings(**overrides: Any) -> Settings:
 
 def connect() -> Client:
     """A client of the server that the environment, or FT_HOME/credentials, names. Raises FtError if none is known."""
+    from ft_service.client.client import Client
+    from ft_service.client.connection import find_connection
+
     return Client(find_connection(os.environ, load_settings().home))
 
 
@@ -89,10 +96,14 @@ def print_json_line(document: Any) -> None:
 
 
 def print_table(
-    titles: Sequence[str], rows: Sequence[Sequence[str]], notes: tuple[str, Sequence[str | None]] | None = None
+    titles: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    notes: tuple[str, Sequence[str | None]] | None = None,
+    *,
+    whole_notes: bool = False,
 ) -> None:
     """Print columns under titles; cut to the width of a terminal, whole when piped. `notes`: a title and a sentence (or
-    none) for each row, which a terminal shows below the row and a pipe as the last column.
+    none) for each row, which a terminal shows below the row, in one line unless `whole_notes`, and a pipe as the last column.
     """
     if notes is not None and not is_terminal():
         titles, rows = [*titles, notes[0]], [(*row, note or "") for row, note in zip(rows, notes[1], strict=True)]
@@ -113,7 +124,9 @@ def print_table(
         print(line)
         if note:
             text = f"    {' '.join(note.split())}"
-            print(text if len(text) <= console.width else text[: console.width - 1] + "…")
+            print(
+                _on_screen(text, sys.stdout) if whole_notes or len(text) <= console.width else f"{text[: console.width - 1]}…"
+            )
 
 
 def shrunk(widths: Sequence[int], room: int, whole: Sequence[bool] = ()) -> list[int]:

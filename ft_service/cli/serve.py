@@ -11,7 +11,8 @@ from urllib.parse import quote
 import typer
 
 from ft_service import __version__
-from ft_service.cli.output import Json, connect, load_settings, print_json_line
+from ft_service.cli.jobs.naming import complete_job, find_job
+from ft_service.cli.output import Json, connect, load_settings, print_json_line, say
 from ft_service.errors import FtError
 from ft_service.host.lifetime import die_with_parent
 
@@ -57,16 +58,24 @@ def migrate(as_json: Json = False) -> None:
 
 
 def open_page(
-    job: Annotated[str | None, typer.Argument(metavar="[ID]", help="A job to look at; default: the list.")] = None,
+    job: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="ID", help="A job to look at, named as elsewhere; default: the list.", autocompletion=complete_job
+        ),
+    ] = None,
     only_print: Annotated[bool, typer.Option("--print", help="Print the link, and start no browser.")] = False,
     as_json: Json = False,
 ) -> None:
     """Open the server's page in a browser, signed in: by a link that works once, within 15 minutes."""
     with connect() as client:
-        url = client.sign_in_link(f"/jobs/{quote(job, safe='')}" if job else "/jobs")
+        url = client.sign_in_link(f"/jobs/{quote(client.job(find_job(client, job)).id, safe='')}" if job else "/jobs")
     if as_json:
         print_json_line({"url": url})
-    elif only_print or not webbrowser.open(url):
+    elif only_print:
+        print(url)
+    elif not webbrowser.open(url):
+        say("There is no browser here. Open this link in one; it works once, within 15 minutes.")
         print(url)
     else:
         print("The page is open in your browser. `ft open --print` prints a link in its place.")

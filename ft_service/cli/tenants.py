@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import asdict, replace
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ft_service.cli.local_store import PROJECT, local_store, settings_of_server
 from ft_service.cli.output import Json, is_terminal, local_time, print_json, print_table, say
-from ft_service.errors import SpecError
-from ft_service.host.servers import living_servers
+from ft_service.errors import NotFoundError, SpecError
+from ft_service.host.servers import living_servers, write_private
 from ft_service.settings import Settings
 from ft_service.store.records import ApiKey, AuditEntry, Limits
+
+if TYPE_CHECKING:
+    from ft_service.store.sql import Store
 
 DAY_SECONDS = 86_400.0
 
@@ -22,11 +26,13 @@ keys = typer.Typer(help="Create, list, rotate and revoke API keys, in this machi
 
 
 def register(app: typer.Typer) -> None:
+    app.add_typer(keys, name="keys")
+    app.add_typer(projects, name="projects")
     app.command()(audit)
 
 
 KeyId = Annotated[str, typer.Argument(metavar="ID", help="The key, as `ft keys list` shows it.")]
-InProject = Annotated[str, typer.Option("--project", metavar="ID", help="Of this project (`ft projects list`).")]
+InProject = Annotated[str, typer.Option("--project", metavar="ID", help="Of this project: its id, or its name.")]
 
 
 class ScopeName(StrEnum):
@@ -41,7 +47,9 @@ class ScopeName(StrEnum):
 @keys.command()
 def create(
     name: Annotated[str, typer.Option(help="A name by which `ft keys list` shows it, such as whose it is.")] = "cli",
-    scope: Annotated[ScopeName, typer.Option(help="What it may do.")] = ScopeName.SUBMIT,
+    scope: Annotated[
+        ScopeName, typer.Option(metavar="SCOPE", help="What it may do: read, submit, admin or metrics.")
+    ] = ScopeName.SUBMIT,
     expires_days: Annotated[float | None, typer.Option(min=0, help="Days until it expires; default: never.")] = None,
     project: InProject = PROJECT,
     as_json: Json = False,
@@ -50,7 +58,8 @@ def create(
     settings = settings_of_server()
     with local_store(settings) as store:
         expires_at = None if expires_days is None else store.now() + expires_days * DAY_SECONDS
-        key, secret = store.create_key(project_id=project, name=name, scope=scope.value, expires_at=expires_at)
+        project_id = find_project(store, project)
+        key, secret = store.create_key(project_id=project_id, name=name, scope=scope.value, expires_at=expires_at)
     _show_secret(key, secret, settings, as_json)
 
 
@@ -58,7 +67,7 @@ def create(
 def list_keys(project: InProject = PROJECT, as_json: Json = False) -> None:
     """List a project's keys, without their secrets."""
     with local_store(settings_of_server()) as store:
-        all_keys, now = store.list_keys(project), store.now()
+        all_keys, now = store.list_keys(find_project(store, project)), store.now()
     if as_json:
         print_json([_as_dict(key, now) for key in all_keys])
     elif all_keys:
@@ -91,19 +100,38 @@ def rotate(
     """Replace a key by a new one of its name and scope, which is shown this one time."""
     settings = settings_of_server()
     with local_store(settings) as store:
-        key, secret = store.rotate_key(project, key_id, keep_seconds=keep_hours * 3600.0)
+        is_ours = _own_key(settings, store) == key_id
+        key, secret = store.rotate_key(find_project(store, project), key_id, keep_seconds=keep_hours * 3600.0)
+    if is_ours:
+        write_private(settings.home / "credentials", json.dumps({"api_key": secret}) + "\n")
     _show_secret(key, secret, settings, as_json)
+    if is_ours:
+        say(f"`ft` uses it on this host from now on: it is in {settings.home / 'credentials'}, in place of the old one.")
 
 
 @keys.command()
 def revoke(key_id: KeyId, project: InProject = PROJECT, as_json: Json = False) -> None:
     """Revoke a key: from now on it opens nothing."""
-    with local_store(settings_of_server()) as store:
-        key, now = store.revoke_key(project, key_id), store.now()
+    settings = settings_of_server()
+    with local_store(settings) as store:
+        was_ours = _own_key(settings, store) == key_id
+        key, now = store.revoke_key(find_project(store, project), key_id), store.now()
+    if was_ours:
+        say("It was the key that `ft` uses on this host. Make another, and set FT_API_KEY to it: ft keys create --scope admin")
     if as_json:
         print_json(_as_dict(key, now))
     else:
         print(f"{key.id} ({key.name}) is revoked.")
+
+
+def _own_key(settings: Settings, store: Store) -> str | None:
+    """The id of the key that `ft` uses on this host; None: it has none of this service."""
+    try:
+        secret = str(json.loads((settings.home / "credentials").read_text())["api_key"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    holder = store.authenticate(secret)
+    return None if holder is None else holder.key_id
 
 
 def _show_secret(key: ApiKey, secret: str, settings: Settings, as_json: bool) -> None:
@@ -143,10 +171,12 @@ def _as_dict(key: ApiKey, now: float) -> dict[str, object]:
 
 
 _MOST = 10_000
+_SHOWN = 10
+"""Names that a refusal tells."""
 
 projects = typer.Typer(help="Create, list, limit and archive projects, in this machine's database.")
 
-ProjectId = Annotated[str, typer.Argument(metavar="ID", help="The project, as `ft projects list` shows it.")]
+ProjectId = Annotated[str, typer.Argument(metavar="ID", help="The project: its id, or its name.")]
 Set = Annotated[
     list[str] | None,
     typer.Option(
@@ -163,7 +193,7 @@ _LISTS = ("bases", "wandb_entities")
 def create_project(
     name: Annotated[str, typer.Argument(help="What people call it.")], limit: Set = None, as_json: Json = False
 ) -> None:
-    """Create a project. Make it a key: ft keys create --project ID"""
+    """Create a project. Make it a key: ft keys create --project NAME"""
     limits = replace(Limits(), **parse_limits(limit or []))
     settings = settings_of_server()
     with local_store(settings) as store:
@@ -188,14 +218,16 @@ def list_projects(
         (
             project.id,
             project.name,
-            project.organization,
             "active" if project.archived_at is None else "archived",
             local_time(project.created_at),
-            _limits_text(project.limits),
+            project.organization,
         )
         for project in found
     ]
-    print_table(("ID", "NAME", "ORGANIZATION", "STATE", "CREATED", "LIMITS"), rows)
+    titles = ("ID", "NAME", "STATE", "CREATED", "ORGANIZATION")
+    shown = len(titles) - is_terminal()  # of one organisation, nearly always
+    limits = [_limits_text(project.limits) for project in found]
+    print_table(titles[:shown], [row[:shown] for row in rows], notes=("LIMITS", limits), whole_notes=True)
 
 
 @projects.command("update")
@@ -207,7 +239,7 @@ def update_project(
 ) -> None:
     """Change a project's name and limits. What is not named stays."""
     with local_store(settings_of_server()) as store:
-        project = store.update_project(project_id, name=name, limits=parse_limits(limit or []))
+        project = store.update_project(find_project(store, project_id), name=name, limits=parse_limits(limit or []))
     if as_json:
         print_json(asdict(project))
     else:
@@ -218,7 +250,7 @@ def update_project(
 def archive_project(project_id: ProjectId, as_json: Json = False) -> None:
     """End a project: its keys open nothing any more. What it has stays."""
     with local_store(settings_of_server()) as store:
-        project = store.archive_project(project_id)
+        project = store.archive_project(find_project(store, project_id))
     if as_json:
         print_json(asdict(project))
     else:
@@ -226,29 +258,39 @@ def archive_project(project_id: ProjectId, as_json: Json = False) -> None:
 
 
 def audit(
-    project: Annotated[str | None, typer.Option(metavar="ID", help="Of this project; default: of all.")] = None,
+    project: Annotated[str | None, typer.Option(metavar="ID", help="Of this project (id or name); default: of all.")] = None,
     limit: Annotated[int, typer.Option("--lines", "-n", min=1, max=_MOST, help="How many, the newest first.")] = 50,
     as_json: Json = False,
 ) -> None:
     """Show what was changed in this machine's database, by which key, and from where."""
     with local_store(settings_of_server()) as store:
-        entries = store.list_audit(project_id=project, limit=limit).data
+        entries = store.list_audit(project_id=project and find_project(store, project), limit=limit).data
     if as_json:
         print_json([asdict(entry) for entry in entries])
         return
-    rows = [
-        (
-            local_time(one.created_at),
-            one.project_id,
-            one.type,
-            one.target,
-            one.key_id or "this machine",
-            one.address or "",
-            _detail(one),
+    rows = [(local_time(one.created_at), one.type, one.target, one.project_id, *_who(one), _detail(one)) for one in entries]
+    if is_terminal():  # ids stay whole: they are what other commands take
+        print_table(
+            ("WHEN", "WHAT", "TARGET"), [row[:3] for row in rows], ("", [_below(one) for one in entries]), whole_notes=True
         )
-        for one in entries
-    ]
-    print_table(("WHEN", "PROJECT", "WHAT", "TARGET", "KEY", "FROM", "DETAIL"), rows)
+    else:
+        print_table(("WHEN", "WHAT", "TARGET", "PROJECT", "KEY", "FROM", "DETAIL"), rows)
+
+
+def find_project(store: Store, word: str) -> str:
+    """The id of the project that a word means: its id, or a name that it alone has. Raises NotFoundError, or SpecError if
+    several have that name.
+    """
+    known = store.list_projects(archived=True, limit=_MOST).data
+    if any(project.id == word for project in known):
+        return word
+    named = [project.id for project in known if project.name == word]
+    if len(named) > 1:
+        raise SpecError(f"{len(named)} projects are called {word!r}: give the id of one: {', '.join(named)}.", param="project")
+    if not named:
+        shown = ", ".join(project.name for project in known[:_SHOWN]) + (", …" if len(known) > _SHOWN else "")
+        raise NotFoundError(f"There is no project {word!r}. There are: {shown}.", param="project")
+    return named[0]
 
 
 def parse_limits(given: list[str]) -> dict[str, Any]:
@@ -284,5 +326,26 @@ def _limits_text(limits: Limits) -> str:
     return " ".join(f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in values)
 
 
+def _who(entry: AuditEntry) -> tuple[str, str]:
+    """The key, and the address that it came from."""
+    return entry.key_id or "this machine", entry.address or ""
+
+
+def _below(entry: AuditEntry) -> str:
+    """All that a terminal has no column for."""
+    key, address = _who(entry)
+    where = f" from {address}" if address else ""
+    project = f", project {entry.project_id}" if entry.project_id not in (PROJECT, entry.target) else ""
+    detail = _detail(entry)
+    return f"by {key}{where}{project}{': ' if detail else ''}{detail}"
+
+
 def _detail(entry: AuditEntry) -> str:
-    return " ".join(f"{name}={value}" for name, value in (entry.detail or {}).items())
+    """`NAME=VALUE` as `--limit` takes it: nothing where a limit was taken away."""
+    return " ".join(f"{name}={_value_text(value)}" for name, value in (entry.detail or {}).items())
+
+
+def _value_text(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return "" if value is None else str(value)

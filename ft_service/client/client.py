@@ -5,7 +5,6 @@ Every method is one request (lists page by themselves) and raises the errors of 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import tempfile
 import time
@@ -30,32 +29,12 @@ from ft_service.client.answers import (
     RemoteModel,
     RemoteSweep,
 )
-from ft_service.client.connection import START_HINT, Connection
-from ft_service.errors import (
-    AuthError,
-    ConflictError,
-    DataError,
-    ForbiddenError,
-    FtError,
-    NotFoundError,
-    SpecError,
-    UnavailableError,
-)
+from ft_service.client.connection import Connection
+from ft_service.client.refusals import error_of, not_ours, reaching
+from ft_service.errors import NotFoundError, SpecError, UnavailableError
 from ft_service.rundir.events import Metrics
 from ft_service.rundir.untrusted_tar import unpack
 
-BY_STATUS: dict[int, type[FtError]] = {
-    400: SpecError,
-    401: AuthError,
-    403: ForbiddenError,
-    404: NotFoundError,
-    409: ConflictError,
-    413: SpecError,
-    422: SpecError,
-    502: UnavailableError,
-    503: UnavailableError,
-    504: UnavailableError,
-}
 PAGE = 100
 """Items asked for at once by methods that read whole lists."""
 EVALUATIONS_AT_ONCE = 10
@@ -63,11 +42,14 @@ EVALUATIONS_AT_ONCE = 10
 _NO_END = httpx2.Timeout(60.0, connect=5.0, read=None)
 """Of a stream that is silent as long as nothing happens."""
 _MADE_FIRST = httpx2.Timeout(60.0, connect=5.0, read=1800.0)
+"""Of what the server makes before it sends it: a checkpoint's adapter takes a process of its own that imports torch and lays
+out the model, seconds on an idle host, and some minutes on one whose processors all train."""
 PATIENCE = 60
 """Polls without an answer that `follow` bears before it gives up."""
 
 
 Item = TypeVar("Item", bound=Answer)
+Note = Callable[[int, int], object]
 
 
 class Client:
@@ -219,7 +201,7 @@ class Client:
         """Lines that the job's processes print, from the last ones on, until the job is over or rests paused."""
         params = {"follow": True, "lines": lines} | ({} if rank is None else {"rank": rank})
         request = self._http.build_request("GET", f"{_job(job_id)}/logs", params=params, timeout=_NO_END)
-        with _reaching(self.base_url):
+        with reaching(self.base_url):
             answer = self._http.send(request, stream=True)
             try:
                 if answer.is_error:
@@ -230,21 +212,22 @@ class Client:
             finally:
                 answer.close()
 
-    def download_adapter(self, job_id: str, out: Path) -> Path:
-        """The finished job's adapter, unpacked into the folder `out`, which must not exist or be empty.
+    def download_adapter(self, job_id: str, out: Path, note: Note = lambda done, total: None) -> Path:
+        """The finished job's adapter, unpacked into the folder `out`, which must not exist or be empty. `note`: called with the
+        bytes that have come, and how many there are.
 
         Raises SpecError if it is not empty, NotFoundError if there is no adapter. `out` appears whole or not at all.
         """
-        return self._download_folder(f"{_job(job_id)}/adapter", out)
+        return self._download_folder(f"{_job(job_id)}/adapter", out, note)
 
-    def download_checkpoint(self, job_id: str, step: int, out: Path) -> Path:
+    def download_checkpoint(self, job_id: str, step: int, out: Path, note: Note = lambda done, total: None) -> Path:
         """`download_adapter` for the job's complete checkpoint at a step. Raises NotFoundError if there is none."""
         complete = self.checkpoints(job_id)
         chosen = next((point for point in complete if point.step_number == step), None)
         if chosen is None:
             steps = ", ".join(str(point.step_number) for point in reversed(complete)) or "none yet"
             raise NotFoundError(f"Job {job_id} has no checkpoint at step {step}; it has: {steps}.", param="checkpoint")
-        return self._download_folder(f"{_job(job_id)}/checkpoints/{_part(chosen.id)}/adapter", out)
+        return self._download_folder(f"{_job(job_id)}/checkpoints/{_part(chosen.id)}/adapter", out, note, _MADE_FIRST)
 
     def start_export(self, job_id: str, to: str) -> RemoteExport:
         """Have a succeeded job's outcome made into another form; one that is made or under way is answered as it is."""
@@ -253,17 +236,17 @@ class Client:
     def export(self, job_id: str, to: str) -> RemoteExport:
         return RemoteExport.model_validate(self._call("GET", f"{_job(job_id)}/exports/{_part(to)}"))
 
-    def download_export(self, job_id: str, to: str, out: Path) -> Path:
+    def download_export(self, job_id: str, to: str, out: Path, note: Note = lambda done, total: None) -> Path:
         """The files of an export, as `download_adapter`."""
-        return self._download_folder(f"{_job(job_id)}/exports/{_part(to)}/content", out)
+        return self._download_folder(f"{_job(job_id)}/exports/{_part(to)}/content", out, note)
 
-    def _download_folder(self, path: str, out: Path) -> Path:
+    def _download_folder(self, path: str, out: Path, note: Note, timeout: httpx2.Timeout | None = None) -> Path:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise SpecError(f"{out} exists already. Name another folder with --out.", param="out")
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".ft-", dir=out.parent) as scratch:
             archive, unpacked = Path(scratch) / "adapter.tar", Path(scratch) / "adapter"
-            self._download(path, archive)
+            self._download(path, archive, note, timeout or self._http.timeout)
             unpack(archive, unpacked)
             entries = list(unpacked.iterdir())
             top = entries[0] if len(entries) == 1 and entries[0].is_dir() else unpacked  # the archive's own folder
@@ -295,7 +278,7 @@ class Client:
     def chat(self, body: dict[str, Any]) -> Iterator[str]:
         """A chat completion's text as it comes. `body`: OpenAI's, with `stream`, for one answer. Raises what it ends in."""
         request = self._http.build_request("POST", "/chat/completions", json=body, timeout=_NO_END)
-        with _reaching(self.base_url):
+        with reaching(self.base_url):
             answer = self._http.send(request, stream=True)
             try:
                 if answer.is_error:
@@ -317,24 +300,27 @@ class Client:
                 return
             after = {"after": items[-1].id}
 
-    def _download(self, path: str, target: Path) -> None:
-        sent = self._http.stream("GET", path, timeout=_MADE_FIRST)
-        with _reaching(self.base_url), sent as answer, target.open("wb") as file:
+    def _download(self, path: str, target: Path, note: Note, timeout: httpx2.Timeout) -> None:
+        sent = self._http.stream("GET", path, timeout=timeout)
+        with reaching(self.base_url), sent as answer, target.open("wb") as file:
             if answer.is_error:
                 answer.read()
                 raise error_of(answer)
+            total, done = int(answer.headers.get("content-length", 0)), 0
             for chunk in answer.iter_bytes():
                 file.write(chunk)
+                done += len(chunk)
+                note(done, total)
 
     def _call(self, method: str, path: str, **arguments: Any) -> Any:
         answer = self._send(method, path, **arguments)
         try:
             return answer.json()
         except ValueError:
-            raise _not_ours(answer) from None
+            raise not_ours(answer) from None
 
     def _send(self, method: str, path: str, **arguments: Any) -> httpx2.Response:
-        with _reaching(self.base_url):
+        with reaching(self.base_url):
             answer = self._http.request(method, path, **arguments)
         if not answer.is_success:
             raise error_of(answer)
@@ -356,35 +342,6 @@ def _texts(answer: httpx2.Response) -> Iterator[str]:
             calls = choice["delta"].get("tool_calls")
             yield choice["delta"].get("content") or (json.dumps(calls, ensure_ascii=False) if calls else "")
     raise UnavailableError("The answer broke off: try again.")
-
-
-def error_of(answer: httpx2.Response) -> FtError:
-    """The error that the server raised, rebuilt: the class from code and status, the text and field from the body."""
-    try:
-        error = answer.json()["error"]
-        message, code, param = str(error["message"]), error.get("code"), error.get("param")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return _not_ours(answer)
-    kind = DataError if code == DataError.code else BY_STATUS.get(answer.status_code, FtError)
-    return kind(message, param=param, code=code)
-
-
-@contextlib.contextmanager
-def _reaching(base_url: str) -> Iterator[None]:
-    """Turn errors on the way to a server into UnavailableError."""
-    try:
-        yield
-    except (httpx2.ConnectError, httpx2.ConnectTimeout):
-        raise UnavailableError(f"No server answers at {base_url}. {START_HINT}", code="no_server") from None
-    except httpx2.TransportError as error:
-        reason = str(error) or type(error).__name__
-        raise UnavailableError(f"The connection to {base_url} broke ({reason}): try again.") from None
-
-
-def _not_ours(answer: httpx2.Response) -> FtError:
-    kind = UnavailableError if answer.status_code >= 500 else FtError
-    address = answer.request.url.copy_with(query=None)
-    return kind(f"{address} answered {answer.status_code} in no shape that this client knows. Is FT_BASE_URL right?")
 
 
 def _is_loopback(base_url: str) -> bool:

@@ -102,6 +102,11 @@ class Curve:
             self._values = {known: old for known, old in self._values.items() if known < step}
         self._values[step] = value
 
+    @property
+    def any(self) -> bool:
+        """Whether it has a value."""
+        return bool(self._values)
+
     @staticmethod
     def scale_of(curves: Sequence[Curve]) -> tuple[float, float] | None:
         """The lowest and the highest value of several curves, to draw them on one scale; None: there are no values."""

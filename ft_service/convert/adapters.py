@@ -161,7 +161,10 @@ TABLE: dict[str, Rule] = {
     **_every(
         ("assistant_only_loss", "completion_only_loss"), switch(needless(_TARGETS), means(training__train_on="everything"))
     ),
-    "special_tokens": unless_off("the base's tokenizer is used as it is"),
+    **_every(("special_tokens", "eos_token", "pad_token"), unless_off("the base's tokenizer is used as it is")),
+    **_every(
+        ("loss_watchdog_threshold", "loss_watchdog_patience"), needless("a loss that is no number ends the job by itself")
+    ),
     # Axolotl's names of TrainingArguments.
     "num_epochs": _epochs,
     "micro_batch_size": lambda value, source: micro_batch(value, source, "gradient_accumulation_steps"),

@@ -18,7 +18,7 @@ from ft_service.spec import parse_request
 
 PLACEHOLDERS = {
     "model": "a base that `ft models` lists, or a folder (./…, /…) for `ft run`",
-    "training_file": "OpenAI chat lines (JSONL), relative to this file",
+    "training_file": "your data, relative to this file; `ft data check FILE` says what it is",
 }
 """What a SPEC must say and no such file says."""
 

@@ -38,7 +38,7 @@ _TRACKERS = refused(
     "jobs have integrations: [{type: wandb, wandb: {project: …}}]",
     changes_result=False,
 )
-_HUB = unless_off("nothing is published: `ft download`, then upload the folder", changes_result=False)
+_HUB = unless_off("a job publishes nothing: `ft export ID --format peft --push hf://ORG/NAME` does", changes_result=False)
 _DDP = needless("it belongs to DistributedDataParallel; training is sharded by FSDP2")
 _LOADER = needless("tokens are in memory before the first step")
 _COLUMNS = needless("a data file's columns are known by their names")
@@ -117,8 +117,10 @@ def _interval(name: str, strategy_option: str) -> Rule:
 
 
 def _bf16(value: Any, source: Source) -> Verdict:
-    if as_plain(value) is True:
+    if as_plain(value) is True or str(value).lower() == "full":  # Axolotl's
         return Taken({"precision.compute": "bf16"})
+    if str(value).lower() == "auto":  # of the machine that trains, which is not this one
+        return NotNeeded("precision.compute is bf16 unless set")
     if as_plain(source.get("fp16")) is True:
         return NotNeeded("fp16 decides")
     return Taken({"precision.compute": "fp32"})
@@ -270,7 +272,7 @@ TABLE: dict[str, Rule] = {
         ("push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_always_push", "hub_revision"),
         _HUB,
     ),
-    "hub_strategy": needless("nothing is published"),
+    "hub_strategy": needless("a job publishes nothing"),
     "load_best_model_at_end": switch(means(training__load_best_model_at_end=True)),
     "metric_for_best_model": unless(
         (None, "loss", "eval_loss"), "it is validation loss", "it is validation loss: leave it out"

@@ -218,7 +218,7 @@ class Supervisor:
                 # This process has one thread, so that running Python between fork and exec is safe.
                 preexec_fn=lambda: die_with_parent(supervisor),
             )
-        log.info("attempt %d: %d ranks below process %d", self.attempt, start.world_size // start.nodes, process.pid)
+        log.info("attempt %d: %s below process %d", self.attempt, _ranks(start.world_size // start.nodes), process.pid)
         return process
 
     def _go(self, agent: subprocess.Popen[bytes], start: Start, logs: Path) -> subprocess.Popen[bytes]:
@@ -232,7 +232,8 @@ class Supervisor:
                 "environment": torchrun.environment(os.environ, start, self.run_dir, self.node),
             },
         )
-        log.info("attempt %d: %d ranks below process %d, which was preloaded", self.attempt, start.world_size, agent.pid)
+        ranks = _ranks(start.world_size)
+        log.info("attempt %d: %s below process %d, which was preloaded", self.attempt, ranks, agent.pid)
         return agent
 
     def _watch(self, process: subprocess.Popen[bytes], start: Start) -> None:
@@ -318,6 +319,10 @@ class Supervisor:
     def _wish(self) -> Desired:
         control = self.documents.read_control()
         return control.desired if control else Desired.RUN
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank{'' if number == 1 else 's'}"
 
 
 if __name__ == "__main__":

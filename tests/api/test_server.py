@@ -189,7 +189,8 @@ def test_a_port_that_is_taken_is_named_and_nothing_is_started(tmp_path: Path) ->
             _, err = serving.printed()
 
     assert serving.process.returncode == 1
-    assert f"Port {port} of 127.0.0.1 is in use by another program. Stop that, or take another port: --port N" in err
+    assert f"Port {port} of 127.0.0.1 is in use by process {os.getpid()}: " in err
+    assert "Stop that, or take another port: --port N" in err
     assert list(tmp_path.iterdir()) == []
 
 

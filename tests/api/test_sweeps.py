@@ -181,12 +181,13 @@ def test_the_command_line_submits_shows_and_removes_a_sweep(service: Service, ft
     (tmp_path / "data.jsonl").write_text(LINE * 3)
     spec = tmp_path / "sweep.yaml"
     spec.write_text(
-        "model: tiny\ntraining_file: data.jsonl\nvalidation_file: data.jsonl\n"
+        "model: tiny\ntraining_file: data.jsonl\nvalidation_file: data.jsonl\nsuffix: rates\n"
         "sweep: {training.learning_rate: [1e-4, 1e-3, 1e-2]}\n"
     )
     assert "No sweeps yet" in ft("sweep", "list")
     assert "with 3 jobs" in ft("sweep", "submit", str(spec))
     [sweep] = json.loads(ft("sweep", "list", "--json"))
+    assert json.loads(ft("sweep", "show", "rates", "--json"))["id"] == sweep["id"], "by its suffix"
     ids = [job["id"] for job in sweep["jobs"]]
     come_to(service, {ids[1]: 2.0, ids[2]: 1.0}, State.SUCCEEDED, Reason.SUCCEEDED)
     head, titles, *rows, best = ft("sweep", "show", "last").splitlines()[:-1]

@@ -24,6 +24,7 @@ ELSEWHERE = {
     r"^(vllm|ollama) |llama\.cpp": "somebody else's server",
     r"pg_dump|rsync": "PostgreSQL's and rsync's own",
     r"--rdzv-endpoint": "two hosts; tests/e2e/test_two_hosts.py",
+    r"ft agent drain": "another host; tests/ft_service/launcher/test_agents.py, tests/e2e/test_agents.py",
     r"api\.openai\.com|OPENAI_BASE_URL": "OpenAI's own service, or a key with no end",
 }
 """What no block here can do (a pattern on its lines) → why, or where it is tested."""
@@ -104,7 +105,15 @@ def newcomer(tmp_path: Path) -> Iterator[Newcomer]:
     spec = folder / "deploy/examples/quickstart.yaml"  # one short job in place of one of a minute
     spec.write_text(spec.read_text().replace("max_steps: 150", "max_steps: 4").replace("batch_size: 32", "batch_size: 4"))
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("FT_", "OPENAI_", "PYTEST"))}
-    more = {"HOME": str(tmp_path), "FT_PORT": "0", "FT_SLOTS": "2", "COLUMNS": "80"}
+    # PYTHONPATH: the copy's code, also while this checkout is being edited.
+    more = {
+        "HOME": str(tmp_path),
+        "PYTHONPATH": str(folder),
+        "FT_PORT": "0",
+        "FT_SLOTS": "2",
+        "COLUMNS": "80",
+        "BROWSER": "true",
+    }
     terminal = Newcomer(folder, {**kept, **more, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     try:
         yield terminal
@@ -131,6 +140,7 @@ def test_nothing_is_left_out_without_need() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # of a busy machine
 def test_the_blocks_of_readme_and_docs_do_what_they_say(newcomer: Newcomer) -> None:
     said: dict[str, str] = {}
     for page in ("README.md", "docs/guide.md", *(page for page in PAGES if page not in ("README.md", "docs/guide.md"))):

@@ -46,6 +46,11 @@ from ft_service.local.spec_file import LocalData
 
 app = typer.Typer(help="Look at a data file before it is trained on: check, show, count and convert it.", no_args_is_help=True)
 
+
+def register(typer_app: typer.Typer) -> None:
+    typer_app.add_typer(app, name="data")
+
+
 app.command()(stats)
 
 

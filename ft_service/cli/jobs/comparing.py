@@ -94,8 +94,8 @@ def _print_curves(title: str, field: str, names: Sequence[str], curves: Sequence
     lines = [curve.sparkline(width, scale) for curve in drawn]
     if any(lines):
         print(f"\n{title}")
-        for name, line in zip(names, lines, strict=True):
-            print(f"  {name:<{longest}}  {line or '(too few values)'}")
+        for name, line, curve in zip(names, lines, drawn, strict=True):
+            print(f"  {name:<{longest}}  {line or ('(too few values)' if curve.any else '(none)')}")
 
 
 def _file_name(client: Client, file_id: str | None) -> str | None:

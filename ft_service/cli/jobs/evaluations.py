@@ -39,7 +39,8 @@ def evaluation(job_id: JobId, step: Step = None, limit: Samples = 8, as_json: Js
     if chosen is None:
         steps = ", ".join(str(own.step) for own in reversed(known))
         raise NotFoundError(f"Job {found} was not evaluated at step {step}; it was at: {steps}.", param="step")
-    _print_scores(known)
+    if any(own.metrics for own in known):
+        _print_scores(known)
     console = Console(width=None if is_terminal() else COLUMNS, highlight=False, markup=False)
     for number, sample in enumerate(chosen.samples[:limit], 1):
         console.print(f"\n{number} of {len(chosen.samples)}", style="bold")
@@ -79,7 +80,7 @@ def _side_by_side(sample: dict[str, Any], step: int) -> Table:
     for title, _, _ in answers:
         table.add_column(title, ratio=1, overflow="fold")
     table.add_row(*(Text(answer or "") for _, answer, _ in answers))
-    table.add_row(
-        *(Text(", ".join(f"{name} {value:.2f}" for name, value in (own or {}).items()), "dim") for _, _, own in answers)
-    )
+    scores = [", ".join(f"{name} {value:.2f}" for name, value in (own or {}).items()) for _, _, own in answers]
+    if any(scores):
+        table.add_row(*(Text(own, "dim") for own in scores))
     return table

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ft_service.cli.display import arriving
 from ft_service.cli.jobs.naming import JobId, reaching
 from ft_service.cli.output import Json, is_terminal, print_json, say
 
@@ -24,12 +25,13 @@ def download(
     """Download a finished job's adapter, or one of a checkpoint's, in the format that PEFT loads."""
     with reaching(job_id) as (client, found):
         target = out or Path(found if checkpoint is None else f"{found}-step-{checkpoint}")
-        if checkpoint is None:
-            client.download_adapter(found, target)
-        else:
-            if is_terminal():
-                say(f"The server makes the adapter of step {checkpoint} when it is first asked for: that may take a minute.")
-            client.download_checkpoint(found, checkpoint, target)
+        if checkpoint is not None and is_terminal():
+            say(f"The server makes the adapter of step {checkpoint} when it is first asked for: that may take a minute.")
+        with arriving() as note:
+            if checkpoint is None:
+                client.download_adapter(found, target, note)
+            else:
+                client.download_checkpoint(found, checkpoint, target, note)
     if as_json:
         print_json({"id": found, "adapter": str(target.absolute())})
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from typing import Annotated
 
 import typer
@@ -53,14 +54,14 @@ def logs(
     return 0
 
 
-def watch_job(client: Client, job_id: str, as_json: bool) -> int:
-    """Show a job's progress until it ends or rests paused; the exit code."""
+def watch_job(client: Client, job_id: str, as_json: bool, told: Collection[str] = ()) -> int:
+    """Show a job's progress until it ends or rests paused; the exit code. `told`: messages that its user knows by now."""
     try:
         if as_json:
             job = _follow_as_json(client, job_id)
         else:
             with display_for(Console(highlight=False, emoji=False)) as display:
-                job = _follow_on(display, client, job_id)
+                job = _follow_on(display, client, job_id, told)
     except KeyboardInterrupt:
         return complain(f"the job goes on.\nWatch it again: ft watch {job_id}\nStop it: ft cancel {job_id}", INTERRUPTED)
     return _outcome(job, quiet=as_json)
@@ -87,12 +88,14 @@ def _follow_as_json(client: Client, job_id: str) -> RemoteJob:
     return job
 
 
-def _follow_on(display: Display, client: Client, job_id: str) -> RemoteJob:
+def _follow_on(display: Display, client: Client, job_id: str, told: Collection[str]) -> RemoteJob:
     for number, (job, events) in enumerate(client.follow(job_id)):
         if not number and len(events) >= PAGE:
             display.message("info", f"Earlier events are left out; these are the newest {PAGE}.", events[0].created_at)
         for event in events:
             metrics = event.metrics()
+            if event.message in told:
+                continue
             if metrics is None:
                 display.message(event.level, event.message, event.created_at)
             else:

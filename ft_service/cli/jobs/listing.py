@@ -84,7 +84,7 @@ def get(job_id: JobId, as_json: Json = False) -> None:
             ("took", clock(job.seconds(time.time())) if job.finished_at else None),
             ("created", local_time(job.created_at)),
             ("finished", local_time(job.finished_at)),
-            ("checkpoints", f"at step {steps}" if steps else None),
+            ("checkpoints", f"at step{'s' if len(points) > 1 else ''} {steps}" if steps else None),
             ("training file", names.get(job.training_file)),
             ("validation file", names.get(job.validation_file or "")),
             ("validation split", f"{job.validation_split:g}" if job.validation_split is not None else None),
@@ -180,11 +180,10 @@ def _valid(job: RemoteJob) -> str | None:
 
 def _evaluation(newest: Sequence[RemoteEvaluation]) -> str | None:
     """The newest metrics, and those before training."""
-    told = [
-        f"{scores_text(own.metrics, own.base_metrics)} (step {own.step}; the answers: ft eval)" if own.step else "begun"
-        for own in newest
-    ]
-    return told[0] if told else None
+    for own in newest:
+        scores = scores_text(own.metrics, own.base_metrics)
+        return f"{f'{scores}, ' if scores else ''}at step {own.step}; the answers: ft eval" if own.step else "begun"
+    return None
 
 
 def _number(value: object) -> str:

@@ -36,7 +36,7 @@ def short_name(job: RemoteJob) -> str:
     return f"{job.suffix} ({short})" if job.suffix else short
 
 
-def _complete(incomplete: str) -> list[str]:
+def complete_job(incomplete: str) -> list[str]:
     """Words of the newest jobs that begin as typed, for the shell. An error must not disturb the prompt."""
     with contextlib.suppress(FtError, OSError), connect() as client:
         newest = client.jobs(50)
@@ -50,7 +50,7 @@ JobId = Annotated[
     typer.Argument(
         metavar="ID",
         help="The job: its id or the beginning of it, its suffix (the newest with that), or `last`.",
-        autocompletion=_complete,
+        autocompletion=complete_job,
     ),
 ]
 

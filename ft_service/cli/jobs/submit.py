@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-import sys
+import contextlib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ft_service.bases.catalogue import has_tokenizer
 from ft_service.cli.data_files.commands import uploadable
 from ft_service.cli.jobs.following import watch_job
-from ft_service.cli.output import Json, connect, print_json, print_json_line
+from ft_service.cli.local.data import examine_data
+from ft_service.cli.local_store import settings_with_models
+from ft_service.cli.output import Json, connect, print_json, print_json_line, say
 from ft_service.client.client import Client
 from ft_service.data.data_file import Param, check_lines
+from ft_service.data.examiner import ExaminerLost
 from ft_service.data.statistics import Measure, Records, advice, without_base
 from ft_service.errors import DataError, NotFoundError, SpecError
-from ft_service.local.spec_file import LocalData, SpecFile, load_spec_file
-from ft_service.spec import DataFileRef, by_samples
+from ft_service.host.servers import living_servers
+from ft_service.ids import new_id
+from ft_service.local.spec_file import LocalData, SpecFile, load_spec_file, resolve_spec_file
+from ft_service.plan.job import bounded
+from ft_service.settings import Settings
+from ft_service.spec import DataFileRef, JobSpec, by_samples
 
 
 def register(app: typer.Typer) -> None:
@@ -32,9 +41,7 @@ def submit(
     """Check a SPEC and its data, upload the files and create the job."""
     loaded = load_spec_file(spec)
     with connect() as client:
-        if not unchecked:
-            for sentence in check_data(loaded):
-                print(f"Warning: {sentence}", file=sys.stderr)
+        told = frozenset() if unchecked else check_data(client, loaded)
         job = client.create_job(upload_spec(client, loaded))
         if as_json:
             print_json_line(job.model_dump()) if follow else print_json(job.model_dump())
@@ -42,15 +49,54 @@ def submit(
             print(f"Created {job.id}.")
         else:
             print(f"Created {job.id}.\nWatch it: ft watch {job.id}")
-        return watch_job(client, job.id, as_json) if follow else 0
+        return watch_job(client, job.id, as_json, told=told) if follow else 0
 
 
-def check_data(spec: SpecFile) -> list[str]:
-    """Read every line of the data files as the server will: what to change, in sentences. Raises DataError with all that is
-    wrong with one of them.
+def check_data(client: Client, spec: SpecFile) -> frozenset[str]:
+    """Read the data files as the server will, and say what to change; the sentences. Tokens are counted where the server runs
+    on this host and its base has a tokenizer: elsewhere only the server can tell what depends on the base.
 
-    What depends on the base (its chat template, its tokenizer) only the server can tell.
+    Raises DataError with all that is wrong with one of the files.
     """
+    warnings = _advice(spec, _settings_beside(client))
+    for sentence in warnings:
+        say(f"Warning: {sentence}")
+    return frozenset(warnings)
+
+
+def _advice(spec: SpecFile, beside: Settings | None) -> list[str]:
+    if beside is not None and find_spec("transformers") is not None:
+        with contextlib.suppress(ExaminerLost):
+            resolved = _resolved(spec, beside)
+            if resolved is not None and has_tokenizer(Path(resolved.model.path)):
+                return _check_tokens(resolved, beside)
+    return _check_lines(spec)
+
+
+def _settings_beside(client: Client) -> Settings | None:
+    """This host's settings with the bases of the server, if that runs here."""
+    settings = settings_with_models()
+    there = any(client.base_url.startswith(f"{server.url}/") for server in living_servers(settings.home))
+    return settings if there else None
+
+
+def _resolved(spec: SpecFile, settings: Settings) -> JobSpec | None:
+    """The job on this host's copy of its base. None: that cannot be told from here, and the server will."""
+    try:
+        return bounded(resolve_spec_file(spec, settings, job_id=new_id("ftjob-"), seed=spec.request.seed or 0, to_train=False))
+    except (SpecError, NotFoundError):
+        return None
+
+
+def _check_tokens(spec: JobSpec, settings: Settings) -> list[str]:
+    try:
+        data = examine_data(spec, settings, say)
+    except DataError as error:
+        raise DataError(f"{error.message}\nNothing was uploaded.", param=error.param, code=error.code) from None
+    return [message for level, message in data.messages(spec) if level == "warn"]
+
+
+def _check_lines(spec: SpecFile) -> list[str]:
     found: dict[Param, Records] = {}
     for param, data in _data_files(spec):
         path = data.path

@@ -11,7 +11,7 @@ import typer
 from ft_service.cli.jobs.naming import LAST, PREFIX
 from ft_service.cli.jobs.submit import check_data, upload_spec
 from ft_service.cli.jobs.verbs import ask_to_remove
-from ft_service.cli.output import Json, complain, connect, is_terminal, local_time, print_json, print_table
+from ft_service.cli.output import Json, complain, connect, is_terminal, local_time, print_json, print_table, sentence
 from ft_service.client.answers import RemoteSweep, shown
 from ft_service.client.client import Client
 from ft_service.errors import NotFoundError, SpecError
@@ -20,13 +20,18 @@ from ft_service.sweeps.asked import values_text
 
 app = typer.Typer(help="Try several values of options: jobs under one id, of which those without hope are stopped early.")
 
+
+def register(typer_app: typer.Typer) -> None:
+    typer_app.add_typer(app, name="sweep")
+
+
 SWEEP = "ftsweep-"
 _SEARCHED = 100
 _SHORT = 8
 _INTERRUPTED = 130
 _POLL_SECONDS = 2.0
 
-SweepId = Annotated[str, typer.Argument(metavar="ID", help="The sweep: its id or the beginning of it, or `last`.")]
+SweepId = Annotated[str, typer.Argument(metavar="ID", help="The sweep: its id or the beginning of it, its suffix, or `last`.")]
 Newest = Annotated[int, typer.Option("--limit", "-n", min=1, help="How many, the newest.")]
 
 
@@ -41,7 +46,7 @@ def submit(
     loaded = load_spec_file(spec, sweep=True)
     with connect() as client:
         if not unchecked:
-            check_data(loaded)
+            check_data(client, loaded)
         sweep = client.create_sweep(upload_spec(client, loaded))
         if follow:
             return _watch(client, sweep, as_json)
@@ -68,12 +73,12 @@ def list_sweeps(limit: Newest = 20, as_json: Json = False) -> None:
                 sweep.status,
                 sweep.counts_text,
                 _loss((sweep.best or {}).get("valid_loss")),
-                values_text((sweep.best or {}).get("values") or {}),
                 local_time(sweep.created_at),
             )
             for sweep in newest
         ]
-        print_table(("ID", "SUFFIX", "MODEL", "STATUS", "JOBS", "VALID", "BEST", "CREATED"), rows)
+        best = [values_text((sweep.best or {}).get("values") or {}) for sweep in newest]
+        print_table(("ID", "SUFFIX", "MODEL", "STATUS", "JOBS", "VALID", "CREATED"), rows, ("BEST", best), whole_notes=True)
     else:
         print("No sweeps yet. Create one: ft sweep submit SPEC")
 
@@ -115,6 +120,7 @@ def find_sweep(client: Client, word: str) -> str:
     """The id of the sweep that a word means. Raises NotFoundError if it means none, SpecError if it means several."""
     newest = client.sweeps(1 if word == LAST else _SEARCHED)
     begun = [sweep.id for sweep in newest if word == LAST or sweep.id.startswith((word, SWEEP + word))]
+    begun = begun or [sweep.id for sweep in newest if sweep.suffix == word][:1]
     if not begun:
         if word.startswith(SWEEP):
             return word  # an old one, which the server may know
@@ -151,7 +157,8 @@ def _print(sweep: RemoteSweep) -> None:
         print("No job has a validation loss yet." if not sweep.over else "No job is the best: none has succeeded.")
         return
     word = "Best" if sweep.over else "Best so far"
-    print(f"{word}: {best['job_id']} with {values_text(best['values'])}; validation loss {best['valid_loss']:.4f}")
+    loss = f"validation loss {best['valid_loss']:.4f}"
+    print(sentence(f"{word}: {best['job_id']} with {values_text(best['values'])}; {loss}"))
     if best["fine_tuned_model"]:
         print(f"Get its adapter: ft download {best['job_id']}")
 

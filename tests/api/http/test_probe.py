@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -117,7 +118,8 @@ def test_a_port_that_is_taken_is_named(meters: Meters) -> None:
     with (
         probe.serving(0, "127.0.0.1", meters) as port,
         pytest.raises(
-            SpecError, match=f"Port {port} of 127.0.0.1 is in use by another program. Stop that, or set FT_METRICS_PORT"
+            SpecError,
+            match=rf"Port {port} of 127.0.0.1 is in use by process {os.getpid()}: .+\. Stop that, or set FT_METRICS_PORT",
         ),
         probe.serving(port, "127.0.0.1", meters),
     ):

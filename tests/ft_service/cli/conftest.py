@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ft_service.cli import output
 from ft_service.cli.local import data
+from ft_service.client import client, connection
 from ft_service.data.data_file import Counts, DataReport, ExamineRequest, ReadProgress, check_lines
 from ft_service.data.examiner import Examiner
 from ft_service.data.statistics import Records, Statistics, without_base
@@ -48,6 +48,6 @@ def no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 def server(home: Path, monkeypatch: pytest.MonkeyPatch) -> StubServer:
     """The server that commands reach."""
     stub = StubServer()
-    monkeypatch.setattr(output, "find_connection", lambda environment, home: None)
-    monkeypatch.setattr(output, "Client", lambda connection: stub.client())
+    monkeypatch.setattr(connection, "find_connection", lambda environment, home: None)
+    monkeypatch.setattr(client, "Client", lambda connection: stub.client())
     return stub

@@ -14,6 +14,7 @@ import typer.core
 
 from ft_service import __version__
 from ft_service.cli.app import app
+from ft_service.cli.commands import ENTRIES, load
 from tests.support.command_line import Ft
 
 COMMANDS = {
@@ -121,11 +122,41 @@ def test_the_module_runs_as_the_command_does(home: Path) -> None:
     assert ended.stderr == "ft: Missing argument 'ID'. What it takes: ft get -h\n"
 
 
-def test_the_command_line_starts_without_torch_or_a_web_framework(home: Path) -> None:
-    heavy = {"torch", "transformers", "fastapi", "uvicorn", "api"}
-    code = f"import sys, ft_service.cli.app; print(sorted({heavy} & set(sys.modules)))"
+@pytest.mark.parametrize(
+    ("arguments", "heavy"),
+    [
+        (["--help"], {"httpx2", "pydantic", "sqlalchemy", "yaml", "structlog", "ft_service.spec"}),
+        (["jobs", "-h"], {"sqlalchemy", "yaml", "structlog", "torch", "transformers", "fastapi", "api"}),
+    ],
+)
+def test_a_command_imports_what_it_needs_alone(home: Path, arguments: list[str], heavy: set[str]) -> None:
+    code = (
+        f"import sys; from ft_service.cli.app import run; run({arguments})\n"
+        f"print(sorted({heavy} & set(sys.modules)), file=sys.stderr)"
+    )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ended.stdout == "[]\n"
+    assert "Usage: ft" in ended.stdout
+    assert ended.stderr == "[]\n"
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_a_commands_line_in_the_list_begins_its_own_help(name: str) -> None:
+    help_text = " ".join((load(name).help or "").split())
+    assert re.split(r"(?<=\.) ", help_text)[0] == ENTRIES[name].sentence
+
+
+def test_help_is_in_plain_words(ft: Ft) -> None:
+    def walk(command: Any) -> Iterator[str]:
+        context = typer.Context(command)
+        yield from command.collect_usage_pieces(context)
+        yield from (str(parameter.display_type_rich(context)) for parameter in command.params)
+        for below in getattr(command, "commands", {}).values():
+            yield from walk(below)
+
+    said = {piece for name in ENTRIES for piece in walk(load(name))}
+    assert {"SPEC", "[MESSAGE]", "ORG/NAME[@REVISION]", "NUMBER", "PATH", "TEXT", "SCOPE"} <= said
+    assert sorted(piece for piece in said if re.search("[<>{}]|range", piece)) == []
+    assert "Usage: ft submit [OPTIONS] SPEC " in ft("submit", "-h").out
 
 
 def test_without_the_web_packages_serve_says_what_to_install(ft: Ft, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ft_service.cli.chat_command import find_partners
+from ft_service.cli.chat_command import Partner, Talk, find_partners
 from ft_service.cli.output import shrunk
 from ft_service.client.answers import RemoteJob
+from ft_service.client.client import Client
 from ft_service.errors import NotFoundError
 from tests.support.command_line import Ft
 from tests.support.rest.stub_server import StubServer, event_body, job_body, metrics_event
@@ -33,7 +36,7 @@ def test_events_and_checkpoints_are_listed(ft: Ft, server: StubServer) -> None:
     _, newest, _ = ft("checkpoints", "ftjob-1").out.splitlines()
     assert newest.split()[:2] == ["20", "1.500"]
     assert newest.split()[-1] == f"{TUNED}:ckpt-step-20"
-    assert "at step 10, 20" in ft("get", "last").out
+    assert "at steps 10, 20" in ft("get", "last").out
 
 
 def test_answers_are_shown_side_by_side_in_eighty_columns(ft: Ft, server: StubServer) -> None:
@@ -59,7 +62,7 @@ def test_answers_are_shown_side_by_side_in_eighty_columns(ft: Ft, server: StubSe
     assert "After" not in ft("eval", "last", "--step", "0").out
     assert "it was at: 0, 30" in ft("eval", "last", "--step", "7").err
     assert [own["step"] for own in json.loads(ft("eval", "last", "--json").out)] == [30, 0]
-    assert "exact_match 0.00 → 0.50 (step 30" in ft("get", "last").out
+    assert "exact_match 0.00 → 0.50, at step 30; the answers: ft eval" in ft("get", "last").out
 
 
 def test_get_shows_what_was_asked_for_and_not_every_default(ft: Ft, server: StubServer) -> None:
@@ -166,6 +169,64 @@ def test_a_narrow_screen_takes_from_the_widest_columns() -> None:
     assert shrunk([2, 5, 60, 40], 67) == [2, 5, 30, 30]
     assert shrunk([29, 16, 16], 41, [False, True, True]) == [9, 16, 16]
     assert shrunk([29, 16, 16], 30, [False, True, True]) == [4, 13, 13]
+
+
+def test_answers_without_scores_are_shown_without_tables_of_them(ft: Ft, server: StubServer) -> None:
+    server.jobs["ftjob-1"] = job_body(evaluation={"prompts": 1})
+    sample = {"prompt": "user\nsay", "base": "no", "tuned": "yes", "base_scores": {}, "scores": {}}
+    server.evaluations = [{"id": "6", "step": 6, "created_at": 0, "samples": [sample]}]
+    said = ft("eval", "last").out
+    assert "STEP" not in said
+    assert "├" not in said, "no row of scores"
+    assert "evaluation   at step 6; the answers: ft eval" in re.sub("  +", "   ", ft("get", "last").out)
+
+
+def test_the_page_is_opened_at_the_job_that_a_word_means(ft: Ft, server: StubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.jobs["ftjob-1"] = job_body(suffix="mine")
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda url: bool(opened.append(url)))
+    ended = ft("open", "mine")
+    assert (ended.out.split(), opened) == (opened, ["http://service.test/sign-in?link=once&to=/jobs/ftjob-1"])
+    assert ended.err.startswith("There is no browser here. Open this link in one")
+    assert ft("open", "other", "--print").err.startswith("ft: There is no job 'other'.")
+
+
+def test_without_a_base_it_is_said_how_to_get_one(ft: Ft, server: StubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Client, "models", lambda self: [])
+    assert ft("models").out.startswith("The server knows no bases: fetch one (ft pull ORG/NAME), or put ")
+
+
+class Answers:
+    """In the place of a client: what is given to it, or a Ctrl-C in the middle."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+
+    def chat(self, body: dict[str, Any]) -> Iterator[str]:
+        self.asked.append([said["content"] for said in body["messages"]])
+        yield "[/b]"
+        if body["messages"][-1]["content"] == "stop":
+            raise KeyboardInterrupt
+        yield " well"
+
+
+def test_a_conversation_bears_ctrl_c_and_brackets(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    typed = iter(["hello", "stop", "again"])
+
+    def read(_: str) -> str:
+        for line in typed:
+            return line
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", read)
+    client: Any = Answers()
+    Talk(client, [Partner("tuned", TUNED)], {}, []).hold()
+    assert client.asked[2] == ["hello", "[/b] well", "again"], "what was broken off is not remembered"
+    assert "(ended; it is not remembered)" in capsys.readouterr().out
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    Talk(client, [Partner("tuned", TUNED), Partner("base", "tiny")], {}, []).ask("hello")
+    shown = capsys.readouterr().out
+    assert (shown.count("[/b] well"), shown.count("╭")) == (2, 2)
 
 
 def test_chat_takes_the_words_for_jobs_that_other_commands_take() -> None:

@@ -8,8 +8,10 @@ import pytest
 from ft_service.cli import output
 from ft_service.client.answers import RemoteJob
 from ft_service.client.client import Client
+from ft_service.host.servers import announced
+from tests.support.bases import save_base
 from tests.support.command_line import Ft
-from tests.support.rest.stub_server import StubServer, event_body, job_body, metrics_event, tar_of
+from tests.support.rest.stub_server import BASE_URL, StubServer, event_body, job_body, metrics_event, tar_of
 
 SPEC = """
 model: tiny
@@ -79,6 +81,21 @@ def test_faults_of_the_data_are_told_before_anything_is_uploaded(ft: Ft, server:
     assert ft("submit", spec, "--unchecked").code == 0
     (spec.parent / "data/valid.jsonl").write_text("")
     assert ft("submit", spec).err == "ft: valid.jsonl: the file holds no examples. Nothing was uploaded.\n"
+
+
+@pytest.mark.usefixtures("_at_once", "no_tokens")
+def test_beside_the_server_tokens_are_counted_before_the_upload_and_warned_of_once(
+    ft: Ft, server: StubServer, spec: Path, home: Path
+) -> None:
+    base = save_base(home / "models/tiny")
+    warning = "train.jsonl: only 0 % of its tokens are learned."
+    with announced(home, BASE_URL.removesuffix("/v1"), [base.parent]):
+        [said] = [line for line in ft("submit", spec).err.splitlines() if warning in line]
+        server.events.append(event_body(1, said.removeprefix("Warning: "), level="warn"))
+        server.on_read = lambda reads: server.jobs["ftjob-2"].update(status="succeeded")
+        watched = ft("submit", spec, "--watch")
+    assert (watched.out + watched.err).count(warning) == 1
+    assert warning not in ft("submit", spec).err, "what a base elsewhere makes of the data is the server's to say"
 
 
 def test_pairs_are_checked_as_pairs_where_the_method_says_so(ft: Ft, server: StubServer, spec: Path) -> None:
@@ -256,6 +273,7 @@ def test_download(ft: Ft, server: StubServer, tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / "ftjob-1/adapter_config.json").is_file()
     shown = json.loads(ft("download", "ftjob-1", "--out", tmp_path / "mine", "--json").out)
     assert shown == {"id": "ftjob-1", "adapter": str(tmp_path / "mine")}
+    assert server.requests[-1].extensions["timeout"]["read"] <= 60, "it is there, so that silence is an error soon"
     assert ft("download", "ftjob-1").code == 64
 
 
@@ -267,6 +285,7 @@ def test_download_of_a_checkpoint_by_its_step(ft: Ft, server: StubServer, tmp_pa
     assert ft("download", "ftjob-1", "--checkpoint", "10", "--out", tmp_path / "mine").code == 0
     assert (tmp_path / "mine/adapter_config.json").is_file()
     assert server.requests[-1].url.path.endswith("/ftjob-1/checkpoints/ftckpt-10/adapter")
+    assert server.requests[-1].extensions["timeout"]["read"] >= 600, "it may be made first, on a busy host"
     missing = ft("download", "ftjob-1", "--checkpoint", "11")
     assert (missing.code, missing.err) == (1, "ft: Job ftjob-1 has no checkpoint at step 11; it has: 10, 20.\n")
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,41 @@ def test_mistakes_are_one_line(ft: Ft, arguments: list[str], code: int, message:
     ended = ft("keys", *arguments)
     assert (ended.code, ended.err.count("\n")) == (code, 1)
     assert message in ended.err
+
+
+def test_a_project_is_named_as_people_call_it(ft: Ft) -> None:
+    project = json.loads(ft("projects", "create", "vision", "--json").out)["id"]
+    key = json.loads(ft("keys", "create", "--project", "vision", "--json").out)["id"]
+    assert [found["id"] for found in json.loads(ft("keys", "list", "--project", project, "--json").out)] == [key]
+    assert ft("projects", "update", "vision", "--limit", "max_slots=2").out == f"{project} (vision): max_slots=2\n"
+    assert ft("keys", "list", "--project", "visio").err == "ft: There is no project 'visio'. There are: default, vision.\n"
+    ft("projects", "create", "vision")
+    assert "2 projects are called 'vision': give the id of one: " in ft("keys", "list", "--project", "vision").err
+
+
+def test_ids_are_whole_in_eighty_columns(ft: Ft, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = json.loads(ft("projects", "create", "vision", "--limit", "bases=a,b", "--json").out)["id"]
+    key = json.loads(ft("keys", "create", "--project", "vision", "--name", "n" * 60, "--json").out)["id"]
+    for module in ("output", "tenants"):
+        monkeypatch.setattr(f"ft_service.cli.{module}.is_terminal", lambda: True)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    for command, words in ((["audit"], (key, project, "bases=a,b", "n" * 60)), (["projects", "list"], (project, "bases=a,b"))):
+        said = ft(*command).out
+        assert [word for word in words if word not in said] == []
+        assert max(len(re.sub(r"\x1b\[\d*m", "", line)) for line in said.splitlines()) <= 80
+
+
+def test_the_key_of_this_host_is_renewed_where_ft_reads_it(ft: Ft, home: Path) -> None:
+    old = json.loads(ft("keys", "create", "--scope", "admin", "--json").out)
+    (home / "credentials").write_text(json.dumps({"api_key": old["key"]}))
+    other = json.loads(ft("keys", "create", "--json").out)
+    ft("keys", "rotate", other["id"])
+    assert json.loads((home / "credentials").read_text()) == {"api_key": old["key"]}
+    renewed = ft("keys", "rotate", old["id"])
+    assert json.loads((home / "credentials").read_text()) == {"api_key": renewed.out.strip()}
+    assert f"it is in {home / 'credentials'}" in renewed.err
+    [key] = [
+        key["id"] for key in json.loads(ft("keys", "list", "--json").out) if key["prefix"] == renewed.out[: len(key["prefix"])]
+    ]
+    assert "It was the key that `ft` uses on this host." in ft("keys", "revoke", key).err

@@ -189,8 +189,10 @@ def test_the_adapter_is_unpacked_without_the_archives_own_folder(tmp_path: Path)
         jobs={"ftjob-1": job_body()}, adapter=tar_of({"adapter/adapter_config.json": b"{}", "adapter/deep/er.bin": b"\0"})
     )
     out = tmp_path / "new" / "out"
+    noted: list[tuple[int, int]] = []
     with server.client() as client:
-        assert client.download_adapter("ftjob-1", out) == out
+        assert client.download_adapter("ftjob-1", out, lambda *seen: noted.append(seen)) == out
+    assert noted[-1] == (len(server.adapter), len(server.adapter))
     assert (out / "adapter_config.json").read_bytes() == b"{}"
     assert (out / "deep/er.bin").read_bytes() == b"\0"
     assert [path.name for path in out.parent.iterdir()] == ["out"]

@@ -60,6 +60,8 @@ def test_clock(seconds: float, text: str) -> None:
 
 def test_a_curve_shows_the_course_in_the_given_width() -> None:
     curve = Curve()
+    curve.add(1, None)
+    assert not curve.any
     assert curve.sparkline(8) == ""
     for number in range(1, 9):
         curve.add(number, 9.0 - number)

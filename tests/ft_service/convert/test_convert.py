@@ -378,6 +378,10 @@ def test_packing_is_known_by_the_names_of_other_tools(name: str, tmp_path: Path)
         ("chat_template", "tokenizer_default", NotNeeded("it is the base's")),
         ("train_on_inputs", True, Taken({"training.train_on": "everything"})),
         ("assistant_only_loss", False, Taken({"training.train_on": "everything"})),
+        ("bf16", "auto", NotNeeded("precision.compute is bf16 unless set")),
+        ("bf16", "full", Taken({"precision.compute": "bf16"})),
+        ("bf16", False, Taken({"precision.compute": "fp32"})),
+        ("eos_token", "<|im_end|>", NotSupported("the base's tokenizer is used as it is")),
     ],
 )
 def test_what_is_learned_of_which_data_is_taken_over(option: str, value: Any, verdict: Verdict, tmp_path: Path) -> None:

@@ -88,6 +88,8 @@ class StubServer:
         if (request.method, path) == ("POST", "/fine_tuning/jobs"):
             self.created.append(json.loads(request.read()))
             return self._add("queued")
+        if path == "/sign_in_links":
+            return httpx2.Response(200, json={"path": "/sign-in?link=once"})
         if path == "/fine_tuning/jobs":
             return page(request, list(self.jobs.values())[::-1])
         if path == "/files":

@@ -35,7 +35,7 @@ _WHERE = needless("the service keeps what a job leaves in its own directories")
 _LOGGING = needless("every step is reported, in the job's events and in metrics.csv")
 _TRACKERS = refused(
     "metrics are in metrics.csv, in the job's events and at /metrics: read them from there. For Weights & Biases a server's "
-    "jobs have integrations: [{type: wandb, wandb: {project: …}}]",
+    "jobs have integrations: [{type: wandb, wandb: {project: …}}]; mlflow and trackio go the same way",
     changes_result=False,
 )
 _HUB = unless_off("nothing is published: `ft download`, then upload the folder", changes_result=False)

@@ -203,7 +203,8 @@ def test_integrations_are_shown_as_openai_shows_them(client: openai.OpenAI, trai
 def test_what_cannot_be_is_refused_by_name(client: openai.OpenAI, training_file: str) -> None:
     wandb = {"type": "wandb", "wandb": {"project": "p"}}
     refused: list[tuple[list[Any], str]] = [
-        ([{"type": "trackio", "trackio": {}}], "integrations.0.type"),
+        ([{"type": "neptune", "neptune": {}}], "integrations.0.type"),
+        ([{"type": "trackio", "trackio": {}}], "integrations.0.trackio.project"),
         ([{"type": "mlflow", "mlflow": {}}], "integrations.0.mlflow.experiment"),
         ([{"type": "mlflow", "mlflow": {"experiment": "e"}, "wandb": {"project": "p"}}], "integrations.0.wandb"),
         ([wandb, {"type": "wandb"}], "integrations.1.wandb"),

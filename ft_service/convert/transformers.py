@@ -9,6 +9,7 @@ from ft_service.convert.adapters import TABLE as ADAPTERS
 from ft_service.convert.deepspeed import TABLE as DEEPSPEED
 from ft_service.convert.fsdp import strategy, with_prefix
 from ft_service.convert.rules import (
+    BY_LENGTH,
     NotNeeded,
     NotSupported,
     Rule,
@@ -296,8 +297,12 @@ TABLE: dict[str, Rule] = {
     "remove_unused_columns": _COLUMNS,
     "label_names": _COLUMNS,
     "length_column_name": _COLUMNS,
-    "train_sampling_strategy": unless(
-        ("random",), "an order drawn from the seed", "every epoch is an order drawn from the seed: leave it out"
+    "train_sampling_strategy": choice(
+        {
+            "random": needless("every epoch is an order drawn from the seed"),
+            "group_by_length": BY_LENGTH,
+        },
+        refused("every epoch is an order drawn from the seed: leave it out"),
     ),
     **_every(("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"), _DDP),
     "ddp_backend": needless("NCCL between GPUs, gloo between CPUs"),

@@ -1,6 +1,6 @@
 """Held-out accuracy of the sample task: by storage format over several seeds, by method, and of a sweep.
 
-    python benchmarks/held_out.py [--seeds 7,8,9] [--formats bf16,fp8,nf4,mixed] [--steps 220] [--messages 300] [--anew]
+    python benchmarks/held_out.py [--seeds 7,8,9] [--formats bf16,fp8,nf4,mixed] [--steps 320] [--messages 300] [--anew]
 
 Every run is a job on the sample base with the data in examples/data, on one rank, by batches of 8 at a rate that falls only at
 the end: every part of the task is learned by then. After the quickstart's 150 steps some phrase often is not yet (whether "very
@@ -117,7 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seeds", default="7,8,9")
     parser.add_argument("--formats", default=",".join(FORMATS))
-    parser.add_argument("--steps", type=int, default=220, help="of supervised training")
+    parser.add_argument("--steps", type=int, default=320, help="of supervised training")
     parser.add_argument("--messages", type=int, default=300, help="that are answered")
     parser.add_argument("--at-once", type=int, default=2, help="jobs side by side, of one rank each")
     parser.add_argument("--anew", action="store_true", help="what the result's file has is not gone on with")
@@ -183,7 +183,12 @@ class Bench:
         path.write_text(yaml.safe_dump(body))
         began = time.monotonic()
         command = [sys.executable, "-m", "ft_service.cli", "run", str(path)]
-        environment = {**_plain(), "FT_HOME": str(home), "FT_MODELS": str(BASE.parent), "OMP_NUM_THREADS": "1"}
+        shared = {
+            "FT_TOKENS": str(self.folder / "tokens"),
+            "FT_CACHE": str(self.folder / "cache"),
+            "FT_MODELS": str(BASE.parent),
+        }
+        environment = {**_plain(), **shared, "FT_HOME": str(home), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
         if done.returncode:
             raise SystemExit(f"{named} has failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")

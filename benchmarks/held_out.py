@@ -3,8 +3,8 @@
     python benchmarks/held_out.py [--seeds 7,8,9] [--formats bf16,fp8,nf4,mixed] [--steps 320] [--messages 300] [--anew]
 
 Every run is a job on the sample base with the data in examples/data, on one rank, by batches of 8 at a rate that falls only at
-the end: every part of the task is learned by then. After the quickstart's 150 steps some phrase often is not yet (whether "very
-urgent" is urgent, say): which one is chance, and it is worth more points than a format. What a job has learned is scored by
+the end, for more steps than the quickstart's, after which some phrase of the task often is not learned yet (whether "very
+urgent" is urgent, say). How this recipe was found is in README.md. What a job has learned is scored by
 examples/evaluate.py, by transformers and PEFT alone in fp32: what is counted is the adapter, not the base's rounding. The
 messages are made for this, of the held-out items, with order numbers that are in no file, and so many that chance stays below
 the difference that is looked for. `mixed` is NF4 with the down projections in bf16. By method, on NF4 and with each seed: the

@@ -86,6 +86,11 @@ class Settings(BaseSettings):
     None: such jobs are refused. Needs the extra `mlflow`."""
     mlflow_token: SecretStr | None = None
     """What that server wants as a bearer token; None: nothing."""
+    trackio_url: str | None = Field(default=None, pattern=r"^(https?://.+|file:///.+)$")
+    """Where trackio keeps runs (https://… of a trackio server, or file:///… of this host), to which the metrics of jobs that
+    ask for it are sent; None: such jobs are refused. Needs the extra `trackio`."""
+    trackio_token: SecretStr | None = None
+    """The write token of that server; None: nothing, as a folder needs none."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """debug also logs the health checks, the scrapes of /metrics, and what whoever watches a job asks every second."""
     log_format: Literal["auto", "json", "text"] = "auto"
@@ -107,7 +112,7 @@ class Settings(BaseSettings):
     stop_grace_seconds: float = Field(default=60.0, gt=0)
     """How long an attempt may take to checkpoint and leave when asked to, before it is killed."""
 
-    @field_validator("wandb_api_key", "mlflow_tracking_uri", "mlflow_token", mode="before")
+    @field_validator("wandb_api_key", "mlflow_tracking_uri", "mlflow_token", "trackio_url", "trackio_token", mode="before")
     @classmethod
     def _no_empty_key(cls, value: object) -> object:
         return None if value == "" else value

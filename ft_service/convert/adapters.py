@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from ft_service.convert.rules import (
+    BY_LENGTH,
     NotNeeded,
     NotSupported,
     Rule,
@@ -177,12 +178,12 @@ TABLE: dict[str, Rule] = {
         refused(_OPTIM),
     ),
     "lr_scheduler": choice(
-        {name: takes("training.lr_scheduler_type") for name in ("linear", "cosine", "constant")},
-        refused("schedules are linear, cosine and constant"),
+        {name: takes("training.lr_scheduler_type") for name in ("linear", "cosine", "constant", "warmup_stable_decay")},
+        refused("schedules are linear, cosine, constant and warmup_stable_decay"),
     ),
     "evals_per_epoch": _per_epoch("validation is", "training.eval_steps"),
     "saves_per_epoch": _per_epoch("a checkpoint is written", "checkpoint.save_steps"),
-    "group_by_length": unless_off("every epoch is an order drawn from the seed"),
+    "group_by_length": BY_LENGTH,
     "strict": needless("it is not about training"),
     **_every(("plot_loss", "overwrite_output_dir", "save_safetensors"), needless("the service keeps what a job leaves")),
     **_every(("wandb_project", "wandb_entity", "wandb_watch", "wandb_name", "wandb_log_model", "wandb_run_id"), _TRACKER),

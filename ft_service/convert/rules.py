@@ -60,6 +60,9 @@ def needless(reason: str) -> Rule:
     return lambda value, source: NotNeeded(reason)
 
 
+BY_LENGTH = needless("packed rows have no padding that it would save; with packing: false training.group_by_length does")
+
+
 def refused(reason: str, *, changes_result: bool = True) -> Rule:
     return lambda value, source: NotSupported(reason, changes_result)
 

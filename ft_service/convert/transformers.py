@@ -9,6 +9,7 @@ from ft_service.convert.adapters import TABLE as ADAPTERS
 from ft_service.convert.deepspeed import TABLE as DEEPSPEED
 from ft_service.convert.fsdp import strategy, with_prefix
 from ft_service.convert.rules import (
+    BY_LENGTH,
     NotNeeded,
     NotSupported,
     Rule,
@@ -35,7 +36,7 @@ _WHERE = needless("the service keeps what a job leaves in its own directories")
 _LOGGING = needless("every step is reported, in the job's events and in metrics.csv")
 _TRACKERS = refused(
     "metrics are in metrics.csv, in the job's events and at /metrics: read them from there. For Weights & Biases a server's "
-    "jobs have integrations: [{type: wandb, wandb: {project: …}}]",
+    "jobs have integrations: [{type: wandb, wandb: {project: …}}]; mlflow and trackio go the same way",
     changes_result=False,
 )
 _HUB = unless_off("a job publishes nothing: `ft export ID --format peft --push hf://ORG/NAME` does", changes_result=False)
@@ -298,8 +299,12 @@ TABLE: dict[str, Rule] = {
     "remove_unused_columns": _COLUMNS,
     "label_names": _COLUMNS,
     "length_column_name": _COLUMNS,
-    "train_sampling_strategy": unless(
-        ("random",), "an order drawn from the seed", "every epoch is an order drawn from the seed: leave it out"
+    "train_sampling_strategy": choice(
+        {
+            "random": needless("every epoch is an order drawn from the seed"),
+            "group_by_length": BY_LENGTH,
+        },
+        refused("every epoch is an order drawn from the seed: leave it out"),
     ),
     **_every(("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"), _DDP),
     "ddp_backend": needless("NCCL between GPUs, gloo between CPUs"),

@@ -13,7 +13,7 @@ from ft_service.host.lifetime import die_with_parent, require_linux
 
 __all__ = ["ProcessIdentity", "die_with_parent", "is_alive", "kill", "of", "without_secrets"]
 
-SECRETS = frozenset({"FT_DATABASE_URL", "FT_INFERENCE_API_KEY", "FT_MLFLOW_TOKEN", "FT_WANDB_API_KEY"})
+SECRETS = frozenset({"FT_DATABASE_URL", "FT_INFERENCE_API_KEY", "FT_MLFLOW_TOKEN", "FT_TRACKIO_TOKEN", "FT_WANDB_API_KEY"})
 """Environment variables with what the service shows to other services, and to nobody else. A database URL holds a password."""
 
 GONE_STATES = frozenset("ZXx")

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from ft_service.spec.evaluation import AnswerMetric, EvaluationOptions, Prompt, read_prompts
 from ft_service.spec.faults import spec_error
-from ft_service.spec.integrations import Integration, Wandb
+from ft_service.spec.integrations import Integration, Mlflow, Trackio, Wandb
 from ft_service.spec.methods import AUTO, DpoHyperparameters, DpoOptions, Hyperparameters, Method, SupervisedMethod
 from ft_service.spec.options import (
     DPO_LEARNING_RATE,
@@ -70,6 +70,7 @@ __all__ = [
     "LoraOptions",
     "Metadata",
     "Method",
+    "Mlflow",
     "Number",
     "Pattern",
     "PrecisionOptions",
@@ -80,6 +81,7 @@ __all__ = [
     "Strict",
     "Suffix",
     "SupervisedMethod",
+    "Trackio",
     "TrainOn",
     "TrainingOptions",
     "TunedName",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticKnownError
 
 from ft_service.spec.values import Strict
@@ -39,6 +39,24 @@ class Mlflow(Strict):
     """Names of tags, without values, beside those that every run gets."""
 
 
+def _no_file_of_another(name: str) -> str:
+    taken = ("_system", "_configs", "_traces")
+    if name.startswith("registry-") or name.endswith(taken):
+        raise ValueError(f"trackio keeps files of its own under names with registry- before or {', '.join(taken)} behind them")
+    return name
+
+
+class Trackio(Strict):
+    """A run of trackio, in the server's FT_TRACKIO_URL."""
+
+    project: Annotated[
+        str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_-]+$"), AfterValidator(_no_file_of_another)
+    ]
+    """Made there if there is none of this name."""
+    name: Name | None = None
+    """Of the run, for display; None: the job's id. trackio has no tags."""
+
+
 def _is_none(value: object) -> bool:
     return value is None
 
@@ -46,12 +64,14 @@ def _is_none(value: object) -> bool:
 class Integration(Strict):
     """One of them, by its type."""
 
-    type: Literal["wandb", "mlflow", "tensorboard"]
-    """wandb, mlflow: a run there, sent by the server. tensorboard: files for TensorBoard, which the job writes; no settings."""
+    type: Literal["wandb", "mlflow", "trackio", "tensorboard"]
+    """wandb, mlflow, trackio: a run there, sent by the server. tensorboard: files for TensorBoard, which the job writes; no
+    settings."""
     wandb: Annotated[Wandb | None, Field(exclude_if=_is_none)] = None
     mlflow: Annotated[Mlflow | None, Field(exclude_if=_is_none)] = None
+    trackio: Annotated[Trackio | None, Field(exclude_if=_is_none)] = None
 
-    @field_validator("wandb", "mlflow", mode="before")
+    @field_validator("wandb", "mlflow", "trackio", mode="before")
     @classmethod
     def _settings_of_its_type(cls, value: object, info: ValidationInfo) -> object:
         kind = info.data.get("type")
@@ -62,9 +82,9 @@ class Integration(Strict):
         return value
 
     @property
-    def sent(self) -> Wandb | Mlflow | None:
+    def sent(self) -> Wandb | Mlflow | Trackio | None:
         """What the server sends its metrics by; None: it sends nothing."""
-        return self.wandb or self.mlflow
+        return self.wandb or self.mlflow or self.trackio
 
 
 Integrations = Annotated[list[Integration], Field(max_length=5)]

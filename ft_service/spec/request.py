@@ -57,9 +57,9 @@ class JobRequest(JobOptions):
     """Decides adapter initialisation and sample order; None: drawn at submission and shown in the job."""
     metadata: Metadata | None = None
     integrations: Integrations | None = None
-    """Where else the metrics go. wandb, mlflow: for jobs of a server that has FT_WANDB_API_KEY, or
-    FT_MLFLOW_TRACKING_URI; `ft run` refuses them. tensorboard: files in the run directory's `tensorboard/` while it trains, and
-    with the adapter."""
+    """Where else the metrics go. wandb, mlflow, trackio: for jobs of a server that has FT_WANDB_API_KEY,
+    FT_MLFLOW_TRACKING_URI or FT_TRACKIO_URL; `ft run` refuses them. tensorboard: files in the run directory's `tensorboard/`
+    while it trains, and with the adapter."""
 
     def integrated(self, kind: str) -> bool:
         """Whether an integration of this type is asked for."""

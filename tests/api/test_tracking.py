@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sqlite3
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +190,33 @@ def test_what_did_not_arrive_is_found_missing_and_sent_again(
     assert (only_run(wandb_server).steps, only_run(wandb_server).states[-1]) == ([1, 2], "0")
 
 
+@pytest.mark.slow
+def test_a_jobs_steps_go_to_trackio_and_its_event_says_where(
+    service: Service, client: openai.OpenAI, training_file: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("trackio", reason="the extra `trackio` is not installed")
+    monkeypatch.setattr(keeper_module, "FIRST_RESTART_SECONDS", 0.05)
+    monkeypatch.setattr(orders, "TURN_SECONDS", 0.05)
+    folder = tmp_path / "trackio"
+    settings = service.settings.model_copy(update={"trackio_url": folder.as_uri()})
+    service.use(settings)
+    given: Any = [{"type": "trackio", "trackio": {"project": "tuning", "name": "mine"}}]
+    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file, integrations=given).id
+    put(service, job_id, *steps(1, 2, 3), **TRAINING, attempt=1)
+    put(service, job_id, *steps(3, 4, attempt=2), **SUCCEEDED)
+    keeper = Keeper(settings, service.store)
+    try:
+        until(keeper, lambda: not service.store.has_undelivered(), 240.0)
+    finally:
+        keeper.stop()
+    assert told(client, job_id, "trackio") == [f"trackio run: {folder.as_uri()}/?project=tuning"]
+    with closing(sqlite3.connect(folder / "tuning.db")) as database:
+        rows = database.execute("SELECT step, run_id, run_name, metrics FROM metrics ORDER BY step").fetchall()
+    assert [row[0] for row in rows] == [1, 2, 3, 4], "each once"
+    assert {row[1:3] for row in rows} == {(job_id, "mine")}
+    assert json.loads(rows[1][3])["train_loss"] == 0.5
+
+
 def test_integrations_are_shown_as_openai_shows_them(client: openai.OpenAI, training_file: str) -> None:
     full = {"project": "p", "name": "n", "entity": None, "tags": ["a"]}
     given: Any = [{"type": "wandb", "wandb": full}, {"type": "wandb", "wandb": {"project": "q"}}]
@@ -203,7 +233,8 @@ def test_integrations_are_shown_as_openai_shows_them(client: openai.OpenAI, trai
 def test_what_cannot_be_is_refused_by_name(client: openai.OpenAI, training_file: str) -> None:
     wandb = {"type": "wandb", "wandb": {"project": "p"}}
     refused: list[tuple[list[Any], str]] = [
-        ([{"type": "trackio", "trackio": {}}], "integrations.0.type"),
+        ([{"type": "neptune", "neptune": {}}], "integrations.0.type"),
+        ([{"type": "trackio", "trackio": {}}], "integrations.0.trackio.project"),
         ([{"type": "mlflow", "mlflow": {}}], "integrations.0.mlflow.experiment"),
         ([{"type": "mlflow", "mlflow": {"experiment": "e"}, "wandb": {"project": "p"}}], "integrations.0.wandb"),
         ([wandb, {"type": "wandb"}], "integrations.1.wandb"),

@@ -61,6 +61,14 @@ def _open(orders: Orders, run: RunDescription) -> Run:
         own = MlflowAccount(orders.mlflow_tracking_uri, orders.mlflow_token, orders.transmit_seconds)
         own.enter()
         return MlflowRun(own, run)
+    if run.kind == "trackio":
+        if orders.trackio_url is None:
+            raise RunError("the server has no FT_TRACKIO_URL any more", clean=True)
+        from ft_service.control.tracking.trackio_run import TrackioAccount, TrackioRun
+
+        place = TrackioAccount(orders.trackio_url, orders.trackio_token, orders.transmit_seconds)
+        place.enter()
+        return TrackioRun(place, run)
     if orders.api_key is None:
         raise RunError("the server has no FT_WANDB_API_KEY any more", clean=True)
     from ft_service.control.tracking.wandb_run import Account, WandbRun

@@ -12,19 +12,24 @@ WRITER = "tensorboardX"
 _LEAVE_OUT = "or leave integrations out: the metrics are in the job's events and in its result file too"
 
 
-NAMES = {"wandb": "Weights & Biases", "mlflow": "MLflow"}
+NAMES = {"wandb": "Weights & Biases", "mlflow": "MLflow", "trackio": "trackio"}
 """Type of an integration that the server sends to → what people call it."""
-_SETTING = {"wandb": "FT_WANDB_API_KEY", "mlflow": "FT_MLFLOW_TRACKING_URI"}
+_SETTING = {"wandb": "FT_WANDB_API_KEY", "mlflow": "FT_MLFLOW_TRACKING_URI", "trackio": "FT_TRACKIO_URL"}
+_WANTED = {
+    "wandb": "key for Weights & Biases",
+    "mlflow": "address of an MLflow server",
+    "trackio": "address of a trackio server, nor a folder for it",
+}
 
 
 def configured(settings: Settings) -> list[str]:
     """Types of integrations that the settings name."""
-    given = {"wandb": settings.wandb_api_key, "mlflow": settings.mlflow_tracking_uri}
+    given = {"wandb": settings.wandb_api_key, "mlflow": settings.mlflow_tracking_uri, "trackio": settings.trackio_url}
     return [kind for kind, value in given.items() if value is not None]
 
 
 def installed(package: str) -> bool:
-    """Whether a package is there: W&B's and MLflow's are called as the type is. It is not imported."""
+    """Whether a package is there: those of trackers are called as the type is. It is not imported."""
     return find_spec(package) is not None
 
 
@@ -39,8 +44,7 @@ def refuse_unless_possible(request: JobRequest, settings: Settings) -> None:
 
 def _refuse_unless_sent(kind: str, settings: Settings) -> None:
     if kind not in configured(settings):
-        what = "key for Weights & Biases" if kind == "wandb" else "address of an MLflow server"
-        raise _refusal(f"this server has no {what}. Set {_SETTING[kind]} where it runs, {_LEAVE_OUT}.")
+        raise _refusal(f"this server has no {_WANTED[kind]}. Set {_SETTING[kind]} where it runs, {_LEAVE_OUT}.")
     if not installed(kind):
         install = f"Install it (pip install 'ft-service[{kind}]'), {_LEAVE_OUT}."
         raise _refusal(f"the server's package for {NAMES[kind]} is missing. {install}")

@@ -25,6 +25,8 @@ class Orders(BaseModel):
     """Of W&B; None: nothing is sent there."""
     mlflow_tracking_uri: str | None
     mlflow_token: str | None
+    trackio_url: str | None
+    trackio_token: str | None
     folder: Path
     """Of this process's own; what is there goes."""
     turn_seconds: float
@@ -37,13 +39,15 @@ class Orders(BaseModel):
     @classmethod
     def of(cls, settings: Settings) -> Orders:
         """For a server that sends somewhere. Raises OSError if FT_DATABASE_URL_FILE cannot be read."""
-        key, token = settings.wandb_api_key, settings.mlflow_token
+        key, token, writing = settings.wandb_api_key, settings.mlflow_token, settings.trackio_token
         return cls(
             database_url=settings.resolved_database_url(),
             base_url=settings.wandb_base_url,
             api_key=key.get_secret_value() if key else None,
             mlflow_tracking_uri=settings.mlflow_tracking_uri,
             mlflow_token=token.get_secret_value() if token else None,
+            trackio_url=settings.trackio_url,
+            trackio_token=writing.get_secret_value() if writing else None,
             folder=sdk_folder(settings),
             turn_seconds=TURN_SECONDS,
             transmit_seconds=TRANSMIT_SECONDS,
@@ -60,6 +64,7 @@ def sdk_folder(settings: Settings) -> Path:
 def environment(inherited: Mapping[str, str], folder: Path) -> dict[str, str]:
     """Of the process. W&B's SDK takes nothing from whoever started the server, writes to `folder` alone, and reports to nobody
     how it is used."""
-    ours = {name: value for name, value in without_secrets(inherited).items() if not name.startswith(("WANDB_", "MLFLOW_"))}
+    foreign = ("WANDB_", "MLFLOW_", "TRACKIO_")
+    ours = {name: value for name, value in without_secrets(inherited).items() if not name.startswith(foreign)}
     folders = {f"WANDB_{kind}_DIR": str(folder) for kind in ("CACHE", "CONFIG", "DATA")}
     return {**ours, **folders, "WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ft_service.jobs.states import TERMINAL, Job, State
 from ft_service.rundir.events import Metrics
-from ft_service.spec import Integration, JobSpec, Wandb
+from ft_service.spec import Integration, JobSpec, Mlflow, Trackio, Wandb
 from ft_service.store.records import JobIntegration
 
 FIRST_RETRY_SECONDS = 5.0
@@ -29,7 +29,7 @@ _EXIT_CODE = {State.SUCCEEDED: 0, State.FAILED: 1, State.CANCELLED: 255}
 class RunDescription:
     """A run elsewhere."""
 
-    kind: Literal["wandb", "mlflow"] = "wandb"
+    kind: Literal["wandb", "mlflow", "trackio"] = "wandb"
     id: str
     """Decided by the job alone, so that whoever goes on goes on in the same run."""
     project: str
@@ -56,18 +56,20 @@ def exit_code(job: Job) -> int:
 
 
 def describe(integration: JobIntegration, job: Job) -> RunDescription:
-    own = Integration.model_validate(integration.settings).sent
+    asked = Integration.model_validate(integration.settings)
+    own = asked.sent
     assert own is not None, "only what is sent has a row"
+    assert asked.type != "tensorboard"
     spec = job.spec
     begun = integration.url is not None
     return RunDescription(
-        kind="wandb" if isinstance(own, Wandb) else "mlflow",
+        kind=asked.type,
         id=job.id if integration.number == 0 else f"{job.id}-{integration.number}",
-        project=own.project if isinstance(own, Wandb) else own.experiment,
+        project=own.experiment if isinstance(own, Mlflow) else own.project,
         entity=own.entity if isinstance(own, Wandb) else None,
         name=None if begun else own.name or job.id,
         group=None if begun else job.sweep_id,
-        tags=None if begun else _tags(own.tags, spec),
+        tags=None if begun else _tags([] if isinstance(own, Trackio) else own.tags, spec),
         config=None if begun else config(job, spec),
     )
 

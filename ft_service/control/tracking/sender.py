@@ -26,7 +26,7 @@ CHECK_SECONDS = 300.0
 
 
 class Run(Protocol):
-    """An open run elsewhere (wandb_run.WandbRun, mlflow_run.MlflowRun). What it cannot do it raises as a RunError."""
+    """An open run elsewhere (WandbRun, MlflowRun, TrackioRun). What it cannot do it raises as a RunError."""
 
     url: str
     next_step: int
@@ -202,4 +202,4 @@ def _told(integration: JobIntegration, error: RunError, retry: float | None) -> 
 
 def _label(integration: JobIntegration) -> str:
     """What an integration's tracker is called in events."""
-    return {"mlflow": "MLflow"}.get(str(integration.settings.get("type")), "W&B")
+    return {"mlflow": "MLflow", "trackio": "trackio"}.get(str(integration.settings.get("type")), "W&B")

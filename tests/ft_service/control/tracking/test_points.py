@@ -41,6 +41,13 @@ def test_a_run_is_named_by_its_job_alone() -> None:
     )
 
 
+@pytest.mark.parametrize(("kind", "place"), [("wandb", "project"), ("mlflow", "experiment"), ("trackio", "project")])
+def test_a_run_is_of_the_kind_that_is_asked_for(kind: str, place: str) -> None:
+    settings = {"type": kind, kind: {place: "tuning", "name": "mine"}}
+    run = describe(JobIntegration(job_id="ftjob-1", number=0, project_id=PROJECT, settings=settings), job_of())
+    assert (run.kind, run.project, run.name, run.entity) == (kind, "tuning", "mine", None)
+
+
 def test_tags_are_the_users_and_ours_as_far_as_they_fit() -> None:
     found = describe(integration_of(tags=["b", "a", "b"]), job_of()).tags
     assert found == ("b", "a", "ft-service/finetune", "ft-service/meta-llama/Llama-3.2-1B", "ft-service/ftjob-1")

@@ -43,7 +43,7 @@ class Limits:
     max_bytes: int | None = None
     """Bytes of its files."""
     max_requests_per_minute: int | None = None
-    """Of all its keys together, to one API process."""
+    """Of all its keys together, to all API processes that share a PostgreSQL."""
     max_priority: int | None = None
     """Highest priority of its jobs; a higher one is lowered to it."""
     bases: tuple[str, ...] | None = None

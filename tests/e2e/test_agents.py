@@ -19,17 +19,17 @@ from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Result
 from tests.e2e.kills import uninterrupted
 from tests.support.attempts import family, signal_all
-from tests.support.databases import migrated_postgres_url, postgres_url
+from tests.support.databases import emptied_postgres_url, migrated_postgres_url, postgres_url
 from tests.support.service import Server, all_of, eventually, nothing_left, submit, wait_until, wait_until_step
 
-__all__ = ["migrated_postgres_url", "postgres_url"]
+__all__ = ["emptied_postgres_url", "migrated_postgres_url", "postgres_url"]
 
 Begin = Callable[[str, int], subprocess.Popen[bytes]]
 
 
 @pytest.fixture
-def server(models: Path, tmp_path: Path, migrated_postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    settings = {"FT_LAUNCHER": "agents", "FT_DATABASE_URL": migrated_postgres_url, "FT_HOST_LEASE_SECONDS": "10"}
+def server(models: Path, tmp_path: Path, emptied_postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    settings = {"FT_LAUNCHER": "agents", "FT_DATABASE_URL": emptied_postgres_url, "FT_HOST_LEASE_SECONDS": "10"}
     for name, value in {**settings, "GLOO_SOCKET_IFNAME": "lo"}.items():
         monkeypatch.setenv(name, value)
     server = Server(tmp_path / "home", models)

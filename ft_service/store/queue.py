@@ -12,7 +12,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Integer, RowMapping, Select, bindparam, func, literal_column, select
 
-from ft_service.jobs.estimates import Effort, Measured, Paces
+from ft_service.jobs.estimates import ENOUGH, Effort, Measured, Paces
 from ft_service.jobs.line import Holding, Host, Line, Share, Waiting, accrued, remembered
 from ft_service.jobs.states import Phase
 from ft_service.store.database import Database, Direct, database_time, upsert
@@ -125,10 +125,12 @@ class QueueStore(Database):
         return Line(now=now, hosts=there, waiting=waiting, holdings=holdings, shares=shares)
 
     def measured_jobs(self) -> list[Measured]:
-        """The jobs that have succeeded last, with what they were planned to take and took; and those that train, with what they
-        will have taken, as their steps tell."""
+        """The jobs that have succeeded last, with what they were planned to take and took; while there are few, also those that
+        train, with what they will have taken, as their steps tell."""
         with self.reading() as connection:
-            rows = [*connection.execute(_MEASURED).mappings(), *connection.execute(_UNDER_WAY).mappings()]
+            rows = list(connection.execute(_MEASURED).mappings())
+            if len(rows) < ENOUGH:  # those that train do not know yet how long their end takes
+                rows += connection.execute(_UNDER_WAY).mappings()
         return [Measured(_effort(row), row["held_seconds"], row["slot_seconds"]) for row in rows if row["held_seconds"]]
 
 

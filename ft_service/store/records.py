@@ -209,6 +209,8 @@ class JobChange:
     take_slots: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Host → its slot numbers to allocate to `job.attempt`; one that is taken undoes the whole change."""
     release_slots: bool = False
+    rest_seconds: float = 0.0
+    """For how long nobody need look at the job, beyond the usual, unless it changes or `look_again` is called."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,8 @@ from ft_service.store.sql import Store, open_store
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
-APIS, RECONCILERS, HOSTS, SLOTS = 3, 2, 2, 8
-STEP_SECONDS = 0.1
+APIS, RECONCILERS, HOSTS, SLOTS = 3, 2, 2, 16
+STEP_SECONDS = 0.3
 ADMIN_KEY = "sk-admin-key-of-an-installation-for-tests"
 PROBE_SECONDS, PROBE_TIMEOUT_SECONDS = 0.5, 3.0
 START_SECONDS = 120.0
@@ -49,6 +49,10 @@ class Unit:
     def times_ready(self) -> int:
         """How often it has said that it works now."""
         return self._log.read_text().count(self._ready)
+
+    def errors(self) -> list[str]:
+        """What went wrong in it, by its log."""
+        return [line for line in self._log.read_text().splitlines() if '"level": "error"' in line]
 
     def said(self) -> str:
         """The end of its log."""
@@ -155,6 +159,7 @@ class Installation:
     units: list[Unit]
     """Whatever of it may be killed."""
     balancer: Balancer
+    hosts: list[Unit]
     blows: Counter[str] = field(default_factory=Counter)
 
     def client(self, key: str) -> openai.OpenAI:
@@ -192,7 +197,7 @@ def installation(folder: Path, url: str) -> Iterator[Installation]:
         stack.callback(store.close)
         try:
             wait_for(lambda: len(store.list_hosts()) == HOSTS and balancer.all_ready, START_SECONDS)
-            yield Installation(home, store, units, balancer)
+            yield Installation(home, store, units, balancer, hosts)
             for one in units:
                 assert one.end(signal.SIGTERM) == 0, f"{one.name} did not end in order"
         except BaseException:

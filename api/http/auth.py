@@ -27,7 +27,7 @@ async def authenticated(request: Request, credentials: _Credentials, services: S
     if principal.scope == "metrics":
         raise ForbiddenError("A key of scope metrics reads /metrics and nothing else.")
     if principal.limits.max_requests_per_minute is not None:
-        request.state.rate = rate = services.rates.take(principal.project_id, principal.limits.max_requests_per_minute)
+        request.state.rate = rate = await services.rates.take(principal.project_id, principal.limits.max_requests_per_minute)
         if rate.wait:
             raise LimitError(
                 f"This project may send {rate.limit} requests a minute (its limit max_requests_per_minute). Try again in "

@@ -54,7 +54,7 @@ class Services:
     @cached_property
     def rates(self) -> Rates:
         """How many requests projects send."""
-        return Rates()
+        return Rates.of(self.store)
 
     @cached_property
     def remembered(self) -> dict[Any, Any]:

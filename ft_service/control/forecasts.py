@@ -13,7 +13,6 @@ from ft_service.store.sql import Store
 
 REMEMBERED_SECONDS = 1.0
 """How old a forecast may be."""
-_PACES_SECONDS = 30.0
 _MOST_OF_THE_TIME = 4
 """A forecast that took long is kept for so many times as long: no more than a quarter of a processor goes into them."""
 
@@ -54,7 +53,7 @@ class Forecasts:
     def _play(self, began: float) -> Line:
         if began >= self._paces_until:
             self._paces = Paces(self._store.measured_jobs())
-            self._paces_until = began + _PACES_SECONDS
+            self._paces_until = began + self._paces.good_seconds
         line = self._store.whole_line(self._paces)
         self._found = forecast(line)
         took = time.monotonic() - began

@@ -56,7 +56,7 @@ class Placing:
         self._store, self._launcher = store, launcher
         self._owner, self._lease_seconds = owner, lease_seconds
         self._displace_after = displace_after
-        self._displace_at = self._tell_at = self._host_at = 0.0
+        self._displace_at = self._tell_at = self._host_at = self._paces_at = 0.0
         self._paces = Paces()
         self._chosen: Start | None = None
 
@@ -74,6 +74,7 @@ class Placing:
         may_displace = self._displace_after is not None and time.monotonic() >= self._displace_at
         if not may_displace and not any(self._store.free_slots_of(totals).values()):
             return None
+        self._measure()
         line = self._store.line_for(place, hosts, self._paces)
         self._chosen = next_start(line)
         if self._chosen is None:
@@ -105,9 +106,14 @@ class Placing:
                 log.info("job makes room for %s", head.id, extra={"job_id": holding.id})
 
     def _tell_host(self, place: str, totals: Mapping[str, int]) -> None:
-        """Now and then: say that the place is there, unless agents do, and look at how long jobs take."""
+        """Now and then: say that the place is there, unless agents do."""
         if time.monotonic() >= self._host_at:
             self._host_at = time.monotonic() + HOST_SECONDS / 6
             if list(totals) == [place]:
                 self._store.tell_host(place, totals[place])
+
+    def _measure(self) -> None:
+        """Now and then: look at how long jobs take."""
+        if time.monotonic() >= self._paces_at:
             self._paces = Paces(self._store.measured_jobs())
+            self._paces_at = time.monotonic() + self._paces.good_seconds

@@ -42,6 +42,8 @@ IDLE_SECONDS = 0.5
 """How often a running job is looked at."""
 LEASE_SECONDS = 30.0
 """How long a job is left alone after its turn ended in an error."""
+CHECK_REST_SECONDS = 5.0
+"""How often a job whose files are being read is looked at before that is done; after that another process reads them."""
 DROP_SECONDS = 0.5
 """How often it is asked whether a job whose files are being read still wants that."""
 MAX_REST_SECONDS = 10.0
@@ -210,7 +212,7 @@ class Reconciler:
     def _validate(self, claim: Claim, report: Intake) -> None:
         checked = self._checks.result(report.job)
         if checked is None:
-            self._apply(claim, report, report.job, self._checks.news(report.job))
+            self._apply(claim, report, report.job, self._checks.news(report.job), rest_seconds=CHECK_REST_SECONDS)
             return
         job = decisions.validated(report.job, checked.error, claim.now)
         if job.state is State.FAILED:
@@ -307,6 +309,7 @@ class Reconciler:
         files: Sequence[File] = (),
         take_slots: Mapping[str, Sequence[int]] | None = None,
         release_slots: bool = False,
+        rest_seconds: float = 0.0,
     ) -> bool:
         change = JobChange(
             job=job,
@@ -315,6 +318,7 @@ class Reconciler:
             files=files,
             take_slots=take_slots or {},
             release_slots=release_slots,
+            rest_seconds=rest_seconds,
         )
         if not self._store.apply(claim, change):
             return False

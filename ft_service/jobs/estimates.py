@@ -1,10 +1,15 @@
-"""How long a job is expected to hold its slots: by what it was planned to take, and by what finished jobs really took. Pure."""
+"""How long a job is expected to hold its slots: by what it was planned to take, and by what others really took. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
+
+ENOUGH = 20
+"""Jobs after which one more says little that is new."""
+PACES_SECONDS, FEW_PACES_SECONDS = 30.0, 2.0
+"""How long paces are good for: of so many jobs, and of fewer."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +28,11 @@ class Effort:
 
 @dataclass(frozen=True)
 class Measured:
-    """A job that has succeeded."""
+    """A job that has succeeded, or one that trains and tells how fast it is."""
 
     effort: Effort
     held_seconds: float
-    """For which it held slots, over all attempts."""
+    """For which it held slots, over all attempts, or will have."""
     slot_seconds: float
 
 
@@ -39,17 +44,19 @@ class _Pace:
 
 
 class Paces:
-    """What finished jobs took, by base."""
+    """What jobs took, by base."""
 
     def __init__(self, measured: Sequence[Measured] = ()) -> None:
         bases = {one.effort.base for one in measured}
         self._of_base = {base: _pace(one for one in measured if one.effort.base == base) for base in bases}
         self._of_all = _pace(measured)
+        self.good_seconds = PACES_SECONDS if len(measured) >= ENOUGH else FEW_PACES_SECONDS
+        """After so long they should be measured again."""
 
     def expected_seconds(self, effort: Effort) -> float | None:
         """Seconds that a job will hold its slots from its next start on; None: not known.
 
-        What the job itself measured comes first. Otherwise its plan, times how much longer than planned finished jobs took:
+        What the job itself measured comes first. Otherwise its plan, times how much longer than planned others took:
         those on the same base if there are any, else all. Where the machine's figures are not known, the time that the same
         amount of work took them.
         """

@@ -167,7 +167,7 @@ class Agent:
                 self._start(node, share, start, first)
             case Running() if node.state == "ordered":
                 self._report(replace(node, state="running"))
-            case Ended():
+            case Ended() if not share.is_supervised():  # until then what the attempt leaves is on its way to object storage
                 self._report(replace(node, state="ended"))
             case _:
                 pass

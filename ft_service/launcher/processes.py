@@ -105,6 +105,10 @@ class Share:
         self._seal(reason)
         return True
 
+    def is_supervised(self) -> bool:
+        """Whether its supervisor lives, which brings what it leaves to object storage when it has ended."""
+        return is_locked(self.lock)
+
     def is_alive(self) -> bool:
         """Whether any process of it lives."""
         return is_locked(self.lock) or is_locked(self.ranks)

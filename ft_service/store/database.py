@@ -147,6 +147,11 @@ class Database:
             threading.Lock() if self._engine.dialect.name == "sqlite" else contextlib.nullcontext()
         )
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether processes of several hosts may use it."""
+        return self._engine.dialect.name == "postgresql"
+
     def now(self) -> float:
         with self.reading() as connection:
             return connection.scalars(select(database_time())).one()

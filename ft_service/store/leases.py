@@ -105,7 +105,7 @@ class LeaseStore(Database):
         assert change.job.id == claim.job.id, "a change is of the job that was claimed"
         try:
             with self.writing() as connection:
-                if _write_job(connection, claim, change.job):
+                if _write_job(connection, claim, change.job, change.rest_seconds):
                     _write_rest(connection, claim, change)
                     return True
         except _NoSlot:
@@ -137,10 +137,12 @@ class LeaseStore(Database):
         return found
 
 
-def _write_job(connection: Connection, claim: Claim, job: Job) -> bool:
+def _write_job(connection: Connection, claim: Claim, job: Job, rest_seconds: float) -> bool:
     values = changed_job_row(claim.job, job) | _FREE
     if job.state is not claim.job.state:  # what the new state asks for need not wait for its turn
         values["looked_at"] = 0.0
+    elif rest_seconds:
+        values["looked_at"] = claim.now + rest_seconds
     guard = (jobs.c.id == claim.job.id, jobs.c.lease_token == claim.token, jobs.c.version == claim.job.version)
     return connection.execute(update(jobs).where(*guard).values(values)).rowcount == 1
 

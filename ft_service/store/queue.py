@@ -10,9 +10,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Integer, RowMapping, Select, bindparam, func, select
+from sqlalchemy import Connection, Integer, RowMapping, Select, bindparam, func, literal_column, select
 
-from ft_service.jobs.estimates import Effort, Measured, Paces
+from ft_service.jobs.estimates import ENOUGH, Effort, Measured, Paces
 from ft_service.jobs.line import Holding, Host, Line, Share, Waiting, accrued, remembered
 from ft_service.jobs.states import Phase
 from ft_service.store.database import Database, Direct, database_time, upsert
@@ -74,6 +74,16 @@ _MEASURED = (
     .order_by(jobs.c.finished_at.desc())
     .limit(_MEASURED_JOBS)
 )
+_UNDER_WAY = (
+    select(
+        *_EFFORT,
+        (jobs.c.held_seconds + jobs.c.ends_at - jobs.c.taken_at).label("held_seconds"),
+        (jobs.c.slot_seconds + jobs.c.slots * (jobs.c.ends_at - jobs.c.taken_at)).label("slot_seconds"),
+    )
+    .where(jobs.c.phase == literal_column(f"'{Phase.TRAINING.value}'"), jobs.c.left_seconds.is_not(None))
+    .where(jobs.c.ends_at.is_not(None), jobs.c.taken_at.is_not(None))
+    .limit(_MEASURED_JOBS)
+)
 _SHARES = select(projects.c.id, projects.c.used, projects.c.used_at, projects.c.max_slots)
 
 
@@ -115,9 +125,12 @@ class QueueStore(Database):
         return Line(now=now, hosts=there, waiting=waiting, holdings=holdings, shares=shares)
 
     def measured_jobs(self) -> list[Measured]:
-        """The jobs that have succeeded last, with what they were planned to take and took."""
+        """The jobs that have succeeded last, with what they were planned to take and took; while there are few, also those that
+        train, with what they will have taken, as their steps tell."""
         with self.reading() as connection:
-            rows = connection.execute(_MEASURED).mappings().all()
+            rows = list(connection.execute(_MEASURED).mappings())
+            if len(rows) < ENOUGH:  # those that train do not know yet how long their end takes
+                rows += connection.execute(_UNDER_WAY).mappings()
         return [Measured(_effort(row), row["held_seconds"], row["slot_seconds"]) for row in rows if row["held_seconds"]]
 
 

@@ -43,7 +43,7 @@ class Limits:
     max_bytes: int | None = None
     """Bytes of its files."""
     max_requests_per_minute: int | None = None
-    """Of all its keys together, to one API process."""
+    """Of all its keys together, to all API processes that share a PostgreSQL."""
     max_priority: int | None = None
     """Highest priority of its jobs; a higher one is lowered to it."""
     bases: tuple[str, ...] | None = None
@@ -209,6 +209,8 @@ class JobChange:
     take_slots: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Host → its slot numbers to allocate to `job.attempt`; one that is taken undoes the whole change."""
     release_slots: bool = False
+    rest_seconds: float = 0.0
+    """For how long nobody need look at the job, beyond the usual, unless it changes or `look_again` is called."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from ft_service.store.sweeps.store import SweepStore
 from ft_service.store.tenants.audit import AuditStore
 from ft_service.store.tenants.keys import KeyStore, SessionStore
 from ft_service.store.tenants.projects import ProjectStore
+from ft_service.store.tenants.rates import RateStore
 from ft_service.store.tenants.usage import UsageStore
 from ft_service.store.uploads import UploadStore
 from ft_service.store.webhooks import WebhookStore
@@ -42,6 +43,7 @@ class Store(
     SessionStore,
     AuditStore,
     UsageStore,
+    RateStore,
     FileStore,
     UploadStore,
     ModelStore,

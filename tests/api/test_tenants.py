@@ -65,8 +65,7 @@ def theirs(service: Service, client: openai.OpenAI, training_file: str) -> dict[
 @pytest.fixture(params=["rival", "local"])
 def rival(request: pytest.FixtureRequest, service: Service) -> str:
     """An admin key of another project, of another organisation or of the same."""
-    service.store.ensure_project("rival", request.param)
-    return service.store.create_key(project_id="rival", name="k", scope="admin")[1]
+    return rival_key(service, request.param)
 
 
 def operations(service: Service) -> Iterator[tuple[str, str]]:
@@ -132,15 +131,67 @@ def everything(service: Service, theirs: dict[str, str]) -> list[Any]:
     return [(path, status, re.sub(r'"last_used_at":\w+', "", str(text))) for path, status, text in seen]
 
 
-def test_another_tenants_ids_are_not_found_in_queries_and_bodies_either(
-    service: Service, theirs: dict[str, str], rival: str
-) -> None:
-    curves = service.http("GET", f"/v1/fine_tuning/metrics?job={theirs['job_id']}", key=rival)
-    check_error(curves, 404)
-    body = {"model": "tiny", "training_file": theirs["file_id"]}
-    for path in ("plan", "jobs"):
-        error = check_error(service.http("POST", f"/v1/fine_tuning/{path}", key=rival, json=body), 400)
-        assert error["code"] == "file_not_found"
+def test_another_tenants_ids_are_nothing_in_queries_either(service: Service, theirs: dict[str, str]) -> None:
+    """Every query parameter of every route that takes text: a list's cursor, a filter."""
+    rival = rival_key(service, "rival")
+    names = ("job_id", "file_id", "model", "project_id", "api_key_id")
+    described = service.http("GET", "/openapi.json").json()["paths"]
+    tried = set()
+    for path in (path for path, methods in described.items() if "get" in methods and "{" not in path and path not in OPEN):
+        for name in (found["name"] for found in described[path]["get"].get("parameters", ()) if takes_text(found)):
+            tried.add(name)
+            for kind in names:
+                real, none = theirs[kind], f"none-{kind.replace('_', '-')}"
+                answers = [service.http("GET", path, key=rival, params={name: value}) for value in (real, none)]
+                shown = [answer.text.replace(value, "…") for answer, value in zip(answers, (real, none), strict=True)]
+                assert answers[0].status_code == answers[1].status_code, (path, name, answers[0].text)
+                assert without_times(shown[0]) == without_times(shown[1]), (path, name)
+                assert not [mark for mark in MARKS if mark in shown[0]]
+    assert tried >= {"after", "job", "project_ids", "api_key_ids"}
+
+
+def takes_text(parameter: dict[str, Any]) -> bool:
+    if parameter["in"] != "query":
+        return False
+    schemas = [parameter["schema"], *parameter["schema"].get("anyOf", ())]
+    return any((one.get("items") or one).get("type") == "string" and "enum" not in (one.get("items") or one) for one in schemas)
+
+
+def without_times(text: str) -> str:
+    """Of a key that was used just now."""
+    return re.sub(r'"last_used_at":\w+', "", text)
+
+
+def rival_key(service: Service, organization: str) -> str:
+    service.store.ensure_project("rival", organization)
+    return service.store.create_key(project_id="rival", name="k", scope="admin")[1]
+
+
+def test_another_tenants_ids_are_nothing_in_bodies_either(service: Service, theirs: dict[str, str], rival: str) -> None:
+    own = service.client(rival).files.create(file=("own.jsonl", TRAINING), purpose="fine-tune").id
+    bodies = {
+        "file_not_found": [
+            {"model": "tiny", "training_file": theirs["file_id"]},
+            {"model": "tiny", "training_file": own, "validation_file": theirs["file_id"]},
+        ],
+        "model_not_found": [
+            {"model": theirs["model"], "training_file": own},
+            {"model": theirs["checkpoint"], "training_file": own},
+        ],
+    }
+    for code, some in bodies.items():
+        for body in some:
+            for path in ("plan", "jobs", "sweeps"):
+                sweep = {"sweep": {"lora.r": [4, 8]}, "validation_file": own} if path == "sweeps" else {}
+                error = check_error(service.http("POST", f"/v1/fine_tuning/{path}", key=rival, json=sweep | body), 400)
+                assert error["code"] == code, (path, error)
+                assert not [mark for mark in MARKS if mark in error["message"].replace(theirs["model"], "")]
+    asked = {"model": theirs["model"], "messages": [{"role": "user", "content": "Hi"}]}
+    refused, unknown = (
+        service.http("POST", "/v1/chat/completions", key=rival, json=asked | {"model": name})
+        for name in (theirs["model"], "ft:tiny:x::none")
+    )
+    assert refused.status_code == unknown.status_code >= 400
 
 
 def test_what_is_shared_is_the_model_alone(service: Service, client: openai.OpenAI, theirs: dict[str, str], rival: str) -> None:

@@ -6,10 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
 
+import openai
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,17 +22,31 @@ from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Result
 from tests.e2e.kills import uninterrupted
 from tests.support.attempts import family, signal_all
-from tests.support.databases import migrated_postgres_url, postgres_url
+from tests.support.databases import emptied_postgres_url, migrated_postgres_url, postgres_url
 from tests.support.service import Server, all_of, eventually, nothing_left, submit, wait_until, wait_until_step
+from tests.support.storage import local_s3, new_bucket
 
-__all__ = ["migrated_postgres_url", "postgres_url"]
+__all__ = ["emptied_postgres_url", "migrated_postgres_url", "postgres_url"]
 
-Begin = Callable[[str, int], subprocess.Popen[bytes]]
+Begin = Callable[..., subprocess.Popen[bytes]]
+OWN_HOME = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs "$FT_HOME" && exec "$@"', "sh"]
+"""Before a command: it finds an empty FT_HOME, which nobody else sees."""
 
 
 @pytest.fixture
-def server(models: Path, tmp_path: Path, migrated_postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    settings = {"FT_LAUNCHER": "agents", "FT_DATABASE_URL": migrated_postgres_url, "FT_HOST_LEASE_SECONDS": "10"}
+def stored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Object storage in place of a shared folder; to be asked for before the server."""
+    done = subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True)
+    if done.returncode:
+        pytest.skip(f"a host with a folder of its own cannot be played here: {done.stderr.decode().strip()}")
+    with local_s3():
+        monkeypatch.setenv("FT_STORAGE", new_bucket())
+        yield
+
+
+@pytest.fixture
+def server(models: Path, tmp_path: Path, emptied_postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    settings = {"FT_LAUNCHER": "agents", "FT_DATABASE_URL": emptied_postgres_url, "FT_HOST_LEASE_SECONDS": "10"}
     for name, value in {**settings, "GLOO_SOCKET_IFNAME": "lo"}.items():
         monkeypatch.setenv(name, value)
     server = Server(tmp_path / "home", models)
@@ -45,8 +62,8 @@ def begin(server: Server, models: Path, tmp_path: Path) -> Iterator[Begin]:
     shared = {"FT_HOME": str(server.home), "FT_MODELS": str(models), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with ExitStack() as stack:
 
-        def begin(name: str, slots: int) -> subprocess.Popen[bytes]:
-            command = [sys.executable, "-m", "ft_service.cli", "agent", "--name", name, "--slots", str(slots)]
+        def begin(name: str, slots: int, before: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+            command = [*before, sys.executable, "-m", "ft_service.cli", "agent", "--name", name, "--slots", str(slots)]
             command += ["--address", "127.0.0.1", "--scratch", str(tmp_path / f"scratch-{name}")]
             log = stack.enter_context((tmp_path / f"agent-{name}.log").open("wb"))
             process = subprocess.Popen(command, env={**os.environ, **shared}, stdout=log, stderr=log)
@@ -56,6 +73,10 @@ def begin(server: Server, models: Path, tmp_path: Path) -> Iterator[Begin]:
             return process
 
         yield begin
+
+
+def messages(client: openai.OpenAI, job_id: str) -> list[str]:
+    return [event.message for event in client.fine_tuning.jobs.list_events(job_id, limit=100)]
 
 
 def same_adapters(ours: RunDir, theirs: RunDir) -> bool:
@@ -103,3 +124,26 @@ def test_a_job_of_two_nodes_trains_on_two_hosts(server: Server, begin: Begin, da
     result = run.read("result.json", Result)
     assert result is not None
     assert result.steps == 4
+
+
+@pytest.mark.slow
+def test_hosts_share_object_storage_and_no_folder(stored: None, server: Server, begin: Begin, data: Path) -> None:
+    """One host dies, and the other goes on from a checkpoint that it has never seen."""
+    agents = {name: begin(name, 2, OWN_HOME) for name in ("one", "two")}
+    client = server.client()
+    job = submit(client, data, steps=16)
+    wait_until_step(client, job.id, 6)
+    assert not (server.home / "runs" / job.id / "checkpoints").exists(), "a folder is shared"
+    run = server.run(job.id)
+    lost = next(name for name in agents if f"2 slots of {name}." in "".join(messages(client, job.id)))
+    signal_all([*family(agents[lost].pid), *all_of(run)], signal.SIGKILL)
+    wait_until(client, job.id, "succeeded")
+    done: Any = client.fine_tuning.jobs.retrieve(job.id)
+    assert done.attempt == 2
+    assert any(f"Host {lost} does not answer any more" in message for message in messages(client, job.id))
+    steps = [e.data["step"] for e in client.fine_tuning.jobs.list_events(job.id, limit=100) if e.type == "metrics"]  # pyright: ignore
+    assert set(steps) == set(range(1, 17))
+    address = f"{client.base_url}fine_tuning/jobs/{job.id}/adapter"
+    with urlopen(Request(address, headers={"authorization": f"Bearer {client.api_key}"})) as archive:
+        assert b"adapter_model.safetensors" in archive.read()
+    eventually(lambda: nothing_left(run))

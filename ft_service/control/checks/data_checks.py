@@ -27,7 +27,7 @@ from ft_service.supervisor import worker_tasks
 log = logging.getLogger(__name__)
 
 SMALL_CHECK_SECONDS = 0.2
-"""How long a check is waited for before the loop turns to other jobs."""
+"""How long a check is waited for before the loop turns to other jobs, if no other is under way."""
 LARGE_BYTES = 32 * 1024**2
 """Files above this are read in a long lane from the beginning."""
 MAX_TRIES = 3
@@ -108,8 +108,10 @@ class Checks:
         if asked is None:
             asked = self._begun[job.id] = _Asked(job, self._check)
             asked.future.add_done_callback(lambda _: self._on_done())
+            waits = any(not other.future.done() for other in self._begun.values() if other is not asked)
             self._lanes.put(asked)
-            futures.wait([asked.future], SMALL_CHECK_SECONDS)
+            if not waits:  # else it will not be done soon, and each of many would hold the loop up
+                futures.wait([asked.future], SMALL_CHECK_SECONDS)
         if not asked.future.done():
             return None
         if asked.future.exception() is not None:

@@ -1,4 +1,4 @@
-"""Tables of changes, of use and of browsers' sessions, beside those of projects and keys (ft_service/store/tables.py)."""
+"""Tables of changes, use, requests and browsers' sessions, beside those of projects and keys (ft_service/store/tables.py)."""
 
 from __future__ import annotations
 
@@ -39,6 +39,16 @@ usage = Table(
     Column("tokens", BigInteger, nullable=False, server_default="0"),
     Column("bytes", BigInteger, nullable=False, server_default="0"),
     Column("jobs", Integer, nullable=False, server_default="0"),
+)
+
+# How many requests projects send, where several servers share that: when the bucket is full again, and what the last one who
+# drew from it got.
+request_rates = Table(
+    "request_rates",
+    metadata,
+    Column("project_id", ForeignKey("projects.id"), primary_key=True),
+    Column("full_at", Double, nullable=False),
+    Column("taken", BigInteger, nullable=False),
 )
 
 # Browsers that are signed in, and links that sign in once. Only digests are kept; a row that is gone opens nothing.

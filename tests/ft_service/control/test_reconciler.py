@@ -169,6 +169,29 @@ def test_a_new_job_and_a_verb_end_the_loops_rest(
         loop.join()
 
 
+def test_while_one_process_reads_a_jobs_files_no_other_does(tmp_path: Path, store: Store, launcher: FakeLauncher) -> None:
+    go_on, begun = threading.Event(), []
+
+    def check(job: Job, examiner: Examiner, tell: Tell) -> Checked:
+        begun.append(job.id)
+        go_on.wait(30)
+        return Checked()
+
+    one, other = (new_reconciler(tmp_path, store, launcher, check=check) for _ in range(2))
+    for number in range(3):
+        add_job(store, f"ftjob-{number}")
+    try:
+        assert [one.step() for _ in range(4)] == [True, True, True, False], "it looks at each once"
+        assert not other.step()
+        go_on.set()
+        step_until(one, store, State.QUEUED, State.RUNNING, job_id="ftjob-2")
+        assert sorted(begun) == ["ftjob-0", "ftjob-1", "ftjob-2"]
+    finally:
+        go_on.set()
+        one.close()
+        other.close()
+
+
 def test_a_slow_check_keeps_no_other_job_waiting(tmp_path: Path, store: Store, launcher: FakeLauncher) -> None:
     go_on = threading.Event()
 

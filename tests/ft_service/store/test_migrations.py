@@ -53,7 +53,7 @@ def test_every_row_but_a_hosts_names_its_project():
 
 def test_check_tells_a_database_without_the_schema(database_url):
     store = open_store(database_url)
-    with pytest.raises(UnavailableError, match=r"schema none.*needs 0009.*ft migrate"):
+    with pytest.raises(UnavailableError, match=r"schema none.*needs 0010.*ft migrate"):
         store.check()
     with pytest.raises(UnavailableError):
         store.list_jobs("proj_default")

@@ -107,6 +107,16 @@ def test_finished_jobs_tell_how_long_others_take(store):
     assert waiting.seconds == 12.0
 
 
+def test_jobs_that_train_tell_it_by_their_steps(store):
+    spec = replace(new_job().stored_spec, document={"model": {"name": "tiny"}})
+    job = place(store, create_job(store, new_job(state=State.QUEUED, stored_spec=spec, work=10.0, slots=2)), [0, 1])
+    assert store.measured_jobs() == [], "its end is a guess"
+    training = f"UPDATE jobs SET phase = 'training', left_seconds = 5, ends_at = taken_at + 8 WHERE id = '{job.id}'"
+    sql(store, training)
+    [measured] = store.measured_jobs()
+    assert (measured.held_seconds, measured.slot_seconds) == (pytest.approx(8.0), pytest.approx(16.0))
+
+
 @pytest.mark.slow
 def test_a_turn_with_ten_thousand_queued_jobs_reads_few_of_them(store):
     """What is counted are rows, since a time says little on a busy machine; it is printed."""

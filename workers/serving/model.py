@@ -77,9 +77,21 @@ class ServedModel:
     @torch.inference_mode()
     def forward(self, pieces: Sequence[Piece]) -> Tensor:
         """The logits after the last token of each piece, fp32 [pieces, words]. Pieces of one adapter should be neighbours."""
+        self._last = torch.tensor([piece.span.end - 1 for piece in pieces], device=self.device)
+        return self._row(pieces)
+
+    @torch.inference_mode()
+    def logprobs(self, tokens: Sequence[int], adapter: Adapter | None) -> list[float]:
+        """Log-probabilities of each token but the first, in nats, after those before it."""
+        self._last = torch.arange(len(tokens) - 1, device=self.device)
+        logits = self._row([Piece(tokens, Span(Memory(), 0, len(tokens)), 0, adapter)])
+        after = torch.tensor(tokens[1:], device=self.device)[:, None]
+        return logits.log_softmax(dim=-1).gather(1, after)[:, 0].tolist()
+
+    def _row(self, pieces: Sequence[Piece]) -> Tensor:
+        """The logits at the places of `_last`, fp32 [places, words]."""
         ids = torch.tensor([[token for piece in pieces for token in piece.ids]], device=self.device)
         positions = torch.cat([torch.arange(piece.first, piece.first + len(piece.ids)) for piece in pieces])
-        self._last = torch.tensor([piece.span.end - 1 for piece in pieces], device=self.device)
         CURRENT.spans = [piece.span for piece in pieces]
         self.adapters.spans = _adapter_spans(pieces)
         logits = self._model(input_ids=ids, position_ids=positions.to(self.device)[None], use_cache=False).logits

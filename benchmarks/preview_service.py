@@ -122,7 +122,7 @@ def embedded(place: Place, streams: int, tokens: int) -> dict[str, float]:
     file = place.client.upload_file(DATA).id
     found: dict[str, float] = {}
     stop = threading.Event()
-    job = place.job(file, 8, 1, checkpoint={"save_steps": 2, "save_total_limit": 4})
+    job = place.job(file, 7, 1, checkpoint={"save_steps": 2, "save_total_limit": 3})
     warm = threading.Thread(target=_keep_warm, args=(place, place.base, stop))
     warm.start()
     found["succeeded_to_verified_first_token_warm"] = place.first_token(job)
@@ -131,7 +131,8 @@ def embedded(place: Place, streams: int, tokens: int) -> dict[str, float]:
     stop.set()
     warm.join()
     points = place.client.checkpoints(job)
-    models = [str(point.model_dump()["fine_tuned_model_checkpoint"]) for point in points[:4]]
+    models = [str(point.model_dump()["fine_tuned_model_checkpoint"]) for point in points[-3:]]
+    models.append(str(place.client.job(job).fine_tuned_model))
     for model in models:  # the adapter of a checkpoint is made when it is first asked for
         place.answer(model, 1)
     found |= under_load(place, models, streams, tokens, file)

@@ -1,7 +1,7 @@
 """vLLM reads a base and an adapter: `python vllm_logprobs.py`, with a request on stdin, by the Python that has vLLM.
 
-The request: {model, adapter, ids, base_ids}. What it prints last: {"version": …, "logprobs": […]}, of each of `ids` but the
-first, with the adapter; or {"refused": its last words}.
+The request: {model, adapter, ids}. A line that it prints: {"version": …, "logprobs": […]}, of each of `ids` but the first, with
+the adapter; or {"version": …, "refused": its last words}.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ class Engine:
         pieces, ends, place, budget = [], [], 0, PROMPT_TOKENS
         for one in sequences:
             unread = len(one.ids) - one.read
-            taken = unread if unread == 1 else min(unread, budget)
+            taken = unread if unread == 1 or self._model.by_state else min(unread, budget)
             if taken == 0:
                 continue
             budget -= taken if unread > 1 else 0

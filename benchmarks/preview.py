@@ -49,6 +49,8 @@ def main() -> None:
     served = ServedModel(str(options.model), PrecisionOptions(compute=compute), device, None)
     stock: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
     stock.to(device)
+    if device.type == "cpu":  # for both, as the preview's process does
+        served.settle_threads(torch.get_num_threads())
     rates: dict[str, list[float]] = {"generate": [], "one": [], "several": []}
     for _ in range(options.repeats + 1):
         rates["generate"].append(by_generate(stock, chats.of(None), options.tokens))

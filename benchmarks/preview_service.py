@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 DATA = ROOT / "examples/data/train.jsonl"
 ASKED = [{"role": "user", "content": "Hi, I ordered the round bottle by mistake. Please stop it."}]
 SECONDS = 240.0
-IDLE_SECONDS = 4.0
+IDLE_SECONDS = 15.0
 WORKER = b"workers.serving"
 Found = TypeVar("Found")
 
@@ -78,8 +78,7 @@ class Place:
             "training_file": file,
             "training": {"max_steps": steps, "batch_size": 8, "learning_rate": 1e-2},
             "distributed": {"nproc_per_node": ranks},
-            "precision": {"compute": "fp32"},
-            **options,
+            **{"precision": {"compute": "fp32"}, **options},
         }
         return self.client.create_job(body).id
 
@@ -92,6 +91,22 @@ class Place:
             return time.monotonic() if job.status == "succeeded" else None
 
         return until(over)
+
+    def first_token(self, job_id: str) -> float:
+        """Seconds from "succeeded" to the first text of its model, or to the event that it was verified if that came later."""
+        begin = self.succeeded(job_id)
+        name, asked = str(self.client.job(job_id).fine_tuned_model), time.monotonic()
+        answered = asked + self.answer(name, 8)[0]
+        return max(answered, self.told(job_id, "In the preview: served, verified")) - begin
+
+    def told(self, job_id: str, words: str) -> float:
+        """When an event that begins with these words was seen, on the monotonic clock."""
+
+        def seen() -> float | None:
+            events = [event.message for event in self.client.events(job_id, limit=20)]
+            return time.monotonic() if any(text.startswith(words) for text in events) else None
+
+        return until(seen)
 
 
 def measure(streams: int, tokens: int) -> dict[str, float]:
@@ -107,18 +122,19 @@ def embedded(place: Place, streams: int, tokens: int) -> dict[str, float]:
     file = place.client.upload_file(DATA).id
     found: dict[str, float] = {}
     stop = threading.Event()
-    job = place.job(file, 8, 1, checkpoint={"save_steps": 2, "save_total_limit": 4})
-    place.succeeded(job)
-    tuned = str(place.client.job(job).fine_tuned_model)
-    warm = threading.Thread(target=_keep_warm, args=(place, tuned, stop))  # with a model in the same formats
+    job = place.job(file, 7, 1, checkpoint={"save_steps": 2, "save_total_limit": 3})
+    warm = threading.Thread(target=_keep_warm, args=(place, place.base, stop))
     warm.start()
-    later = place.job(file, 2, 1)
-    place.succeeded(later)
-    found["succeeded_to_first_token_warm"] = place.answer(str(place.client.job(later).fine_tuned_model), 8)[0]
+    found["succeeded_to_verified_first_token_warm"] = place.first_token(job)
+    in_nf4 = place.job(file, 2, 1, precision={"default": "nf4", "compute": "fp32"})
+    found["succeeded_to_verified_first_token_other_format"] = place.first_token(in_nf4)
     stop.set()
     warm.join()
     points = place.client.checkpoints(job)
-    models = [str(point.model_dump()["fine_tuned_model_checkpoint"]) for point in points[:4]]
+    models = [str(point.model_dump()["fine_tuned_model_checkpoint"]) for point in points[-3:]]
+    models.append(str(place.client.job(job).fine_tuned_model))
+    for model in models:  # the adapter of a checkpoint is made when it is first asked for
+        place.answer(model, 1)
     found |= under_load(place, models, streams, tokens, file)
     place.answer(models[0], 4)
     pid = place.preview()
@@ -174,11 +190,7 @@ def handed_over(home: Path) -> float:
         vllm.logprobs = logprobs
         begin = place.succeeded(job)
 
-        def told() -> float | None:
-            events = [event.message for event in place.client.events(job, limit=20)]
-            return time.monotonic() if any(text.startswith("Served, verified") for text in events) else None
-
-        return until(told) - begin
+        return place.told(job, "Served, verified") - begin
 
 
 @contextlib.contextmanager

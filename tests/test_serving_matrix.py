@@ -25,7 +25,8 @@ def test_the_page_has_every_family_and_says_which_llama_cpp_has() -> None:
     assert list(found) == list(FAMILIES)
     for family, forms in found.items():
         assert tuple(forms) == serving_matrix.FORMS
-        assert set(forms.values()) <= {"logits", "matrices", "differs", "no"}
+        assert set(forms.values()) <= {"logits", "matrices", "served", "differs", "no"}
+        assert (forms["vllm"] == "served") == (family in serving_matrix.IN_VLLM), family
         assert (forms["gguf"] == "logits") == (family in ARCHITECTURES), family
         assert (forms["gguf-adapter"] == "logits") == (family in ARCHITECTURES), family
     assert serving_matrix.PAGE.read_text().startswith(serving_matrix.HEAD)
@@ -36,6 +37,7 @@ def test_the_page_has_every_family_and_says_which_llama_cpp_has() -> None:
 def test_the_page_says_what_the_program_finds(family: str, tmp_path: Path) -> None:
     found = {form: seen for form, (seen, _) in serving_matrix.cells(family, tmp_path).items()}
     there = rows()[family]
+    there["vllm"] = "matrices"  # vLLM itself is asked where it is: tests/ft_service/serving/test_vllm.py
     if importlib.util.find_spec("llama_cpp_py_sync") is None:  # whose logits the page was made with
         there = {form: "matrices" if form.startswith("gguf") and seen == "logits" else seen for form, seen in there.items()}
     assert found == there

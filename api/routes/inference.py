@@ -62,7 +62,8 @@ def _submit(
         return preview.submit(str(base.path), None, asked.order(None), deliver)
     adapter = adapter_folder(tuned, services.places)
     spec = tuned.job.spec
-    return preview.submit(spec.model.path, spec.precision.model_dump(mode="json"), asked.order(str(adapter)), deliver)
+    order, formats = asked.order(str(adapter)), spec.precision.model_dump(mode="json")
+    return preview.submit(spec.model.path, formats, order, deliver, tuned.job if tuned.checkpoint is None else None)
 
 
 class InferenceView(BaseModel):

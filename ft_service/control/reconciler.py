@@ -58,6 +58,10 @@ class Guest(Protocol):
         """Whether the slots, which a job now holds, are not in use. If they are, they will not be for long: ask again."""
         ...
 
+    def welcome(self, job: Job) -> None:
+        """A job has succeeded, and its slots are free."""
+        ...
+
 
 class Reconciler:
     """Moves the jobs of one host. `step` and `run` belong to one thread; `wake` may be called from any."""
@@ -298,6 +302,8 @@ class Reconciler:
             reason = reasons.reason_of(seen.exit) if isinstance(seen, Ended) else None
             self._meters.attempts_ended.labels(reason.value if reason else "stopped").inc()
             self._launcher.clean(attempt)
+            if job.state is State.SUCCEEDED and self._guest is not None:
+                self._guest.welcome(job)
 
     def _apply(
         self,

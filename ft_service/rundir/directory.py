@@ -181,6 +181,11 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def unfinished(folder: Path) -> Path:
+    """Where a folder is filled before it is there, whole: what lies here is nobody's once who fills it has ended."""
+    return folder.with_name(f"{folder.name}.tmp")
+
+
 def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

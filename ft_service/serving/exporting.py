@@ -22,7 +22,7 @@ from ft_service.errors import FtError, NotFoundError, SpecError
 from ft_service.host.processes import without_secrets
 from ft_service.jobs.states import Job
 from ft_service.meters import Meters
-from ft_service.rundir.directory import RunDir
+from ft_service.rundir.directory import RunDir, unfinished
 from ft_service.rundir.documents import Export, ExportFormat, export_key, read_export, state_key
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
@@ -144,10 +144,23 @@ def _tell(run_dir: RunDir, begun: Export, store: Store, job: Job, changes: dict[
 
 
 def by_process(adapter: Path, out: Path, to: ExportFormat, stop: threading.Event) -> dict[str, Any]:
-    """Make an export by a process of its own, which is ended when `stop` is set."""
+    """Make an export by a process of its own, which is ended when `stop` is set. If somebody else ends it, it is made anew,
+    once. Nothing half done stays.
+    """
     if to is ExportFormat.PEFT:
         raise SpecError("The adapter as it was trained is downloaded as it is: GET …/adapter.", param="format")
     out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        report = _tried(adapter, out, to, stop) or _tried(adapter, out, to, stop)
+    finally:
+        shutil.rmtree(unfinished(out), ignore_errors=True)
+    if report is None:
+        raise FtError("its process was killed twice, which a host does that has too little memory for it.")
+    return report
+
+
+def _tried(adapter: Path, out: Path, to: ExportFormat, stop: threading.Event) -> dict[str, Any] | None:
+    """What the process reports; None: it was killed."""
     command = [*WORKER, str(os.getpid()), str(adapter), str(out), "--format", to.value]
     environment = {**without_secrets(os.environ), "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
     with subprocess.Popen(
@@ -160,6 +173,9 @@ def by_process(adapter: Path, out: Path, to: ExportFormat, stop: threading.Event
         start_new_session=True,  # a terminal's Ctrl-C is for us
     ) as process:
         said, last = _heard(process, stop)
+    if process.returncode < 0:
+        log.warning("an export's process was ended by signal %d", -process.returncode)
+        return None
     lines = said.splitlines()
     if process.returncode == 0 and lines:
         return json.loads(lines[-1])

@@ -19,17 +19,14 @@ import shutil
 import threading
 from pathlib import Path
 
-from pydantic import BaseModel, ValidationError
-
-from ft_service.errors import FtError, NotFoundError, UnavailableError
+from ft_service.errors import FtError, UnavailableError
 from ft_service.jobs.states import Job
 from ft_service.meters import Meters
-from ft_service.rundir.evaluations import PROBES, Probes
+from ft_service.serving import verified
 from ft_service.serving.inference_server import InferenceServer
 from ft_service.serving.verdict import Verdict, judge
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
-from ft_service.store.records import NewEvent
 from ft_service.store.sql import Store
 from ft_service.supervisor.worker_tasks import run_worker
 
@@ -37,13 +34,7 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 2.0
 SERVING = "serving.json"
-
-
-class Told(BaseModel):
-    """`serving.json`: what the job's user was told."""
-
-    verified: bool | None
-    text: str
+"""What the job's user was told (verified.py)."""
 
 
 def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event) -> None:
@@ -143,11 +134,7 @@ class Handoff:
         self._tell(job, verdict)
 
     def _verify(self, server: InferenceServer, name: str, job: Job) -> Verdict:
-        try:
-            document = self._places.run(job.id).get(PROBES)
-            probes = Probes.model_validate_json(document).probes if document else []
-        except ValidationError:
-            probes = []
+        probes = verified.read_probes(self._places.run(job.id))
         if not probes:
             return Verdict(None, "served, not verified: the job ran with a version that measured nothing to compare with")
         return judge(probes, [server.logprobs(name, probe.tokens) for probe in probes])
@@ -159,25 +146,7 @@ class Handoff:
             log.warning("%s was not unloaded: %s", name, error.message)
 
     def _tell(self, job: Job, verdict: Verdict) -> None:
-        """An event of the job, unless the same was told before."""
-        run_dir = self._places.run(job.id)
-        told = Told(verified=verdict.verified, text=verdict.text)
-        before = run_dir.get(SERVING)
-        if before is not None and _kind(before) == told.verified:
-            return
-        run_dir.put(SERVING, told.model_dump_json().encode() + b"\n")
-        try:
-            level = "info" if verdict.verified else "warn"
-            self._store.tell(job, [NewEvent(level=level, message=f"{verdict.text[0].upper()}{verdict.text[1:]}.")])
-        except NotFoundError:  # pruned meanwhile
-            log.info("job %s is gone", job.id)
-
-
-def _kind(document: bytes) -> bool | str | None:
-    try:
-        return Told.model_validate_json(document).verified
-    except ValidationError:
-        return "unreadable"
+        verified.tell(self._places.run(job.id), SERVING, self._store, job, verdict)
 
 
 def _fill(source: Path, target: Path) -> None:

@@ -1,34 +1,37 @@
 """The preview on this host: a process of its own that answers chat completions, started by the first one.
 
-    route ──submit──▶ Preview ──lines of JSON──▶ python -m workers.serving      (a thread here reads the answers)
+    route ──submit──▶ Preview ──lines of JSON──▶ python -m workers.serving      (a thread reads the answers: preview_process.py)
 
 It holds one base in one storage format, with any number of adapters, and a slot of this host that no job holds. Training comes
 first: when a job is to start on that slot, the process has LEAVE_SECONDS to finish what it is at, and is then ended. It also is
-when nothing was asked for a while, when another base is asked for, and with the server, however that ends.
+when nothing was asked for a while, and with the server, however that ends. For another base, or other formats, the same process
+loads that in place of what it holds: to start one takes longer than to load a base.
+
+Where a job succeeds while models are tried, what its model needs is loaded before anybody asks. That it is the tuned model that
+answers is shown as on an inference server, by the trainer's log-probabilities (verdict.py), and is an event of the job, once.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import os
-import socket
-import subprocess
 import sys
 import threading
 import time
-import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ft_service.bases.cache_folder import FOLDER, folder_of
-from ft_service.errors import FtError, SpecError, UnavailableError
+from ft_service.errors import FtError
 from ft_service.host.hardware import default_slots, gpu_count, visible_gpus
 from ft_service.host.processes import without_secrets
+from ft_service.jobs.states import Job
 from ft_service.launcher.local import host_id
+from ft_service.serving import verified
+from ft_service.serving.preview_process import Deliver, PreviewProcess, Served, Ticket, as_part, stepped_aside
+from ft_service.serving.verdict import Verdict, judge
 from ft_service.settings import Settings
+from ft_service.storage.locations import Places
 from ft_service.store.sql import Store
 
 log = logging.getLogger(__name__)
@@ -38,36 +41,13 @@ LEAVE_SECONDS = 1.0
 """Between a job's turn and the end of the process that is in its way."""
 BUSY_SECONDS = 30.0
 """How long a request waits for a base while another one is being asked."""
+REST_SECONDS = 60.0
+"""How long nobody must have asked a base before another one, that nobody asks yet, takes its place."""
 MOST_REQUESTS = 256
 """Under way or waiting, at once."""
-RETRY_SECONDS = 10
-"""When to come again after training has taken the slots."""
 POLL_SECONDS = 0.1
-
-Deliver = Callable[[dict[str, Any]], None]
-"""Called with each part of an answer, from any thread."""
-
-
-@dataclass(frozen=True)
-class Served:
-    """What one process holds: a base in its stored formats."""
-
-    path: str
-    precision: str
-    """PrecisionOptions as JSON."""
-
-
-@dataclass
-class Ticket:
-    """A request that was submitted."""
-
-    served: Served | None
-    """None: the base in whatever formats it is loaded, or else as it is published."""
-    path: str
-    order: dict[str, Any]
-    deliver: Deliver
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    since: float = field(default_factory=time.monotonic)
+PREVIEWED = "previewed.json"
+"""In the run directory: what the job's user was told of the preview's answers (verified.py)."""
 
 
 class Preview:
@@ -78,32 +58,48 @@ class Preview:
     def __init__(self, settings: Settings, store: Store, command: Sequence[str] = WORKER) -> None:
         """`command`: what is started, with a descriptor and a process id behind it."""
         self._settings, self._store, self._command = settings, store, command
+        self._places = Places.of(settings)
         self._slots = settings.slots or default_slots()
-        self._host = host_id()
+        self._host, self._gpu = host_id(), gpu_count() > 0
         self._guard = threading.Lock()
         self._stirred = threading.Event()
         self._waiting: list[Ticket] = []
-        self._process: _Process | None = None
+        self._process: PreviewProcess | None = None
+        self._expected: Job | None = None
+        """The newest job whose model nobody has asked yet."""
+        self._proved: set[str] = set()
+        """Jobs whose answers need no more proof."""
+        self._used_at: float | None = None
+        """When the process that has ended was last used; None: there was none."""
         self._closed = False
 
     # Whoever asks
 
-    def submit(self, path: str, precision: Mapping[str, Any] | None, order: dict[str, Any], deliver: Deliver) -> Ticket:
+    def submit(
+        self,
+        path: str,
+        precision: Mapping[str, Any] | None,
+        order: dict[str, Any],
+        deliver: Deliver,
+        job: Job | None = None,
+    ) -> Ticket:
         """Ask for an answer; its parts are delivered. Raises UnavailableError while training has the slots, or too many ask.
 
         `path`: the base's folder. `precision`: the formats that an adapter was trained on; None: whichever the base is in.
+        `job`: whose outcome the adapter is.
         """
-        served = None if precision is None else Served(path, json.dumps(precision, sort_keys=True))
-        ticket = Ticket(served, path, order, deliver)
+        served = None if precision is None else Served.of(path, precision, gpu=self._gpu)
+        order = order if job is None else {**order, "probes": self._unproved(job)}
+        ticket = Ticket(served, path, order, deliver, job)
         with self._guard:
             if self._closed:
-                raise _stepped_aside("The service is ending.")
+                raise stepped_aside("The service is ending.")
             process = self._process
             if process is not None and process.leaving:
-                raise _stepped_aside("The preview has made way for a training job.")
+                raise stepped_aside("The preview has made way for a training job.")
             if len(self._waiting) + (len(process.tickets) if process else 0) >= MOST_REQUESTS:
-                raise _stepped_aside(f"{MOST_REQUESTS} requests are under way.")
-            if process is not None and _fits(ticket, process.served):
+                raise stepped_aside(f"{MOST_REQUESTS} requests are under way.")
+            if process is not None and process.fits(ticket):
                 process.ask(ticket)
             else:
                 self._waiting.append(ticket)
@@ -136,6 +132,14 @@ class Preview:
         self._stirred.set()
         return False
 
+    def welcome(self, job: Job) -> None:
+        """A job has succeeded. If models are being tried here, what its model needs is loaded as soon as nobody else is
+        disturbed by it.
+        """
+        with self._guard:
+            self._expected = job
+        self._stirred.set()
+
     # Its own thread
 
     def run(self, stop: threading.Event) -> None:
@@ -150,7 +154,7 @@ class Preview:
                 self._closed = True
                 waiting, self._waiting = self._waiting, []
             for ticket in waiting:
-                ticket.deliver(_error(_stepped_aside("The service is ending.")))
+                ticket.deliver(as_part(stepped_aside("The service is ending.")))
             self._end("The service is ending.")
 
     @property
@@ -162,60 +166,96 @@ class Preview:
     def _look(self) -> None:
         process, now = self._process, time.monotonic()
         if process is not None:
+            self._judge(process)
             why = self._why_end(process, now)
             if why is not None:
                 self._end(why)
-        if self._process is None:
-            self._start_next()
+        self._load_next()
+        self._prepare(now)
         late = [ticket for ticket in self._waiting if now - ticket.since > BUSY_SECONDS]
-        self._refuse(late, _stepped_aside("The preview is busy with another base."))
+        self._refuse(late, stepped_aside("The preview is busy with another base."))
 
-    def _why_end(self, process: _Process, now: float) -> str | None:
+    def _why_end(self, process: PreviewProcess, now: float) -> str | None:
         """What to tell those whose answers end with the process. None: it stays."""
         if process.popen.poll() is not None:
             return "The preview's process has ended before its answer: ask again."
         if process.leaving is not None and (not process.tickets or now >= process.leaving):
             return "The preview has made way for a training job."
-        if process.tickets:
-            return None
-        others = any(not _fits(ticket, process.served) for ticket in self._waiting)
-        return "" if others or now - process.used_at > self._settings.preview_idle_seconds else None
+        idle = not process.tickets and not self._waiting and now - process.used_at > self._settings.preview_idle_seconds
+        return "" if idle else None
 
-    def _start_next(self) -> None:
+    def _load_next(self) -> None:
+        """What the one needs who waits for longest, unless others are being answered."""
         with self._guard:
             first = self._waiting[0] if self._waiting else None
         if first is None:
             return
         try:
-            process = self._started(first.served or Served(first.path, "{}"))
+            process = self._process or self._started()
+            loaded = self._loads(process, first.served or Served.of(first.path, {}, gpu=self._gpu))
         except FtError as error:
             self._refuse([ticket for ticket in self._waiting if ticket.path == first.path], error)
             return
-        if process.slot not in self._store.free_slots(self._host, self._slots):  # a job has taken it and did not see us
-            self._end("Training has taken the slot.")
-            return
         with self._guard:
-            for ticket in [ticket for ticket in self._waiting if _fits(ticket, process.served)]:
+            for ticket in [ticket for ticket in self._waiting if loaded and process.fits(ticket)]:
                 self._waiting.remove(ticket)
                 process.ask(ticket)
 
-    def _started(self, served: Served) -> _Process:
+    def _prepare(self, now: float) -> None:
+        """Load what the model of a job that has succeeded needs, if models are being tried here."""
+        job, process = self._expected, self._process
+        if job is None or self._waiting:
+            return
+        used_at = process.used_at if process else self._used_at
+        if used_at is None or now - used_at > self._settings.preview_idle_seconds:
+            self._expected = None  # nobody tries models here
+            return
+        spec = job.spec
+        served = Served.of(spec.model.path, spec.precision.model_dump(mode="json"), gpu=self._gpu)
+        others = process is not None and process.served is not None and process.served.path != served.path
+        if others and now - used_at < REST_SECONDS:
+            return
+        try:
+            process = process or self._started()
+            if not self._loads(process, served):
+                return
+            adapter, probes = self._places.run(job.id).plain("adapter"), self._unproved(job)
+        except FtError:  # training has the slots: whoever asks has it tried again
+            self._expected = None
+            return
+        with self._guard:
+            self._expected = None if self._expected is job else self._expected
+            process.expect(job, str(adapter), probes)
+
+    def _loads(self, process: PreviewProcess, served: Served) -> bool:
+        """Whether the process holds this base, or will as soon as it has loaded it."""
+        free = self._store.free_slots(self._host, self._slots)
+        with self._guard:
+            if process.served != served and not process.tickets and process.leaving is None:
+                process.load(served, _threads(max(1, len(free)), self._slots))
+                log.info("the preview's process %d loads %s, %s", process.popen.pid, served.path, served.precision)
+            return process.served == served and process.leaving is None
+
+    def _started(self) -> PreviewProcess:
+        """A new process. Raises UnavailableError if training has the slots."""
         free = self._store.free_slots(self._host, self._slots)
         if not free:
-            raise _stepped_aside(f"Training has all {self._slots} slots of this host.")
+            raise stepped_aside(f"Training has all {self._slots} slots of this host.")
         slot = free[-1]  # jobs take the lowest
-        threads = _threads(len(free), self._slots)
-        process = _Process(self._command, served, slot, self._environment(slot), threads)
+        process = PreviewProcess(self._command, slot, self._environment(slot), self._used_at or time.monotonic())
         with self._guard:
             self._process = process
-        log.info("the preview has started: process %d, slot %d, %s", process.popen.pid, slot, served.path)
+        log.info("the preview has started: process %d, slot %d", process.popen.pid, slot)
+        if slot not in self._store.free_slots(self._host, self._slots):  # a job has taken it and did not see us
+            self._end("Training has taken the slot.")
+            raise stepped_aside("Training has taken the slot.")
         return process
 
     def _environment(self, slot: int) -> dict[str, str]:
         environment = {**without_secrets(os.environ), "PYTHONSAFEPATH": "1"}
         cache = folder_of(os.environ, self._settings.home)
         environment[FOLDER] = str(cache) if cache else ""
-        if gpu_count():
+        if self._gpu:
             environment["CUDA_VISIBLE_DEVICES"] = visible_gpus()[slot]
         return environment
 
@@ -224,7 +264,7 @@ class Preview:
             gone = [ticket for ticket in tickets if ticket in self._waiting]
             self._waiting = [ticket for ticket in self._waiting if ticket not in gone]
         for ticket in gone:
-            ticket.deliver(_error(error))
+            ticket.deliver(as_part(error))
 
     def _end(self, why: str) -> None:
         with self._guard:
@@ -233,98 +273,40 @@ class Preview:
             return
         process.end()
         with self._guard:
-            self._process = None
+            self._process, self._used_at = None, process.used_at
             left = list(process.tickets.values())
             process.tickets.clear()
         log.info("the preview has ended: process %d", process.popen.pid)
         for ticket in left:
-            ticket.deliver(_error(process.failure or _stepped_aside(why)))
+            ticket.deliver(as_part(stepped_aside(why)))
 
+    # Proof
 
-class _Process:
-    """The process, this end of its socket, and whose answers it makes. But for `end` its methods are called under the guard."""
+    def _unproved(self, job: Job) -> list[list[int]]:
+        """Tokens by which it is to be shown that the job's model answers; none if it was."""
+        if job.id in self._proved:
+            return []
+        run_dir = self._places.run(job.id)
+        probes = verified.read_probes(run_dir) if run_dir.get(PREVIEWED) is None else []
+        if not probes:
+            self._proved.add(job.id)
+        return [probe.tokens for probe in probes]
 
-    def __init__(self, command: Sequence[str], served: Served, slot: int, environment: Mapping[str, str], threads: int) -> None:
-        self.served, self.slot = served, slot
-        self.tickets: dict[str, Ticket] = {}
-        self.leaving: float | None = None
-        """When it is ended at the latest, having to make way."""
-        self.failure: FtError | None = None
-        """Why it could not load the base."""
-        self.used_at = time.monotonic()
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            self.popen = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(os.getpid())],
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # a terminal's Ctrl-C is for us
-            )
-        self._write({"path": served.path, "precision": json.loads(served.precision), "threads": threads})
-        self._reader = threading.Thread(target=self._read, name="preview answers", daemon=True)
-        self._reader.start()
-
-    def ask(self, ticket: Ticket) -> None:
-        self.tickets[ticket.id] = ticket
-        self._write({"op": "complete", "id": ticket.id, **ticket.order})
-
-    def drop(self, ticket: Ticket) -> None:
-        if self.tickets.pop(ticket.id, None) is not None:
-            self._write({"op": "cancel", "id": ticket.id})
-            self.used_at = time.monotonic()
-
-    def be_modest(self) -> None:
-        """Leave the processors to a job that starts beside it."""
-        self._write({"op": "threads", "n": 1})
-
-    def end(self) -> None:
-        self.popen.kill()
-        self.popen.wait()
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._reader.join()
-        self._socket.close()
-
-    def _write(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # it has ended, which its keeper will see
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
-
-    def _read(self) -> None:
-        with contextlib.suppress(OSError), self._socket.makefile("rb") as lines:
-            for line in lines:
-                self._take(json.loads(line))
-
-    def _take(self, message: dict[str, Any]) -> None:
-        if message["kind"] == "failed":
-            self.failure = _told(message)
-        ticket = self.tickets.get(message.get("id", ""))
-        if ticket is None:
-            return
-        if message["kind"] in ("done", "error"):
-            self.used_at = time.monotonic()
-            self.tickets.pop(ticket.id, None)
-        ticket.deliver(message if message["kind"] != "error" else _error(_told(message)))
-
-
-def _fits(ticket: Ticket, served: Served) -> bool:
-    return served == ticket.served or (ticket.served is None and served.path == ticket.path)
+    def _judge(self, process: PreviewProcess) -> None:
+        while process.probed:
+            job, logprobs = process.probed.pop(0)
+            run_dir = self._places.run(job.id)
+            verdict = judge(verified.read_probes(run_dir), logprobs)
+            log.info("%s in the preview: %s", job.tuned_name, verdict.text)
+            try:
+                verified.tell(
+                    run_dir, PREVIEWED, self._store, job, Verdict(verdict.verified, f"in the preview: {verdict.text}")
+                )
+            except FtError as error:
+                log.warning("what the preview has shown of job %s was not told: %s", job.id, error.message)
+            self._proved.add(job.id)
 
 
 def _threads(free: int, slots: int) -> int:
     """Of the process, on a host without a GPU: the processors' share of the slots that no job holds."""
     return max(1, (os.cpu_count() or 1) * free // slots)
-
-
-def _stepped_aside(why: str) -> UnavailableError:
-    return UnavailableError(f"{why or 'The preview has ended.'} Try again.", code="preview_busy", retry_after=RETRY_SECONDS)
-
-
-def _told(message: Mapping[str, Any]) -> FtError:
-    kind = SpecError if message["wrong"] else FtError
-    return kind(message["message"], param=message["param"], code=message["code"])
-
-
-def _error(error: FtError) -> dict[str, Any]:
-    return {"kind": "error", "error": error}

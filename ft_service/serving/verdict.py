@@ -37,9 +37,10 @@ def judge(probes: Sequence[Probe], served: Sequence[Sequence[float]]) -> Verdict
     )
     if learnt < NOTHING_LEARNT:
         return Verdict(None, f"cannot be verified: the adapter changes so little ({learnt:.4f} nats a token) that {told}")
-    if from_base <= from_tuned:
+    near = max(OTHER_PRECISION, learnt / 5)
+    if from_base <= min(from_tuned, near):
         return Verdict(False, f"the server answers with the base, not with the adapter: {told}")
-    if from_tuned > max(OTHER_PRECISION, learnt / 5):
+    if from_tuned > near or from_base <= from_tuned:
         return Verdict(False, f"the server's answers are not the trained model's: {told}")
     return Verdict(True, f"served, verified: {told}")
 

@@ -28,7 +28,7 @@ from ft_service.rundir.checkpoints import (
     obtainable_checkpoints,
     read_marker,
 )
-from ft_service.rundir.directory import RunDir, sha256_of
+from ft_service.rundir.directory import RunDir, sha256_of, unfinished
 
 WRONG = 64
 
@@ -86,7 +86,7 @@ def _take_exported(run: RunDir, name: str, folder: Path) -> bool:
     files = [file for file in marker.files if file.name.startswith(f"{CHECKPOINT_ADAPTER}/")] if marker else []
     if not files:
         return False
-    beside = folder.with_name(f"{folder.name}.tmp")
+    beside = unfinished(folder)
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
     for file in files:

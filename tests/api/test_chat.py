@@ -16,6 +16,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ft_service.jobs.states import State
+from ft_service.rundir.evaluations import PROBES, Probe, Probes
 from ft_service.serving.preview import Preview
 from ft_service.settings import Settings
 from tests.support.bases import SAMPLE
@@ -23,6 +24,7 @@ from tests.support.rest.service import Service, put, run_dir, wait_until
 
 MESSAGES: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is my order 51943?"}]
 LIMIT = 10
+PROBED = [5, 70, 9, 200, 31, 8, 6]
 
 
 @pytest.fixture
@@ -44,9 +46,9 @@ def preview(service: Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[Previ
     thread.join()
 
 
-def tuned_name(service: Service, client: openai.OpenAI, training_file: str, seed: int) -> str:
+def tuned_name(service: Service, client: openai.OpenAI, training_file: str, seed: int, **options: Any) -> str:
     """The name of a job that has succeeded with a random adapter."""
-    job = client.fine_tuning.jobs.create(model=SAMPLE.name, training_file=training_file, suffix=f"s{seed}")
+    job = client.fine_tuning.jobs.create(model=SAMPLE.name, training_file=training_file, suffix=f"s{seed}", extra_body=options)
     base = AutoModelForCausalLM.from_pretrained(SAMPLE, dtype=torch.float32)
     model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
     generator = torch.Generator().manual_seed(seed)
@@ -54,8 +56,26 @@ def tuned_name(service: Service, client: openai.OpenAI, training_file: str, seed
         for _, parameter in model.named_parameters():
             if parameter.requires_grad:
                 parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
-    model.save_pretrained(str(run_dir(service, job.id).path("adapter")))
+    run = run_dir(service, job.id)
+    model.save_pretrained(str(run.path("adapter")))
+    tuned = logprobs(model)
+    with model.disable_adapter():
+        document = Probes(step=1, probes=[Probe(tokens=PROBED, tuned=tuned, base=logprobs(model))])
+    run.put(PROBES, document.model_dump_json().encode())
     return put(service, job.id, state=State.SUCCEEDED, attempt=1).spec.tuned_name
+
+
+def logprobs(model: Any) -> list[float]:
+    ids = torch.tensor(PROBED)
+    with torch.no_grad():
+        logs = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+    return logs.gather(1, ids[1:, None])[:, 0].tolist()
+
+
+def verdicts(service: Service, name: str) -> list[str]:
+    """What the job's events say of the preview's answers."""
+    events = service.client().fine_tuning.jobs.list_events("ftjob-" + name.rpartition(":")[2]).data
+    return [event.message for event in events if event.message.startswith("In the preview")]
 
 
 def by_peft(service: Service, name: str | None) -> str:
@@ -86,6 +106,10 @@ def test_tuned_models_and_their_base_answer_as_themselves(
         answers = list(asking.map(ask, expected))
     assert [answer.choices[0].message.content for answer in answers] == list(expected.values())
     pid = preview.pid
+    wait_until(lambda: all(verdicts(service, name) for name in names))
+    for name in names:
+        (verdict,) = verdicts(service, name)
+        assert verdict.startswith("In the preview: served, verified: 1 prompts' log-probabilities lie 0.000 nats")
 
     whole = ask(names[0], n=2, logprobs=True, top_logprobs=2)
     assert [choice.message.content for choice in whole.choices] == [expected[names[0]]] * 2
@@ -107,6 +131,11 @@ def test_tuned_models_and_their_base_answer_as_themselves(
     with pytest.raises(openai.BadRequestError, match="512 tokens") as caught:
         client.chat.completions.create(model=names[0], messages=MESSAGES, max_tokens=600)
     assert caught.value.code == "context_length_exceeded"
+
+    in_fp8 = tuned_name(service, client, training_file, 1, precision={"default": "fp8"})
+    assert ask(in_fp8).choices[0].message.content
+    assert ask(names[0]).choices[0].message.content == expected[names[0]]
+    assert preview.pid == pid, "one process for a base in any format"
 
     assert not preview.make_way(range(service.settings.slots or 0))
     with pytest.raises(openai.InternalServerError, match="made way for a training job") as busy:

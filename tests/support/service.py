@@ -53,6 +53,11 @@ class Server:
         url = json.loads((self.home / "server.json").read_text())["url"]
         return openai.OpenAI(**{"base_url": f"{url}/v1", "api_key": credentials["api_key"], "max_retries": 5, **options})
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def kill(self) -> None:
         """SIGKILL, as the out-of-memory killer would."""
         assert self._process is not None

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from ft_service import __version__
 from ft_service.bases.origin import portable_name
 from ft_service.data.tokenizer_files import tokenizer_files
-from ft_service.rundir.directory import RunDir
+from ft_service.rundir.directory import RunDir, unfinished
 from ft_service.rundir.documents import Result
 from ft_service.rundir.evaluations import PROBES, SERVED, Probe, Probes, Served
 from ft_service.rundir.events import Event, Metrics
@@ -175,7 +175,7 @@ def _copy_for_others(source: Path, target: Path) -> None:
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """A folder to fill beside `target`, which it replaces at the end: `target` is whole or absent."""
-    beside = target.with_name(f"{target.name}.tmp")
+    beside = unfinished(target)
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
     try:

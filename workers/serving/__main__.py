@@ -1,8 +1,9 @@
 """`python -m workers.serving DESCRIPTOR PARENT`: the preview's process, at the other end of a socket that the server holds.
 
-Lines of JSON both ways. First the base: {path, precision, threads}; then requests {op: complete, …}, {op: cancel, id} and
-{op: threads, n}. Answers carry their request's id (engine.py); {kind: ready} or {kind: failed, message} is of the process
-itself. It ends when the socket does, however the server ended.
+Lines of JSON both ways. First the base: {op: base, load, path, precision, threads}, and later another in its place; then
+requests {op: complete, …}, {op: cancel, id}, {op: adapter, …} and {op: threads, n}. Answers carry their request's id
+(engine.py); {kind: ready, load} or {kind: failed, load, message} is of a base. It ends when the socket does, however the server
+ended.
 """
 
 from __future__ import annotations
@@ -48,42 +49,111 @@ class Wire:
         os._exit(0)
 
 
+class Station:
+    """What the process holds: a base that answers, or why it does not."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._engine: Any = None
+        self._failure: dict[str, Any] = {}
+        """What is told to all who ask while there is no base."""
+        self._threads: dict[str, int] = {}
+        """Those that were found best, by the bases' folders."""
+
+    @property
+    def busy(self) -> bool:
+        return self._engine is not None and self._engine.busy
+
+    def step(self) -> None:
+        if self._engine is not None:
+            self._engine.step()
+
+    def take(self, message: dict[str, Any]) -> None:
+        match message.pop("op"):
+            case "base":
+                self._load(message)
+            case "threads":
+                _set_threads(message["n"])
+            case "cancel" if self._engine is not None:
+                self._engine.drop(message["id"])
+            case "adapter" if self._engine is not None:
+                self._engine.prepare(**message)
+            case "complete" if self._engine is not None:
+                self._engine.add(_request(message))
+            case "complete":
+                self._wire.say({"kind": "error", "id": message["id"], **self._failure})
+
+    def _load(self, wanted: dict[str, Any]) -> None:
+        """In place of what there is, whose memory is free before."""
+        self._engine = None
+        try:
+            _return_memory()
+            self._engine = self._built(wanted)
+        except Exception as error:  # whatever it is, whoever asks must hear of it
+            import traceback
+
+            traceback.print_exc()
+            self._failure = _told(error)
+            self._wire.say({"kind": "failed", "load": wanted["load"], **self._failure})
+            return
+        self._wire.say({"kind": "ready", "load": wanted["load"]})
+
+    def _built(self, wanted: dict[str, Any]) -> Any:
+        import torch
+
+        from ft_service.bases.cache_folder import Cache
+        from ft_service.spec import PrecisionOptions
+        from workers.serving.chat import Chats
+        from workers.serving.engine import Engine
+        from workers.serving.model import ServedModel
+
+        path, most = wanted["path"], wanted["threads"]
+        torch.set_num_threads(most)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        chats = Chats(path)
+        precision = PrecisionOptions.model_validate(wanted["precision"])
+        if device.type == "cpu":
+            precision = precision.model_copy(update={"compute": _compute(path)})
+        model = ServedModel(path, precision, device, Cache.from_environment(os.environ))
+        if device.type == "cpu":
+            if path not in self._threads:
+                self._threads[path] = model.settle_threads(most)
+            torch.set_num_threads(min(most, self._threads[path]))
+        return Engine(model, chats, self._wire.say)
+
+
 def main(descriptor: int) -> int:
     wire = Wire(descriptor)
-    wanted = wire.inbox.get()
-    try:
-        engine = _engine(wanted, wire)
-    except Exception as error:  # whatever it is, whoever asks must hear of it
-        import traceback
-
-        traceback.print_exc()
-        wire.say({"kind": "failed", **_told(error)})
-        return 1
-    wire.say({"kind": "ready"})
+    station = Station(wire)
     while True:
-        _take(wire.inbox, engine, wait=not engine.busy)
-        engine.step()
+        station.take(wire.inbox.get())
+        while station.busy or not wire.inbox.empty():
+            while not wire.inbox.empty():
+                station.take(wire.inbox.get())
+            station.step()
 
 
-def _engine(wanted: dict[str, Any], wire: Wire) -> Any:
+def _request(message: dict[str, Any]) -> Any:
+    from workers.serving.engine import Request
+
+    return Request(**message)
+
+
+def _set_threads(count: int) -> None:
     import torch
 
-    from ft_service.bases.cache_folder import Cache
-    from ft_service.spec import PrecisionOptions
-    from workers.serving.chat import Chats
-    from workers.serving.engine import Engine
-    from workers.serving.model import ServedModel
+    torch.set_num_threads(count)
 
-    torch.set_num_threads(wanted["threads"])
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    chats = Chats(wanted["path"])
-    precision = PrecisionOptions.model_validate(wanted["precision"])
-    if device.type == "cpu":
-        precision = precision.model_copy(update={"compute": _compute(wanted["path"])})
-    model = ServedModel(wanted["path"], precision, device, Cache.from_environment(os.environ))
-    if device.type == "cpu":
-        model.settle_threads(wanted["threads"])
-    return Engine(model, chats, wire.say)
+
+def _return_memory() -> None:
+    """Of the base that is no longer held."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _compute(path: str) -> str:
@@ -101,27 +171,6 @@ def _told(error: Exception) -> dict[str, Any]:
     if isinstance(error, FtError):
         return {"message": error.message, "code": error.code, "param": error.param, "wrong": isinstance(error, SpecError)}
     return {"message": f"{type(error).__name__}: {error}", "code": "preview_failed", "param": None, "wrong": False}
-
-
-def _take(inbox: Inbox, engine: Any, *, wait: bool) -> None:
-    """Everything that has arrived; with `wait` at least one message."""
-    import torch
-
-    from workers.serving.engine import Request
-
-    while True:
-        try:
-            message = inbox.get(block=wait)
-        except queue.Empty:
-            return
-        wait = False
-        match message.pop("op"):
-            case "complete":
-                engine.add(Request(**message))
-            case "cancel":
-                engine.drop(message["id"])
-            case "threads":
-                torch.set_num_threads(message["n"])
 
 
 if __name__ == "__main__":

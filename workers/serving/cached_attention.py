@@ -28,17 +28,13 @@ class Memory:
 
     def __init__(self) -> None:
         self._layers: dict[int, _Kept] = {}
+        self.state: Any = None
+        """What the architecture itself keeps, where its layers keep more than keys and values."""
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Add new tokens, [1, groups, tokens, ..] each; what the layer then knows, new tokens included."""
         kept = self._layers.setdefault(layer, _Kept())
         return kept.extend(key, value)
-
-    def copy(self) -> Memory:
-        """For another sequence that begins with the same tokens."""
-        other = Memory()
-        other._layers = {layer: kept.copy() for layer, kept in self._layers.items()}
-        return other
 
     @property
     def bytes(self) -> int:
@@ -63,9 +59,6 @@ class _Kept:
         self.values[:, :, self.count : end] = value
         self.count = end
         return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def copy(self) -> _Kept:
-        return _Kept(self.keys.clone(), self.values.clone(), self.count)
 
 
 def _grown(kept: Tensor, like: Tensor, count: int, capacity: int) -> Tensor:

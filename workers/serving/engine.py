@@ -6,6 +6,7 @@ the next step, and a long prompt is read in parts, so that no request holds up t
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -47,6 +48,8 @@ class Request:
     stop: list[str] = field(default_factory=list)
     seed: int | None = None
     top_logprobs: int | None = None
+    probes: list[list[int]] = field(default_factory=list)
+    """Tokens by which it is to be shown that the adapter's model answers."""
     parallel_tool_calls: bool = True
 
 
@@ -85,6 +88,8 @@ class Engine:
         self._running: list[_Sequence] = []
         self._tokens: dict[str, int] = {}
         """Request → tokens of its finished answers."""
+        self._probed: set[str] = set()
+        """Folders of adapters."""
 
     @property
     def busy(self) -> bool:
@@ -106,6 +111,12 @@ class Engine:
         self._waiting = deque(one for one in self._waiting if one.request.id != request_id)
         self._running = [one for one in self._running if one.request.id != request_id]
         self._tokens.pop(request_id, None)
+
+    def prepare(self, adapter: str, probes: Sequence[Sequence[int]]) -> None:
+        """Have an adapter ready for those who ask for it; if it does not fit, they are told."""
+        with contextlib.suppress(FtError):
+            self._chats.of(adapter)
+            self._adapter(adapter, probes)
 
     def step(self) -> None:
         """One forward."""
@@ -134,7 +145,7 @@ class Engine:
                 param="messages",
                 code="context_length_exceeded",
             )
-        adapter = None if request.adapter is None else self._model.adapters.get(request.adapter)
+        adapter = None if request.adapter is None else self._adapter(request.adapter, request.probes)
         calls = chat.calls if request.tools else None
         seed = random.getrandbits(48) if request.seed is None else request.seed
         return [
@@ -152,6 +163,15 @@ class Engine:
             for index in range(request.n)
         ]
 
+    def _adapter(self, folder: str, probes: Sequence[Sequence[int]]) -> Adapter:
+        """The adapter, of whose model is said what it thinks of the probes, once."""
+        adapter = self._model.adapters.get(folder)
+        if probes and folder not in self._probed:
+            self._probed.add(folder)
+            thought = [self._model.logprobs(tokens, adapter) for tokens in probes]
+            self._say({"kind": "probed", "adapter": folder, "logprobs": thought})
+        return adapter
+
     def _groups(self) -> list[list[_Sequence]]:
         """The sequences of each forward of this step, those of one adapter side by side."""
         ordered = sorted(self._running, key=lambda one: id(one.adapter))
@@ -161,7 +181,7 @@ class Engine:
         pieces, ends, place, budget = [], [], 0, PROMPT_TOKENS
         for one in sequences:
             unread = len(one.ids) - one.read
-            taken = unread if unread == 1 else min(unread, budget)
+            taken = unread if unread == 1 or self._model.by_state else min(unread, budget)
             if taken == 0:
                 continue
             budget -= taken if unread > 1 else 0

@@ -16,7 +16,9 @@ from ft_service.errors import SpecError
 from ft_service.spec import PrecisionOptions
 from workers.base.load import load
 from workers.layers.segment_attention import NAME as SEGMENTS
+from workers.layers.segment_mixers import are_known
 from workers.layers.segments import chunk_in
+from workers.model.attention import stock_attention
 from workers.model.build import base_on_meta, decoder_layers, restore_buffers
 from workers.model.precision import choose_products, formats_of_base, precision_map, swap
 from workers.model.wrapped import text_decoder
@@ -25,6 +27,10 @@ from workers.serving.adapters import Adapter, Adapters, AdapterSpan
 from workers.serving.cached_attention import CURRENT, NAME, Memory, Span
 
 _TRIALS = 3
+_STATE_BOUND = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+"""Relative difference of logits: rounding, in the dtype of the arithmetic."""
+_NOT_SERVED = ("kimi_linear",)
+"""Architectures whose answers here were seen to differ from those of the published class."""
 _POSITION_DEPENDENT = ("dynamic", "longrope")
 """Kinds of rotary embedding that look at the longest of all positions in a forward."""
 
@@ -45,26 +51,24 @@ class ServedModel:
     """A base on one device. `adapters` are put on and taken off by the row."""
 
     def __init__(self, path: str, precision: PrecisionOptions, device: torch.device, cache: Cache | None) -> None:
-        """Raises SpecError for an architecture whose attention cannot be followed sequence by sequence."""
         self.device = device
         compute = COMPUTE_DTYPE[precision.compute]
         model = base_on_meta(path)
         decoder = text_decoder(model)
-        if decoder.config._attn_implementation != SEGMENTS or chunk_in(decoder.config):
-            raise SpecError(
-                f"The base is a {decoder.config.model_type} model, whose layers keep another state than keys and values: it "
-                "is not served by the preview. Serve it with an inference server (FT_INFERENCE_URL).",
-                param="model",
-                code="model_not_served",
-            )
+        own_kind = decoder.config._attn_implementation != SEGMENTS or bool(chunk_in(decoder.config))
+        self.by_state = own_kind or are_known(type(decoder))
+        """Whether layers keep another state than keys and values (convolutions, recurrences), or attention is of its own kind:
+        the architecture then keeps what it knows of a sequence itself. A forward has one sequence, its prompt whole."""
+        if decoder.config.model_type in _NOT_SERVED:
+            raise _answers_otherwise(decoder.config.model_type)
         restore_buffers(model, device, compute)
         layers = decoder_layers(model)
-        self.mixes = not _looks_at_all_positions(decoder.config)
+        self.mixes = not self.by_state and not _looks_at_all_positions(decoder.config)
         """Whether several sequences may share a row."""
         formats = precision_map(model, layers, precision, formats_of_base(model, layers, path))
         swap(model, layers, formats)
         choose_products(model, precision, compute, device)
-        decoder.set_attn_implementation(NAME)
+        decoder.set_attn_implementation((stock_attention(decoder.config) or "sdpa") if self.by_state else NAME)
         model.requires_grad_(False)
         self.loaded = load(model, path, seed=0, compute_dtype=compute, device=device, cache=cache)
         self._model: PreTrainedModel = model.eval()
@@ -73,18 +77,48 @@ class ServedModel:
         head: Any = model.get_output_embeddings()
         head.register_forward_pre_hook(self._only_last)
         self.words: int = head.weight.shape[0]
+        if self.by_state:
+            self._require_kept_state(decoder.config.model_type, compute)
         self.context: int = getattr(decoder.config, "max_position_embeddings", None) or 4096
 
     @torch.inference_mode()
     def forward(self, pieces: Sequence[Piece]) -> Tensor:
         """The logits after the last token of each piece, fp32 [pieces, words]. Pieces of one adapter should be neighbours."""
+        self._last = torch.tensor([piece.span.end - 1 for piece in pieces], device=self.device)
+        return self._row(pieces)
+
+    @torch.inference_mode()
+    def logprobs(self, tokens: Sequence[int], adapter: Adapter | None) -> list[float]:
+        """Log-probabilities of each token but the first, in nats, after those before it."""
+        self._last = torch.arange(len(tokens) - 1, device=self.device)
+        logits = self._row([Piece(tokens, Span(Memory(), 0, len(tokens)), 0, adapter)])
+        after = torch.tensor(tokens[1:], device=self.device)[:, None]
+        return logits.log_softmax(dim=-1).gather(1, after)[:, 0].tolist()
+
+    def _row(self, pieces: Sequence[Piece]) -> Tensor:
+        """The logits at the places of `_last`, fp32 [places, words]."""
         ids = torch.tensor([[token for piece in pieces for token in piece.ids]], device=self.device)
         positions = torch.cat([torch.arange(piece.first, piece.first + len(piece.ids)) for piece in pieces])
-        self._last = torch.tensor([piece.span.end - 1 for piece in pieces], device=self.device)
         CURRENT.spans = [piece.span for piece in pieces]
         self.adapters.spans = _adapter_spans(pieces)
-        logits = self._model(input_ids=ids, position_ids=positions.to(self.device)[None], use_cache=False).logits
-        return logits[0].float()
+        given = {"input_ids": ids, "position_ids": positions.to(self.device)[None]}
+        if not self.by_state:
+            return self._model(**given, use_cache=False).logits[0].float()
+        (piece,) = pieces
+        memory = piece.span.memory
+        out: Any = self._model(**given, use_cache=True, past_key_values=memory.state)
+        memory.state = out.past_key_values
+        return out.logits[0].float()
+
+    def _require_kept_state(self, kind: str, compute: torch.dtype) -> None:
+        """Raises SpecError for an architecture that knows less of a sequence in parts than of the whole."""
+        ids, memory = [1 + place % (self.words - 1) for place in range(1, 13)], Memory()
+        whole = self.forward([Piece(ids, Span(Memory(), 0, len(ids)), 0, None)])
+        self.forward([Piece(ids[:8], Span(memory, 0, 8), 0, None)])
+        for place in range(8, len(ids)):
+            last = self.forward([Piece(ids[place : place + 1], Span(memory, 0, 1), place, None)])
+        if float((last - whole).norm() / whole.norm()) > _STATE_BOUND[compute]:
+            raise _answers_otherwise(kind)
 
     def settle_threads(self, most: int) -> int:
         """Take as many threads as give the next token soonest, `most` or one: where others use the processors too, or the base
@@ -106,6 +140,15 @@ class ServedModel:
     def _only_last(self, head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         assert self._last is not None
         return (inputs[0].index_select(1, self._last),)
+
+
+def _answers_otherwise(kind: str) -> SpecError:
+    return SpecError(
+        f"The base is a {kind} model, whose answers token by token are not those that it gives at once, with the installed "
+        "transformers: the preview does not serve it. Serve it with an inference server (FT_INFERENCE_URL).",
+        param="model",
+        code="model_not_served",
+    )
 
 
 def _adapter_spans(pieces: Sequence[Piece]) -> list[AdapterSpan]:

@@ -732,10 +732,14 @@ class Slow:
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
+        self.welcomed: list[str] = []
 
     def make_way(self, slots: Collection[int]) -> bool:
         self.asked.append(list(slots))
         return len(self.asked) >= 3
+
+    def welcome(self, job: Job) -> None:
+        self.welcomed.append(job.id)
 
 
 def test_nothing_starts_on_slots_that_a_guest_has_not_left(tmp_path: Path, store: Store, launcher: FakeLauncher) -> None:
@@ -747,3 +751,7 @@ def test_nothing_starts_on_slots_that_a_guest_has_not_left(tmp_path: Path, store
         assert not launcher.started
     start_running(reconciler, store, launcher)
     assert guest.asked == [[0, 1]] * 3
+    launcher.end("ftjob-1", 1, SUCCEEDED)
+    assert not guest.welcomed
+    step_until(reconciler, store)
+    assert guest.welcomed == ["ftjob-1"]

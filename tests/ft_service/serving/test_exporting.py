@@ -11,7 +11,7 @@ import pytest
 
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.jobs.states import Job, State
-from ft_service.rundir.documents import ExportFormat, read_export
+from ft_service.rundir.documents import Export, ExportFormat, read_export
 from ft_service.serving import exporting
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
@@ -110,6 +110,43 @@ def test_a_process_that_fails_says_its_words_and_one_that_must_stop_is_ended(
     stop.set()
     with pytest.raises(exporting.Stopped):
         exporting.by_process(adapter, tmp_path / "out", GGUF, stop)
+
+
+def test_an_export_whose_process_is_killed_is_made_anew_and_nothing_half_done_stays(
+    store: Store, settings: Settings, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process fills a folder beside `out`, as workers.output.export does, and is killed in the middle of it."""
+    program = """
+import json, os, pathlib, signal, sys
+out = pathlib.Path(sys.argv[3])
+beside, tries = out.with_name(out.name + ".tmp"), out.parent / "tries"
+beside.mkdir(exist_ok=True)
+tries.open("a").write("x")
+(beside / "half").write_text("x" * len(tries.read_text()))
+if len(tries.read_text()) <= KILLS:
+    os.kill(os.getpid(), signal.SIGKILL)
+beside.rename(out)
+print(json.dumps({"tries": len(tries.read_text())}))
+"""
+    places = Places.of(settings)
+    run = places.run(job.id)
+
+    def state(kills: int) -> Export:
+        monkeypatch.setattr(exporting, "WORKER", (*exporting.WORKER[:1], "-c", program.replace("KILLS", str(kills))))
+        exporting.ask(job, GGUF, settings, places)
+        exporting.make_all(settings, store, threading.Event())
+        found = read_export(run, GGUF)
+        assert found is not None
+        return found
+
+    found = state(kills=9)
+    assert (found.status, run.path("exports/tries").read_text()) == ("failed", "xx")
+    assert "killed twice" in str(found.error)
+    assert sorted(path.name for path in run.path("exports").iterdir() if path.is_dir()) == []
+    found = state(kills=3)
+    assert (found.status, found.report) == ("succeeded", {"tries": 4})
+    assert [path.name for path in run.path("exports").iterdir() if path.is_dir()] == ["gguf"]
+    exporting.make_all(settings, store, threading.Event(), failing)  # nothing waits any more
 
 
 def test_a_job_that_is_gone_is_forgotten(store: Store, settings: Settings, job: Job) -> None:

@@ -7,21 +7,27 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ft_service.errors import FtError, SpecError, UnavailableError
-from ft_service.jobs.states import State
+from ft_service.ids import new_id
+from ft_service.jobs.states import Job, State
 from ft_service.launcher.local import host_id
+from ft_service.rundir.evaluations import PROBES, Probe, Probes
 from ft_service.serving import preview as preview_module
 from ft_service.serving.preview import Preview
 from ft_service.settings import Settings
+from ft_service.spec import BaseModelRef, PrecisionOptions, StoredSpec
+from ft_service.storage.locations import Places
 from ft_service.store.sql import Store, migrate, open_store
 from tests.support.attempts import wait_for
 from tests.support.creating import create_job
+from tests.support.reconciling import spec_of
 from tests.support.records import PROJECT, new_job, place
 
 PLAYED = [sys.executable, str(Path(__file__).parents[2] / "support/programs/scripted_preview.py")]
@@ -62,11 +68,18 @@ class Answer:
     """What is delivered to one request."""
 
     def __init__(
-        self, preview: Preview, wanted: str = "", *, base: str = "/a", precision: Any = None, adapter: Any = None
+        self,
+        preview: Preview,
+        wanted: str = "",
+        *,
+        base: str = "/a",
+        precision: Any = None,
+        adapter: Any = None,
+        job: Job | None = None,
     ) -> None:
         self._parts: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         order = {"messages": [{"role": "user", "content": wanted}], "adapter": adapter}
-        self.ticket = preview.submit(base, precision, order, self._parts.put)
+        self.ticket = preview.submit(base, precision, order, self._parts.put, job)
 
     def part(self, kind: str) -> dict[str, Any]:
         while (part := self._parts.get(timeout=30))["kind"] != kind:
@@ -81,6 +94,22 @@ class Answer:
 
     def error(self) -> FtError:
         return self.part("error")["error"]
+
+
+def succeeded(store: Store, home: Path, tuned: Sequence[float] = (-1.0, -1.0), base: Sequence[float] = (-5.0, -5.0)) -> Job:
+    """A job that was trained on the base /a in NF4."""
+    job_id = new_id("ftjob-")
+    spec = spec_of(job_id, model=BaseModelRef(name="a", path="/a"), precision=PrecisionOptions(default="nf4"))
+    job = create_job(store, new_job(id=job_id, state=State.SUCCEEDED, stored_spec=StoredSpec.of(spec)))
+    run = Places(home).run(job.id)
+    run.put("adapter/adapter_config.json", b"{}")
+    document = Probes(step=1, probes=[Probe(tokens=[1, 2, 3], tuned=list(tuned), base=list(base))])
+    run.put(PROBES, document.model_dump_json().encode())
+    return job
+
+
+def told(store: Store, job: Job) -> list[str]:
+    return [event.message for event in store.list_events(PROJECT, job.id, limit=50).data if "preview" in event.message]
 
 
 def alive(pid: int | None) -> bool:
@@ -110,9 +139,81 @@ def test_another_base_or_format_takes_its_place_once_it_rests(make: Make) -> Non
     other_format = Answer(preview, precision=NF4)
     assert preview.pid == first
     preview.cancel(hanging.ticket)
-    assert waiting.text() == "b None None"
+    assert waiting.text() == "b bf16 None"
     assert other_format.text() == "a nf4 None"
-    assert not alive(first)
+    assert preview.pid == first, "to start one takes longer than to load a base"
+
+
+def test_a_base_that_serves_is_not_loaded_again(make: Make) -> None:
+    """What the job computed in says nothing here, where processors choose that, and bf16 is how the base is stored."""
+    preview = make()
+    assert Answer(preview, "loads").text() == "1"
+    trained = {"default": "bf16", "compute": "fp32", "compare_served": "off"}
+    assert Answer(preview, "loads", precision=trained, adapter="/x").text() == "1"
+    assert Answer(preview, "loads", precision={"fp8_products": "off"}, adapter="/x").text() == "2"
+
+
+def test_what_a_job_that_succeeds_needs_is_loaded_and_proved_before_anybody_asks(
+    make: Make, store: Store, tmp_path: Path
+) -> None:
+    preview = make()
+    assert Answer(preview, "loads").text() == "1"
+    pid = preview.pid
+    job = succeeded(store, tmp_path)
+    preview.welcome(job)
+    wait_for(lambda: told(store, job) != [], 30)
+    (message,) = told(store, job)
+    assert message.startswith("In the preview: served, verified: 1 prompts")
+    asked = Answer(preview, "loads", precision=NF4, adapter="/x", job=job)
+    assert asked.text() == "2"
+    assert asked.ticket.order["probes"] == [], "what is proved is not measured again"
+    assert preview.pid == pid
+    assert len(told(store, job)) == 1
+
+
+def test_where_nobody_tries_models_none_is_prepared(make: Make, store: Store, tmp_path: Path) -> None:
+    preview = make(preview_idle_seconds=0.2)
+    job = succeeded(store, tmp_path)
+    preview.welcome(job)
+    time.sleep(0.5)
+    assert preview.pid is None
+    Answer(preview, base="/b").text()
+    wait_for(lambda: preview.pid is None, 30)
+    time.sleep(0.2)
+    preview.welcome(job)
+    time.sleep(0.5)
+    assert preview.pid is None
+
+
+def test_the_preview_comes_back_to_who_tried_models_before_the_job(make: Make, store: Store, tmp_path: Path) -> None:
+    preview = make()
+    Answer(preview).text()
+    first = preview.pid
+    wait_for(lambda: preview.make_way([0, 1]), 30)
+    preview.welcome(succeeded(store, tmp_path))
+    wait_for(lambda: preview.pid is not None, 30)
+    assert preview.pid != first
+    assert Answer(preview, "loads", precision=NF4, adapter="/x").text() == "1"
+
+
+def test_another_base_that_is_being_asked_is_left_alone(
+    make: Make, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preview = make()
+    Answer(preview, base="/b").text()
+    job = succeeded(store, tmp_path)
+    preview.welcome(job)
+    time.sleep(0.5)
+    assert Answer(preview, "loads", base="/b").text() == "1"
+    monkeypatch.setattr(preview_module, "REST_SECONDS", 0.0)
+    wait_for(lambda: told(store, job) != [], 30)
+
+
+def test_a_model_that_answers_as_another_is_told_of(make: Make, store: Store, tmp_path: Path) -> None:
+    job = succeeded(store, tmp_path, tuned=[-5.0, -5.0], base=[-1.0, -1.0])
+    Answer(make(), precision=NF4, adapter="/x", job=job).text()
+    wait_for(lambda: told(store, job) != [], 30)
+    assert "answers with the base" in told(store, job)[0]
 
 
 def test_whoever_waits_for_a_base_too_long_is_told(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +239,7 @@ def test_a_killed_one_costs_its_answers_and_the_next_call_answers(make: Make) ->
     error = hanging.error()
     assert isinstance(error, UnavailableError)
     assert "has ended before its answer" in error.message
-    assert Answer(preview).text() == "a None None"
+    assert Answer(preview).text() == "a bf16 None"
 
 
 def test_a_base_that_cannot_be_loaded_says_why(make: Make) -> None:
@@ -146,7 +247,7 @@ def test_a_base_that_cannot_be_loaded_says_why(make: Make) -> None:
     error = Answer(preview, base="/bad").error()
     assert isinstance(error, SpecError)
     assert (error.message, error.code) == ("no such base", "model_not_served")
-    assert Answer(preview).text()
+    assert Answer(preview, "loads").text() == "2", "it goes on with another base"
 
 
 def test_with_all_slots_taken_it_does_not_start(make: Make, store: Store) -> None:

@@ -16,6 +16,7 @@ PROBES = [Probe(tokens=[1, 2, 3, 4], tuned=TUNED, base=BASE)] * 4
         ([-0.15, -0.25, -0.1], True, "verified"),
         (BASE, False, "answers with the base"),
         ([-1.0, -1.4, -1.0], False, "not the trained model's"),
+        ([-9.0, -9.5, -9.0], False, "not the trained model's"),
     ],
 )
 def test_the_tuned_model_is_told_from_the_base_and_from_anything_else(served: list[float], verified: bool, word: str) -> None:

@@ -1,8 +1,8 @@
 """Plays the preview's process without torch: `scripted_preview.py DESCRIPTOR PARENT`, as `workers.serving`.
 
-A base whose folder is called `bad` cannot be loaded. The last message says what to do: `hang` begins an answer and leaves it at
-that, `die` ends the process, `say …` is answered with the rest of it, word by word, and anything else with the base's
-folder, its formats and the adapter.
+A base whose folder is called `bad` cannot be loaded. Each token of a probe is thought to have -1 nat. The last message says
+what to do: `hang` begins an answer and leaves it at that, `die` ends the process, `say …` is answered with the rest of it, word
+by word, `loads` with how many bases were loaded, and anything else with the base's folder, its formats and the adapter.
 """
 
 from __future__ import annotations
@@ -22,14 +22,21 @@ def main() -> None:
         connection.sendall(json.dumps({"kind": kind, **message}).encode() + b"\n")
 
     lines = connection.makefile("rb")
-    base = json.loads(lines.readline())
-    if Path(base["path"]).name == "bad":
-        say("failed", message="no such base", code="model_not_served", param="model", wrong=True)
-        return
-    say("ready")
+    refusal = {"message": "no such base", "code": "model_not_served", "param": "model", "wrong": True}
+    base: dict[str, Any] = {}
+    bad = False
     for line in lines:
         message = json.loads(line)
+        if message["op"] == "base":
+            base, bad = message, Path(message["path"]).name == "bad"
+            say("failed" if bad else "ready", load=base["load"], **(refusal if bad else {}))
+        if message.get("probes"):
+            thought = [[-1.0] * (len(tokens) - 1) for tokens in message["probes"]]
+            say("probed", adapter=message["adapter"], logprobs=thought)
         if message["op"] != "complete":
+            continue
+        if bad:
+            say("error", id=message["id"], **refusal)
             continue
         wanted = message["messages"][-1]["content"]
         say("begun", id=message["id"], prompt_tokens=3)
@@ -38,6 +45,8 @@ def main() -> None:
         if wanted == "hang":
             continue
         told = [f"{Path(base['path']).name} {base['precision'].get('default')} {message['adapter']}"]
+        if wanted == "loads":
+            told = [str(base["load"])]
         if wanted.startswith("say "):
             told = wanted.removeprefix("say ").split(" ")
         for number, word in enumerate(told):

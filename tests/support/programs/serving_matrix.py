@@ -1,7 +1,7 @@
 """Which forms of which family were really made, read again and compared: `python -m tests.support.programs.serving_matrix`.
 
-On tiny random bases with an adapter of stock PEFT on every linear layer. Writes docs/serving-matrix.md; with the bindings
-`llama_cpp_py_sync` in PYTHONPATH the logits of llama.cpp are compared too.
+On tiny random bases with an adapter of stock PEFT on every linear layer. Writes docs/serving-matrix.md. For that it needs the
+bindings `llama_cpp_py_sync` in PYTHONPATH, whose logits are compared, and in FT_TEST_VLLM a Python that has vLLM.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -22,9 +23,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from ft_service.errors import FtError
+from ft_service.errors import FtError, SpecError
 from tests.support.bases import SAMPLE, TOKENIZER
 from tests.support.training.adapters import merged_by_peft, save_adapter
+from tests.support.training.checks import BOUND, check_here
 from tests.support.training.models import FAMILIES, OF_EXPERTS, save_tiny
 from workers.exports.gguf_layout import layout_of
 from workers.exports.to_gguf import export_adapter, export_model
@@ -34,7 +36,7 @@ from workers.tasks.merge import merge
 from workers.tasks.pad_ranks import pad_ranks
 
 PAGE = Path(__file__).parents[3] / "docs/serving-matrix.md"
-FORMS = ("vllm", "merged", "merged-fp8", "merged-int4", "gguf", "gguf-adapter")
+FORMS = ("peft", "vllm", "merged", "merged-fp8", "merged-int4", "gguf", "gguf-adapter")
 SIZE = {"hidden_size": 64, "vocab_size": 1040, "eos_token_id": 2, "bos_token_id": 1}
 FITTING: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 16},
@@ -48,25 +50,33 @@ FITTING: dict[str, dict[str, Any]] = {
 """What published models of a family have, and the tiny ones of other tests have not."""
 CONVERTED = ("olmo_hybrid", "kimi_linear")
 """Families whose published layout transformers converts, which jobs refuse by name."""
+IN_VLLM = ("llama", "qwen3")
+"""Families that vLLM itself is tried with, where a start takes it minutes."""
+FOR_VLLM = {"hidden_size": 128, "head_dim": 32, "initializer_range": 0.05}
+"""Its kernels on processors know no head smaller than 32."""
 IDS = torch.arange(24) * 37 % 1000 + 5
 BOUNDS = {"merged": 0.02, "merged-fp8": 0.2, "merged-int4": 0.5, "gguf": 0.02, "gguf-adapter": 0.02}
 """Of the relative difference of logits from PEFT's: random tiny models feel rounding more than trained ones."""
+VLLM_BOUND = 0.02
+"""Nats, of the largest difference of log-probabilities from PEFT's."""
 HEAD = """\
 # What was tried in which form
 
 Made by a program (`tests/support/programs/serving_matrix.py`) on tiny random bases of each family, with an adapter on every
 linear layer (in mixtures of experts on attention).
 
-- **logits**: made, read again, and its logits compared with those of PEFT's own merge, by transformers (merged forms) or by
-  llama.cpp (GGUF).
+- **logits**: made, read again, and its logits compared: `peft`, written by the workers as a job's outcome, on the published
+  class by plain PEFT with those that the worker computes; merged forms by transformers and GGUF by llama.cpp with those of
+  PEFT's own merge.
+- **served**: put there as by the hand-off, loaded by vLLM itself, on processors, whose log-probabilities are PEFT's.
 - **matrices**: what was written was read again, and is what the adapter computes.
 - **differs**: made, and its logits lie farther from PEFT's than the bound for tiny random models (where a router is near a
   tie, rounding chooses another expert).
 - **no**: refused by name, as below.
 
-The form `peft` is the adapter as every family's tests write it, and plain PEFT loads it with the same logits. That vLLM and
-SGLang serve the form `vllm` was not tried here, where no GPU is: the hand-off verifies it on the operator's server, by
-log-probabilities, for each model ([how](serving-and-trying.md#hand-off-to-vllm-and-to-what-speaks-as-it-does)).
+Where `vllm` says matrices, vLLM itself was not tried with the family, and SGLang with none: the hand-off verifies it on the
+operator's server, by log-probabilities, for each model
+([how](serving-and-trying.md#hand-off-to-vllm-and-to-what-speaks-as-it-does)).
 """
 
 
@@ -79,9 +89,9 @@ def gguf_refusal(base: Path) -> str | None:
     return None
 
 
-def save_family(family: str, folder: Path) -> Path:
+def save_family(family: str, folder: Path, **size: Any) -> Path:
     changes = {**SIZE, **({"intermediate_size": 128} if "intermediate_size" not in FAMILIES[family] else {})}
-    save_tiny(family, folder, original_format=family not in CONVERTED, **{**changes, **FITTING.get(family, {})})
+    save_tiny(family, folder, original_format=family not in CONVERTED, **{**changes, **FITTING.get(family, {}), **size})
     for name in TOKENIZER:
         shutil.copy(SAMPLE / name, folder / name)
     return folder
@@ -105,6 +115,12 @@ def cells(family: str, scratch: Path) -> dict[str, tuple[str, str]]:
 
 
 def _tried(form: str, base: Path, adapter: Path, out: Path, expected: torch.Tensor) -> str:
+    if form == "peft":
+        seen = check_here(base, out)
+        if seen.refused:
+            raise SpecError(seen.refused)
+        assert seen.reloaded <= 10 * BOUND, f"its logits lie {seen.reloaded:.3f} from the worker's"
+        return "logits"
     out.mkdir()
     if form == "vllm":
         pad_ranks(adapter, out)  # which compares
@@ -121,6 +137,24 @@ def _tried(form: str, base: Path, adapter: Path, out: Path, expected: torch.Tens
     export_model(base, out, "bf16", title="x")
     export_adapter(base, adapter, out, title="x")
     return _by_llama_cpp(out / "model.gguf", out / "adapter.gguf", expected, form) or "matrices"
+
+
+def served_by_vllm(python: str, family: str, scratch: Path) -> tuple[str, str]:
+    """What vLLM itself answers with a base of the family and an adapter: the cell, and why it is none."""
+    base = save_family(family, scratch / "base", **FOR_VLLM)
+    adapter = save_adapter(base, scratch / "adapter", lora_alpha=32)
+    (scratch / "served").mkdir()
+    pad_ranks(adapter, scratch / "served")
+    logs = _logits(merged_by_peft(base, adapter)).log_softmax(-1)[:-1]
+    expected = logs.gather(1, IDS[1:, None])[:, 0]
+    asked = {"model": str(base), "adapter": str(scratch / "served"), "ids": IDS.tolist()}
+    program = Path(__file__).with_name("vllm_logprobs.py")
+    ended = subprocess.run([python, "-P", str(program)], input=json.dumps(asked), capture_output=True, text=True, check=True)
+    said = json.loads(next(line for line in ended.stdout.splitlines() if line.startswith('{"version"')))  # vLLM logs beside it
+    if "refused" in said:
+        return "no", f"vLLM: {said['refused']}"
+    off = float((torch.tensor(said["logprobs"]) - expected).abs().max())
+    return ("served", "") if off < VLLM_BOUND else ("differs", f"vLLM's log-probabilities lie {off:.3f} nats from PEFT's")
 
 
 def _by_llama_cpp(model: Path, adapter: Path | None, expected: torch.Tensor, form: str) -> str | None:
@@ -165,12 +199,20 @@ def _general(why: str) -> str:
 
 def each(tell: Callable[[str], None] = print) -> dict[str, dict[str, tuple[str, str]]]:
     found = {}
+    python = os.environ.get("FT_TEST_VLLM")
     for family in FAMILIES:
         with tempfile.TemporaryDirectory() as scratch:
             found[family] = cells(family, Path(scratch))
+        if family in IN_VLLM and python:
+            with tempfile.TemporaryDirectory() as scratch:
+                found[family]["vllm"] = served_by_vllm(python, family, Path(scratch))
         tell(f"{family}: {', '.join(f'{form} {seen}' for form, (seen, _) in found[family].items())}")
     return found
 
 
 if __name__ == "__main__":
+    if importlib.util.find_spec("llama_cpp_py_sync") is None or "FT_TEST_VLLM" not in os.environ:
+        sys.exit(
+            "The page is made with llama.cpp (llama_cpp_py_sync in PYTHONPATH) and vLLM (FT_TEST_VLLM, a Python that has it)."
+        )
     PAGE.write_text(page(each()), encoding="utf-8")

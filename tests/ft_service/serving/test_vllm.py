@@ -1,0 +1,163 @@
+"""The hand-off to vLLM itself, which wants other versions of some packages than the workers: it has an environment of its own.
+
+FT_TEST_VLLM=/path/to/its/python          a server is started on the processors or the GPU, as vLLM was built for
+FT_TEST_VLLM=http://127.0.0.1:8000/v1     one that serves the sample base in fp32 already, as in `command` below
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from ft_service.ids import new_id
+from ft_service.jobs.states import Job, State
+from ft_service.rundir.evaluations import PROBES, Probe, Probes
+from ft_service.serving.handoff import Handoff
+from ft_service.serving.inference_server import InferenceServer
+from ft_service.settings import Settings
+from ft_service.spec import StoredSpec
+from ft_service.storage.locations import Places
+from ft_service.store.sql import Store
+from tests.support.bases import SAMPLE
+from tests.support.creating import create_job
+from tests.support.reconciling import PROJECT, new_store, spec_of
+from tests.support.records import new_job
+from tests.support.training.adapters import save_adapter
+
+VLLM = os.environ.get("FT_TEST_VLLM", "")
+START_SECONDS = 900
+PROBED = [[5, 70, 9, 200, 31, 8, 6, 77, 12], [90, 4, 310, 22, 15, 61], [44, 45, 46, 300, 301, 17], [8, 260, 131, 9, 99]]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not VLLM, reason="vLLM is not here: FT_TEST_VLLM names a Python that has it, or a server"),
+]
+
+
+def command(python: str, port: int) -> list[str]:
+    program = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
+    base = ["--model", str(SAMPLE), "--served-model-name", SAMPLE.name, "--dtype", "float32", "--max-model-len", "512"]
+    return [*program, *base, "--enable-lora", "--max-lora-rank", "16", "--enforce-eager"]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if VLLM.startswith("http"):
+        yield VLLM
+        return
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    folder = tmp_path_factory.mktemp("vllm")
+    own = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment = {**os.environ, **own, "HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1", "HOME": str(folder)}
+    with (folder / "log").open("wb") as log:
+        server = subprocess.Popen(command(VLLM, port), env=environment, stdout=log, stderr=log, cwd=folder)
+    try:
+        url = f"http://127.0.0.1:{port}/v1"
+        deadline = time.monotonic() + START_SECONDS
+        while not answers(url):
+            assert server.poll() is None, (folder / "log").read_text()[-3000:]
+            assert time.monotonic() < deadline, "vLLM did not start"
+            time.sleep(1)
+        yield url
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx2.get(f"{url}/models", trust_env=False).is_success
+    except httpx2.HTTPError:
+        return False
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = new_store(tmp_path)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def handoff(store: Store, tmp_path: Path, url: str) -> Iterator[Handoff]:
+    settings = Settings.model_validate({"home": tmp_path, "inference_url": url, "adapters": tmp_path / "served"})
+    handoff = Handoff(settings, store, tmp_path / "served")
+    yield handoff
+    handoff.close()
+
+
+def succeeded(store: Store, home: Path, measured: Path | None = None, **options: Any) -> Job:
+    """A job with an adapter, and the probes of the one at `measured`. None: its own."""
+    job_id = new_id("ftjob-")
+    job = create_job(
+        store, new_job(id=job_id, project_id=PROJECT, state=State.SUCCEEDED, stored_spec=StoredSpec.of(spec_of(job_id)))
+    )
+    run = Places(home).run(job.id)
+    adapter = save_adapter(SAMPLE, run.path("adapter"), **options)
+    run.put(PROBES, Probes(step=1, probes=probes(measured or adapter)).model_dump_json().encode())
+    return job
+
+
+def probes(adapter: Path) -> list[Probe]:
+    base: Any = AutoModelForCausalLM.from_pretrained(SAMPLE, dtype=torch.float32)
+    model: Any = PeftModel.from_pretrained(base, str(adapter)).eval()
+    found = []
+    for tokens in PROBED:
+        tuned = logprobs(model, tokens)
+        with model.disable_adapter():
+            found.append(Probe(tokens=tokens, tuned=tuned, base=logprobs(model, tokens)))
+    return found
+
+
+def logprobs(model: Any, tokens: list[int]) -> list[float]:
+    ids = torch.tensor(tokens)
+    with torch.no_grad():
+        return model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0].tolist()
+
+
+def told(store: Store, job: Job) -> list[str]:
+    events = store.list_events(PROJECT, job.id, limit=50).data
+    return [event.message for event in events if "erved" in event.message or "server" in event.message]
+
+
+def test_vllm_answers_as_the_trainer_and_it_is_said_with_both_distances(
+    store: Store, tmp_path: Path, handoff: Handoff, url: str
+) -> None:
+    plain = succeeded(store, tmp_path, r=4, lora_alpha=32)
+    patterns = {"rank_pattern": {"q_proj": 8, "down_proj": 2}, "alpha_pattern": {"down_proj": 64}}
+    with_patterns = succeeded(store, tmp_path, r=4, lora_alpha=32, **patterns)
+    another = succeeded(store, tmp_path, tmp_path / "runs" / plain.id / "adapter", r=4, lora_alpha=32, **patterns)
+    too_large = succeeded(store, tmp_path, r=32)
+    handoff.look()
+    for job in (plain, with_patterns):
+        (message,) = told(store, job)
+        assert message.startswith("Served, verified: 4 prompts' log-probabilities lie 0.000 nats"), message
+    (message,) = told(store, another)
+    assert "not the trained model's" in message
+    (message,) = told(store, too_large)
+    assert "rank" in message
+
+    server, name = InferenceServer(url, None), str(plain.tuned_name)
+    server.unload(name)  # as after a restart
+    handoff.look()
+    assert name in server.models()
+    assert len(told(store, plain)) == 1
+    ours = {str(job.tuned_name) for job in (plain, with_patterns, another)}
+    for name in ours:
+        store.delete_model(PROJECT, name)
+    handoff.look()
+    assert not ours & server.models()
+    server.close()

@@ -188,7 +188,7 @@ def _cpu_seconds(pid: int) -> float:
 def _submits(url: str, key: str, file_id: str) -> float:
     """Median milliseconds of submits, one after the other."""
     taken = []
-    with httpx2.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, trust_env=False) as client:
+    with httpx2.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, trust_env=False, timeout=60) as client:
         for number in range(SUBMITS):
             began = time.perf_counter()
             answer = client.post("/v1/fine_tuning/jobs", json={"model": "tiny-llama", "training_file": file_id, "seed": number})

@@ -32,6 +32,8 @@ from tests.support.storage import local_s3, new_bucket
 
 JOB = "ftjob-1"
 STEPS = 60
+TURN_SECONDS = 0.25
+"""Between two turns of the reconciler: without a rest it takes a core from the ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +108,7 @@ def run_to_its_end(reconciler: Reconciler, store: Store) -> Job:
         job = get(store, JOB)
         return job if job.state in (State.SUCCEEDED, State.FAILED) else None
 
-    job = eventually(done)
+    job = eventually(done, every=TURN_SECONDS)
     assert job.state is State.SUCCEEDED, "\n".join(messages(store, JOB))
     return job
 
@@ -128,7 +130,7 @@ def test_an_evicted_job_of_two_pods_resumes_and_succeeds(
         assert get(store, JOB).attempt < 2, "\n".join(messages(store, JOB))
         return bool(complete_checkpoints(run))
 
-    eventually(checkpointed)
+    eventually(checkpointed, every=TURN_SECONDS)
     cluster.evict(eventually(lambda: cluster.pod(object_name(JOB, 1), 1)))
 
     job = run_to_its_end(reconciler, store)

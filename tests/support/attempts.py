@@ -37,14 +37,14 @@ def write_start(run: RunDir, attempt: int, job_id: str = "ftjob-test") -> None:
     run.write_if_absent(f"attempts/{attempt}/start.json", start)
 
 
-def wait_for(what: Callable[[], Value | None], seconds: float = 30.0) -> Value:
-    """The first answer that is neither None nor False. Fails the test if none comes in time."""
+def wait_for(what: Callable[[], Value | None], seconds: float = 30.0, *, every: float = 0.02) -> Value:
+    """The first answer that is neither None nor False, asked for `every` so many seconds. Fails the test if none comes in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         value = what()
         if value is not None and value is not False:
             return value
-        time.sleep(0.02)
+        time.sleep(every)
     raise AssertionError(f"did not happen within {seconds:g} seconds: {what}")
 
 

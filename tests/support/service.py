@@ -151,5 +151,5 @@ def nothing_left(run: RunDir) -> bool:
     return not any(processes_of(run).values())
 
 
-def eventually(what: Callable[[], Value | None]) -> Value:
-    return wait_for(what, SECONDS)
+def eventually(what: Callable[[], Value | None], *, every: float = 0.02) -> Value:
+    return wait_for(what, SECONDS, every=every)

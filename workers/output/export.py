@@ -32,6 +32,7 @@ from ft_service.rundir.fence import Fence
 from ft_service.rundir.manifest import MANIFEST
 from ft_service.rundir.model_card import describe_adapter
 from ft_service.spec import JobSpec
+from workers.job import reread_adapter
 from workers.job.reread_adapter import WEIGHTS
 from workers.job.training_state import JobState
 from workers.model.build import BuiltModel
@@ -220,7 +221,8 @@ def _write_outcome(
 
 
 def _check_in_fresh_process(folder: Path, digests: Mapping[str, str]) -> None:
-    command = [sys.executable, "-P", "-m", "workers.job.reread_adapter", str(folder)]
+    # As a file: by its module's name Python would import the package first, and torch with it, for every checkpoint.
+    command = [sys.executable, "-P", reread_adapter.__file__, str(folder)]
     done = subprocess.run(command, input=json.dumps(digests), capture_output=True, text=True, check=False)
     faults = json.loads(done.stdout) if done.returncode == 0 else done.stderr.splitlines()[-1:] or ["it cannot be read"]
     if faults:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -37,6 +38,18 @@ def test_what_is_written_is_read_back_by_another_process(tmp_path: Path) -> None
     assert stored.keys() == given.keys()
     assert all(torch.equal(tensor, stored[name]) for name, tensor in given.items())
     assert json.loads((tmp_path / "adapter_config.json").read_text())["r"] == 2
+
+
+def test_the_other_process_starts_without_torch(tmp_path: Path) -> None:
+    """Its import costs seconds of a core, for every checkpoint."""
+    with patch.object(export.subprocess, "run", wraps=subprocess.run) as run:
+        write(tmp_path, tensors())
+    interpreter, *command = run.call_args.args[0]
+    again = [interpreter, "-X", "importtime", *command]
+    done = subprocess.run(again, input=run.call_args.kwargs["input"], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == []
+    assert "safetensors" in done.stderr
+    assert "torch" not in done.stderr.replace("safetensors.torch", "")
 
 
 @pytest.mark.parametrize(

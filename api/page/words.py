@@ -21,6 +21,8 @@ STATES: Mapping[str, str] = {
     "failed": "Failed",
     "cancelled": "Cancelled",
 }
+BELOW: Mapping[str, tuple[str, ...]] = {"/jobs": ("/jobs", "/sweeps"), "/projects": ("/projects", "/changes")}
+"""A view of the navigation → itself and those that one reaches from it."""
 ENDED = frozenset({"succeeded", "failed", "cancelled"})
 
 
@@ -151,6 +153,7 @@ FILTERS: dict[str, Callable[..., str]] = {
     "option_text": option_text,
 }
 GLOBALS: dict[str, Any] = {
+    "BELOW": BELOW,
     "STATES": STATES,
     "ENDED": ENDED,
     "job_title": job_title,

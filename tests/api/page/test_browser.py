@@ -64,6 +64,7 @@ def test_the_life_of_a_job(driver: webdriver.Chrome, place: Place, downloads: Pa
     until(lambda: "from 3.2 to 0.8" in attribute(driver, LOSS, "aria-label"))
     place.stop()
     until(lambda: "goes on by itself" in text_of(driver, "#toasts"))
+    until(lambda: any("/metrics" in line for line in told(driver)))  # the curve has asked in vain
     place.start()
     place.train(job, 1, range(6, 11))
     until(lambda: "from 3.2 to 0.5" in attribute(driver, LOSS, "aria-label"))
@@ -287,6 +288,7 @@ def test_a_sweep_by_click(driver: webdriver.Chrome, place: Place) -> None:
     sign_in(driver, place)
     click(driver, "a[href='/sweeps']")
     click(driver, f"a[href='/sweeps/{over}']")
+    assert text_of(driver, ".side nav [aria-current]") == "Jobs"
     losses = [cell.text for cell in driver.find_elements(By.CSS_SELECTOR, "#sweep td:nth-last-child(2)")]
     assert losses == ["0.37", "0.44", "0.61", "0.92"], "best first"
     ranked = [one.text for one in driver.find_elements(By.CSS_SELECTOR, "#sweep td.name a")]

@@ -55,7 +55,8 @@ def hostile_views(place: Place) -> list[str]:
     with place.store.writing() as connection:
         swept = update(jobs_table).where(jobs_table.c.sweep_id == sweep)
         connection.execute(swept.values(sweep_values={HOSTILE[1]: HOSTILE[0], "training.learning_rate": HOSTILE[2]}))
-        connection.execute(swept.where(jobs_table.c.sweep_course.is_not(None)).values(error=error))
+        connection.execute(swept.where(jobs_table.c.state == "succeeded").values(error=error))
+        connection.execute(swept.where(jobs_table.c.state == "cancelled").values(stopped=HOSTILE[0]))
     first, second = (job.id for job in jobs)
     tabs = ("", "/logs", "/settings", "/checkpoints", "/events", "/answers")
     return [

@@ -17,17 +17,15 @@ from api.http.dependencies import JsonBody, Services, Svc, binary, body_schema, 
 from api.http.routing import BareRoute, keyed_router, written
 from api.transfer import adapter_download, event_stream, log_tail
 from api.wire.evaluation_views import EvaluationView, evaluation_id, evaluation_view
+from api.wire.job_views import JobView, ResumeBody, job_view
 from api.wire.sample_views import SamplesView, samples_view
 from api.wire.statistics_views import StatisticsView, statistics_view
 from api.wire.views import (
     CheckpointView,
     EventView,
-    JobView,
     ListView,
-    ResumeBody,
     checkpoint_view,
     event_view,
-    job_view,
     list_view,
 )
 from ft_service.control import tuned_models

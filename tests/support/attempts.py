@@ -38,7 +38,7 @@ def write_start(run: RunDir, attempt: int, job_id: str = "ftjob-test") -> None:
 
 
 def wait_for(what: Callable[[], Value | None], seconds: float = 30.0, *, every: float = 0.02) -> Value:
-    """The first answer that is neither None nor False, asked for `every` so many seconds. Fails if none comes in time."""
+    """The first answer that is neither None nor False. Fails the test if none comes in time. `every`: seconds between two."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         value = what()

@@ -9,6 +9,7 @@ import httpx2
 import openai
 import pytest
 
+from ft_service.store.records import Scope
 from tests.support.rest.service import TRAINING, Service
 
 LINKED = re.compile(r'<a href="/jobs/(ftjob-\w+)"')
@@ -19,7 +20,8 @@ def opened(service: Service) -> Iterator[dict[str, httpx2.Client]]:
     """Browsers that are signed in with keys of two projects: PROJECT SCOPE → browser."""
     service.store.ensure_project("theirs", "local")
     browsers = {}
-    for project, scope in (("default", "admin"), ("default", "submit"), ("theirs", "admin")):
+    holders: tuple[tuple[str, Scope], ...] = (("default", "admin"), ("default", "submit"), ("theirs", "admin"))
+    for project, scope in holders:
         _, key = service.store.create_key(project_id=project, name="k", scope=scope)
         browsers[f"{project} {scope}"] = browser = httpx2.Client(base_url=service.url, trust_env=False)
         browser.post("/sign-in", data={"key": key})

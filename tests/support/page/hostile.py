@@ -48,8 +48,14 @@ def hostile_views(place: Place) -> list[str]:
     done = seed_job(place.settings, place.store, place.holder, asked, **succeeded)
     seed_evaluation(place.settings, done, [(*HOSTILE, HOSTILE[0])], 12)
     seed_messages(place.store, jobs[0], evaluation_messages([(*HOSTILE, HOSTILE[0])], 12))
-    project = place.store.create_project(name=HOSTILE[0], organization="local", limits=Limits(bases=HOSTILE)).id
-    key, _ = place.store.create_key(project_id=project, name=HOSTILE[0], scope="user")
+    project = place.store.create_project(
+        name=HOSTILE[0], organization="local", limits=Limits(bases=(*HOSTILE, "tiny-llama"))
+    ).id
+    key, secret = place.store.create_key(project_id=project, name=HOSTILE[0], scope="user")
+    theirs = place.store.authenticate(secret)
+    assert theirs is not None
+    own = asked | {"training_file": seed_files(place.settings, place.store, project)["train"]}
+    seed_job(place.settings, place.store, theirs, own, **ended)
     seed_use(place.store, project, key.id, 9, 1.0)
     sweep = seed_sweep(place.settings, place.store, place.holder, asked)
     with place.store.writing() as connection:
@@ -62,7 +68,15 @@ def hostile_views(place: Place) -> list[str]:
     return [
         *("/jobs?metadata=%3Cscript%3E%3D1", "/jobs", "/models", "/keys", "/data", f"/data/{files['train']}", "/compare"),
         *(f"/jobs/{first}{tab}" for tab in tabs),
-        *(f"/jobs/{done.id}", f"/jobs/{done.id}/answers", "/projects", f"/projects/{project}", "/usage", "/changes"),
+        *(
+            f"/jobs/{done.id}",
+            *(f"/jobs/{done.id}/{tab}" for tab in ("answers", "samples", "exports")),
+            f"/jobs?project={project}",
+            "/projects",
+            f"/projects/{project}",
+            "/usage",
+            "/changes",
+        ),
         *(f"/new?again={first}", f"/compare?job={first}&job={second}", "/jobs/ftjob-%3Cimg%20onerror%3D1%3E"),
         *("/sweeps", f"/sweeps/{sweep}", "/try?model=tiny-llama&beside=tiny-llama", "/try?model=%3Cimg%20onerror%3D1%3E"),
     ]

@@ -182,6 +182,8 @@ def seed_all(
         seed_steps(store, one, 300, total=300, seed=number + 1, began=ended - 1200)
     swept = {"model": "tiny-llama", "training_file": files["train"], "metadata": {"name": "how fast to learn"}}
     ids = {"sweep": sweep(settings, store, holder, swept)}
+    for number, one in enumerate(store.jobs_of_sweeps([ids["sweep"]])[ids["sweep"]]):
+        seed_steps(store, one, 75 if number == 3 else 300, total=300, seed=30 + number, began=NOW - 5300)
     made["cancelled"] = job(
         "first try", {}, state="cancelled", reason="user_cancelled", attempt=1, created_at=NOW - 5160, finished_at=NOW - 5000
     )

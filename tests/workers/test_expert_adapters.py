@@ -39,7 +39,7 @@ DENSE = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 
 def options_for(family: str) -> dict[str, Any]:
     lora = {"r": 3, "target_modules": ["q_proj"], "target_parameters": STACKS[family]}
-    training = {"per_device_train_batch_size": 2, "packing": family != "llama4_text"}
+    training = {"per_device_train_batch_size": 2}
     return {"precision": {"default": "nf4", "compute": "fp32"}, "lora": lora, "training": training}
 
 

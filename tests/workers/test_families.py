@@ -11,7 +11,7 @@ import torch
 
 from ft_service.spec import JobSpec
 from tests.support.ranks import run_on_ranks
-from tests.support.training.models import FAMILIES, MIXED_IN_FAMILIES, OF_EXPERTS, PADDED, save_tiny, spec_for
+from tests.support.training.models import FAMILIES, MIXED_IN_FAMILIES, OF_EXPERTS, save_tiny, spec_for
 from tests.support.training.parity import Step, reference_steps, relative_error, train_steps
 
 FORMATS: dict[str, dict[str, Any]] = {
@@ -61,7 +61,7 @@ Case = tuple[str, int, str]
 
 def options_for(family: str) -> dict[str, Any]:
     lora = {"r": 3, "target_modules": OF_EXPERTS.get(family, "all-linear")}
-    return {"training": {"per_device_train_batch_size": 2, "packing": family not in PADDED}, "lora": lora}
+    return {"training": {"per_device_train_batch_size": 2}, "lora": lora}
 
 
 def train_all(rank: int, world: int, specs: dict[Case, JobSpec]) -> dict[Case, Step]:

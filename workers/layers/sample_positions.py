@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workers.layers.segment_attention import CURRENT
+from workers.layers.segments import CURRENT
 
 BY_LENGTH = ("dynamic", "longrope")
 """Kinds of rotary embedding whose frequencies depend on how many tokens there are."""

@@ -5,6 +5,7 @@ of padded samples are taken the same way: as one segment each, whose padding com
 
     segment    the tokens of one sample in a row: query i sees the keys i - window + 1 .. i of its own segment
     window     keys that a query sees at most; 0: all before it
+    chunk      tokens of a segment's parts that do not see each other, in some layers (Llama 4); 0: it is whole
     softcap    scores become tanh(score / softcap) * softcap; 0: they stay
     sinks      one more score a head, [heads], that takes part in the softmax and has no value (gpt-oss)
 
@@ -14,8 +15,7 @@ every step, and selective checkpointing keeps their results by their namespace.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -26,61 +26,12 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from workers.layers.scored_attention import one_a_head, scored, scored_grad
+from workers.layers.segments import CURRENT, VARLEN_OPTIONS, Bounds, chunk_of, tempered, varlen_attn
 
 NAME = "ft_segments"
 """Of this attention among transformers' implementations."""
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # builds without it
-    varlen_attn = None
-_VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters) if varlen_attn is not None else frozenset()
-"""What this PyTorch's kernel for packed rows takes; releases differ."""
-
-
-class Segments:
-    """Where the samples of the micro-batch in hand begin, for the forward and whatever backward computes again."""
-
-    def __init__(self) -> None:
-        self._starts: Tensor | None = None
-        self._on_device: Tensor | None = None
-        self.longest = 0
-        self.lengths: Sequence[int] = ()
-        """Tokens of the sample in each padded row, as far as they are known."""
-        self.fused = False
-        """Whether the segments are on a GPU that has a fused kernel for them."""
-        self.faults: list[str] | None = None
-        """While it is tried whether an architecture can be trained this way: what stands against it."""
-
-    def use(
-        self, starts: Tensor | None, on_device: Tensor | None = None, longest: int = 0, lengths: Sequence[int] = ()
-    ) -> None:
-        """`starts` int32 [segments + 1], on the CPU: first token of each, and the end. None: every row is one segment.
-
-        `on_device`: the same where the model computes. `longest`: tokens of the longest segment. `lengths`: of the samples of
-        padded rows.
-        """
-        self.lengths = lengths
-        self._starts, self._on_device, self.longest = starts, on_device, longest
-        self.fused = on_device is not None and _has_kernel(on_device.device)
-
-    @property
-    def packed(self) -> bool:
-        return self._starts is not None
-
-    @property
-    def starts(self) -> Tensor:
-        assert self._starts is not None
-        return self._starts
-
-    @property
-    def on_device(self) -> Tensor:
-        assert self._on_device is not None
-        return self._on_device
-
-
-CURRENT = Segments()
-"""Of this process, which trains one model on one micro-batch at a time."""
+_OTHER = (-1, -1)
+"""What is told of a mask that neither a window nor a chunk describes."""
 
 
 def segment_attention(
@@ -105,20 +56,20 @@ def segment_attention(
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if position_bias is not None or not causal or query.shape[2] != key.shape[2]:
         _refuse(f"{type(module).__name__} is not causal, or has a bias by position")
+    chunk, window = chunk_of(module), sliding_window or 0
     if attention_mask is not None:
-        _compare(module, attention_mask, sliding_window)
+        _compare(module, attention_mask, window, chunk)
+    bounds = CURRENT.bounds(query.shape[2], chunk)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    window = sliding_window or 0
     width = value.shape[-1]
-    query, key, value = _of_one_width(query, key, value)
+    query, key, value = _of_one_width(tempered(module, query), key, value)
     plain = not softcap and s_aux is None
     if plain and CURRENT.fused and _fits_kernel(query):
-        out = _varlen(query, key, value, scale, window)
-    elif plain and query.is_cuda and _without_window(query, window):
-        out = causal_segments(query, key, value, CURRENT.starts if CURRENT.packed else None, scale)
+        out = _varlen(query, key, value, bounds, scale, window)
+    elif plain and query.is_cuda and _without_window(bounds, window):
+        out = causal_segments(query, key, value, bounds.starts if len(bounds.starts) > 2 else None, scale)
     else:
-        starts = CURRENT.starts if CURRENT.packed else torch.tensor([0, query.shape[2]], dtype=torch.int32)
-        out, _lse = attend(query, key, value, starts, window, softcap or 0.0, scale, s_aux)
+        out, _lse = attend(query, key, value, bounds.starts, window, softcap or 0.0, scale, s_aux)
     return (out if out.shape[-1] == width else out[..., :width]), None
 
 
@@ -128,37 +79,47 @@ def _refuse(what: str) -> None:
     CURRENT.faults.append(what)
 
 
-def _compare(module: nn.Module, mask: Tensor, window: int | None) -> None:
-    """Hold the mask that the architecture would make, told by `described_mask`, against the window that its layer names."""
-    told = int(mask.flatten()[0]) if mask.numel() == 1 else -1
-    if told != (window or 0):
-        shape = "is not causal" if told < 0 else f"has a window of {told}" if told else "has no window"
-        _refuse(f"the mask of {type(module).__name__} {shape}, and its layer names {window or 'none'}")
+def _compare(module: nn.Module, mask: Tensor, window: int, chunk: int) -> None:
+    """Hold the mask that the architecture would make, told by `described_mask`, against what its layer names."""
+    told = tuple(mask.flatten().tolist()) if mask.numel() == 2 else _OTHER
+    if told != (window, chunk):
+        shape = "is not causal" if told == _OTHER else _named(*told)
+        _refuse(f"the mask of {type(module).__name__} {shape}, and its layer {_named(window, chunk)}")
+
+
+def _named(window: int, chunk: int) -> str:
+    return f"has a window of {window}" if window else f"has chunks of {chunk}" if chunk else "has no window"
 
 
 def described_mask(
     *_: Any, q_length: int, kv_length: int, mask_function: Any, device: torch.device | None = None, **__: Any
 ) -> Tensor:
-    """In place of a mask, what it says: int64 [1, 1, 1, 1], the window, 0 for none, or -1 for another shape.
+    """In place of a mask, what it says: int64 [1, 1, 1, 2], window and chunk, 0 for none, or -1 twice for another shape.
 
     Called by transformers' mask creation as any of its mask functions, where this attention's masks are asked for.
     """
-    reach = 1 << 18  # behind any window in use
-    queries = torch.tensor([0, 1, 7, 100, reach]).view(-1, 1)
     zero = torch.zeros((), dtype=torch.int64)
-    keys = torch.cat([torch.arange(1 << 17), reach - torch.arange(1 << 17), torch.tensor([reach + 1])])
+    keys = torch.arange(1 << 17)  # behind any window in use
 
-    def seen(query: int, keys: Tensor) -> Tensor:
-        return torch.as_tensor(mask_function(zero, zero, torch.tensor(query), keys)).broadcast_to(keys.shape)
+    def seen(query: Tensor, keys: Tensor) -> Tensor:
+        shape = torch.broadcast_shapes(query.shape, keys.shape)
+        return torch.as_tensor(mask_function(zero, zero, query, keys)).broadcast_to(shape)
 
-    last = int(seen(reach, reach - torch.arange(1 << 17)).sum())
-    window = 0 if last == 1 << 17 else last
-    for query in queries.flatten().tolist():
-        expected = (keys <= query) & ((keys > query - window) if window else torch.ones_like(keys, dtype=torch.bool))
-        if not torch.equal(seen(query, keys), expected):
-            window = -1
-            break
-    return torch.full((1, 1, 1, 1), window, dtype=torch.int64, device=device)
+    blind = (~seen(keys, zero)).nonzero()
+    reach = int(blind[0]) if len(blind) else 0
+    """Of the first key: the first query that does not see it, 0 if all do."""
+    shapes = {
+        (reach, 0): lambda query: (keys <= query) & ((keys > query - reach) if reach else True),
+        (0, reach): lambda query: (keys <= query) & ((keys // reach == query // reach) if reach else True),
+    }
+    tried = (0, 1, 7, 100, reach - 1, reach, reach + 1, 2 * reach + 3, len(keys) - 1)
+    queries = [query for query in tried if 0 <= query < len(keys)]
+
+    def holds(shape: Any) -> bool:
+        return all(torch.equal(seen(torch.tensor(query), keys), shape(query)) for query in queries)
+
+    told = next((named for named, shape in shapes.items() if holds(shape)), _OTHER)
+    return torch.tensor(told, dtype=torch.int64, device=device).view(1, 1, 1, 2)
 
 
 AttentionInterface.register(NAME, segment_attention)
@@ -172,44 +133,37 @@ def _of_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Te
     return (query, key, value) if missing == 0 else (F.pad(query, (0, -missing)), F.pad(key, (0, -missing)), value)
 
 
-@lru_cache
-def _has_kernel(device: torch.device) -> bool:
-    """Whether PyTorch has a fused kernel for packed rows, with windows, on a device."""
-    known = device.type == "cuda" and "window_size" in _VARLEN_OPTIONS
-    return known and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
 def _fits_kernel(query: Tensor) -> bool:
     """Whether a GPU's fused kernel for packed rows takes heads of this dtype and width."""
     return query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256 and query.shape[-1] % 8 == 0
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
+def _varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float, window: int) -> Tensor:
     """The fused kernel of a GPU for rows of segments; one row."""
     assert varlen_attn is not None, "Segments.fused"
     options: dict[str, Any] = {"scale": scale, "window_size": (window - 1 if window else -1, 0)}
-    if "enable_gqa" in _VARLEN_OPTIONS:
+    if "enable_gqa" in VARLEN_OPTIONS:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     else:
         key, value = one_a_head(query, key, value)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    starts, longest = CURRENT.on_device, CURRENT.longest
+    starts, longest = bounds.on_device, bounds.longest
+    assert starts is not None, "Segments.fused"
     out = varlen_attn(q, k, v, starts, starts, longest, longest, **options)
     assert isinstance(out, Tensor)
     return out.unsqueeze(0)
 
 
-def _without_window(query: Tensor, window: int) -> bool:
+def _without_window(bounds: Bounds, window: int) -> bool:
     """Whether no query is farther into its segment than it sees, and PyTorch's own attention can be called for each segment:
     the compiler cannot follow lengths.
     """
-    longest = CURRENT.longest if CURRENT.packed else query.shape[2]
-    return (not window or longest <= window) and not (CURRENT.packed and torch.compiler.is_compiling())
+    return (not window or bounds.longest <= window) and not (CURRENT.packed and torch.compiler.is_compiling())
 
 
 def causal_segments(query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, scale: float) -> Tensor:
     """Causal attention by PyTorch's own choice of kernel, segment by segment → [rows, length, heads, d]. For GPUs without a
-    kernel for packed rows, or that it does not fit, and for padded rows. `starts`: as in `Segments`.
+    kernel for packed rows, or that it does not fit, and for padded rows. `starts`: as in `Bounds`; None: one segment.
     """
     grouped = query.shape[1] != key.shape[1]
     lengths = [query.shape[2]] if starts is None else starts.diff().tolist()

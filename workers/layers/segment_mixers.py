@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workers.layers.segment_attention import CURRENT
+from workers.layers.segments import CURRENT
 
 FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
 """Functions that take projections' weights; where they return None, the layer goes on by its parts."""

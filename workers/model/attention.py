@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from workers.layers import segment_mixers
 
-_ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
+_ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _WITHOUT_MIXING = frozenset({"moe", "mlp", "dense", "sparse"})
 _MIXING_LAYERS = frozenset({"linear_attention", "conv", "mamba", "hybrid"})
 """Convolutions and recurrences."""

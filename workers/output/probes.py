@@ -12,7 +12,7 @@ from torch import Tensor
 from ft_service.data.tokens.sample import Tokens
 from ft_service.rundir.evaluations import MOST_PROBES, MOST_TOKENS, Probe
 from workers.layers.linear import LoraLinear
-from workers.layers.segment_attention import CURRENT
+from workers.layers.segments import CURRENT
 from workers.ranks.sharding import reshard
 
 

@@ -16,6 +16,7 @@ from ft_service.errors import SpecError
 from ft_service.spec import PrecisionOptions
 from workers.base.load import load
 from workers.layers.segment_attention import NAME as SEGMENTS
+from workers.layers.segments import chunk_in
 from workers.model.build import base_on_meta, decoder_layers, restore_buffers
 from workers.model.precision import choose_products, formats_of_base, precision_map, swap
 from workers.model.wrapped import text_decoder
@@ -49,7 +50,7 @@ class ServedModel:
         compute = COMPUTE_DTYPE[precision.compute]
         model = base_on_meta(path)
         decoder = text_decoder(model)
-        if decoder.config._attn_implementation != SEGMENTS:
+        if decoder.config._attn_implementation != SEGMENTS or chunk_in(decoder.config):
             raise SpecError(
                 f"The base is a {decoder.config.model_type} model, whose layers keep another state than keys and values: it "
                 "is not served by the preview. Serve it with an inference server (FT_INFERENCE_URL).",

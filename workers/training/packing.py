@@ -22,7 +22,8 @@ from ft_service.errors import SpecError
 from ft_service.spec import JobSpec
 from workers.data.batches import Batch, collate, pack
 from workers.data.sharing import Limits, attention_share
-from workers.layers.segment_attention import CURRENT, NAME, described_mask
+from workers.layers.segment_attention import NAME, described_mask
+from workers.layers.segments import CURRENT
 from workers.model.attention import stock_attention
 from workers.model.wrapped import text_decoder
 from workers.ranks.runtime import COMPUTE_DTYPE

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from workers.data.batches import Batch
 from workers.layers.linear import use_keys
 from workers.layers.noise import use_noise
-from workers.layers.segment_attention import CURRENT
+from workers.layers.segments import CURRENT
 from workers.ranks.sharding import average_unsharded_gradients, reshard, set_last_micro_batch
 from workers.training.head import Losses, log_probabilities_in_head, logits_in_head, loss_in_head, works_in_chunks
 

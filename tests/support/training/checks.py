@@ -29,7 +29,7 @@ from tests.support.training.models import save_chats, spec_for
 from tests.support.training.parity import CPU, constructed, full, one_step, relative_error, samples, set_adapters
 from workers.base.load import adapters, load, plain_name
 from workers.data.batches import collate
-from workers.layers.segment_attention import CURRENT
+from workers.layers.segments import CURRENT
 from workers.model.build import BuiltModel, build
 from workers.output.export import new_folder, write_adapter
 from workers.training.packing import settle_attention

@@ -206,8 +206,6 @@ OF_EXPERTS: dict[str, list[str]] = {
 
 RARE = ("ernie4_5_moe", "olmo_hybrid", "kimi_linear", "granitemoehybrid", "bamba", "jamba", "falcon_h1", "qwen3_next")
 """Families whose tests of loading and packing are slow ones; the short list of parity has them all."""
-PADDED = ("llama4_text",)
-"""Families whose samples are not packed."""
 
 MIXED_IN_FAMILIES = {
     "default": "bf16",

@@ -17,7 +17,8 @@ from transformers.masking_utils import (
 
 from workers.layers import scored_attention
 from workers.layers import segment_attention as attention
-from workers.layers.segment_attention import CURRENT, attend, causal_segments, described_mask, segment_attention
+from workers.layers.segment_attention import attend, causal_segments, described_mask, segment_attention
+from workers.layers.segments import CURRENT
 
 LENGTHS = (5, 1, 70, 33)
 STARTS = torch.tensor([0, 5, 6, 76, 109], dtype=torch.int32)
@@ -122,24 +123,26 @@ def test_what_only_a_mask_could_say_is_refused() -> None:
         segment_attention(Layer(), *own, None, position_bias=torch.zeros(1))
     with pytest.raises(NotImplementedError, match="not causal"):
         segment_attention(Layer(), *own, None, is_causal=False)
-    with pytest.raises(NotImplementedError, match="has a window of 6, and its layer names none"):
-        segment_attention(Layer(), *own, torch.tensor(6).view(1, 1, 1, 1))
+    with pytest.raises(NotImplementedError, match="has a window of 6, and its layer has no window"):
+        segment_attention(Layer(), *own, torch.tensor([6, 0]).view(1, 1, 1, 2))
 
 
 @pytest.mark.parametrize(
     ("function", "told"),
     [
-        (causal_mask_function, 0),
-        (sliding_window_causal_mask_function(1), 1),
-        (sliding_window_causal_mask_function(4096), 4096),
-        (chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.int64)), -1),
-        (lambda batch, head, q, kv: kv >= 0, -1),
-        (lambda batch, head, q, kv: (kv <= q) | (kv < 4), -1),
-        (lambda batch, head, q, kv: kv < q, -1),
+        (causal_mask_function, [0, 0]),
+        (sliding_window_causal_mask_function(1), [1, 0]),
+        (sliding_window_causal_mask_function(4096), [4096, 0]),
+        (chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.int64)), [0, 8]),
+        (chunked_causal_mask_function(8192, torch.zeros(1, dtype=torch.int64)), [0, 8192]),
+        (lambda batch, head, q, kv: kv >= 0, [-1, -1]),
+        (lambda batch, head, q, kv: (kv <= q) | (kv < 4), [-1, -1]),
+        (lambda batch, head, q, kv: kv < q, [-1, -1]),
+        (lambda batch, head, q, kv: (kv <= q) & (kv > q - 8) & (q < 100), [-1, -1]),
     ],
 )
-def test_a_mask_is_told_by_its_window(function: Any, told: int) -> None:
-    assert described_mask(q_length=3, kv_length=3, mask_function=function).flatten().tolist() == [told]
+def test_a_mask_is_told_by_its_window_or_its_chunk(function: Any, told: list[int]) -> None:
+    assert described_mask(q_length=3, kv_length=3, mask_function=function).flatten().tolist() == told
 
 
 def test_plain_attention_is_pytorch_s() -> None:

@@ -15,10 +15,11 @@ from transformers.models.llama import modeling_llama
 
 from ft_service.spec import JobSpec
 from tests.support.ranks import run_on_ranks
-from tests.support.training.models import OF_EXPERTS, PADDED, family_params, save_tiny, save_tiny_llama, spec_for
+from tests.support.training.models import OF_EXPERTS, family_params, save_tiny, save_tiny_llama, spec_for
 from tests.support.training.parity import CPU, assert_parity, constructed, samples, train_steps
 from workers.data.batches import collate, pack
-from workers.layers.segment_attention import CURRENT, NAME
+from workers.layers.segment_attention import NAME
+from workers.layers.segments import CURRENT
 from workers.training import packing
 from workers.training.packing import settle_attention, settle_limits
 from workers.training.step import causal_model, logits_of
@@ -43,7 +44,7 @@ def packed_and_apart(model: nn.Module) -> tuple[str | None, list[Tensor], list[T
     return reason, list(together), apart
 
 
-@pytest.mark.parametrize("family", family_params(*PADDED))
+@pytest.mark.parametrize("family", family_params())
 def test_packed_samples_are_computed_as_they_are_apart(family: str, tmp_path: Path) -> None:
     """Token by token, in every family: with windows, soft caps and experts; and the trial says so."""
     lora = {"r": 2, "target_modules": OF_EXPERTS.get(family, "all-linear")}
@@ -92,7 +93,7 @@ def ignores_positions(model: nn.Module) -> tuple[str | None, str | None, bool]:
 
 
 def attends_in_chunks(model: nn.Module) -> tuple[str | None, str | None, bool]:
-    """A mask that no window describes."""
+    """A mask that its layers do not name."""
     llama: Any = modeling_llama
     made = llama.create_causal_mask
     chunks = chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64))
@@ -118,7 +119,7 @@ def refused(model: nn.Module) -> tuple[str | None, str | None, bool]:
         (leaks, "not computed as they are apart"),
         (leaks_less_than_rounding, "carry something from one packed sample into the next"),
         (ignores_positions, "not computed as they are apart"),
-        (attends_in_chunks, "the mask of LlamaAttention is not causal"),
+        (attends_in_chunks, "the mask of LlamaAttention has chunks of 4, and its layer has no window"),
     ],
 )
 def test_a_model_that_cannot_take_packed_rows_is_found_out(broken: Any, says: str, tmp_path: Path) -> None:

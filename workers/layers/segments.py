@@ -1,0 +1,135 @@
+"""Where the samples of the micro-batch in hand begin, and into what its layers cut them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # builds without it
+    varlen_attn = None
+VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters) if varlen_attn is not None else frozenset()
+"""What this PyTorch's kernel for packed rows takes; releases differ."""
+
+_CHUNKED = "chunked_attention"
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Of the segments of a row."""
+
+    starts: Tensor
+    """int32 [segments + 1], on the CPU: first token of each, and the end."""
+    on_device: Tensor | None
+    """The same where the model computes, as far as it is there."""
+    longest: int
+    """Tokens of the longest segment."""
+
+
+class Segments:
+    """Those of the micro-batch in hand, for the forward and whatever backward computes again."""
+
+    def __init__(self) -> None:
+        self._whole: Bounds | None = None
+        self._cut: dict[int, Bounds] = {}
+        """By the tokens of a chunk: the segments of layers that see no more, put together by the first of them."""
+        self.lengths: Sequence[int] = ()
+        """Tokens of the sample in each padded row, as far as they are known."""
+        self.fused = False
+        """Whether the segments are on a GPU that has a fused kernel for them."""
+        self.faults: list[str] | None = None
+        """While it is tried whether an architecture can be trained this way: what stands against it."""
+
+    def use(
+        self, starts: Tensor | None, on_device: Tensor | None = None, longest: int = 0, lengths: Sequence[int] = ()
+    ) -> None:
+        """`starts`, `on_device` and `longest`: as in `Bounds`; None: every row is one segment. `lengths`: of the samples of
+        padded rows.
+        """
+        self.lengths = lengths
+        self._whole = None if starts is None else Bounds(starts, on_device, longest)
+        self._cut = {}
+        self.fused = on_device is not None and _has_kernel(on_device.device)
+
+    @property
+    def packed(self) -> bool:
+        return self._whole is not None
+
+    @property
+    def starts(self) -> Tensor:
+        assert self._whole is not None
+        return self._whole.starts
+
+    @property
+    def on_device(self) -> Tensor:
+        assert self._whole is not None
+        assert self._whole.on_device is not None
+        return self._whole.on_device
+
+    def bounds(self, length: int, chunk: int) -> Bounds:
+        """What a layer sees of a row of so many tokens."""
+        if self._whole is None:
+            starts = [*range(0, length, chunk or length), length]
+            return Bounds(torch.tensor(starts, dtype=torch.int32), None, min(length, chunk or length))
+        if not chunk or self._whole.longest <= chunk:
+            return self._whole
+        if chunk not in self._cut:
+            self._cut[chunk] = _cut(self._whole, chunk)
+        return self._cut[chunk]
+
+
+CURRENT = Segments()
+"""Of this process, which trains one model on one micro-batch at a time."""
+
+
+def chunk_in(config: Any) -> int:
+    """Tokens of the parts that do not see each other, in some layers of a text decoder; 0: no layer cuts samples."""
+    return config.attention_chunk_size if _CHUNKED in (getattr(config, "layer_types", None) or ()) else 0
+
+
+def chunk_of(module: nn.Module) -> int:
+    """The same of one attention."""
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    return chunk_in(config) if index is not None and _CHUNKED in (getattr(config, "layer_types", None) or ())[index:][:1] else 0
+
+
+def tempered(module: nn.Module, query: Tensor) -> Tensor:
+    """Queries [rows, heads, length, d] with the temperature of their place in their own sample.
+
+    Llama 4 makes queries longer the farther they stand in the row, in layers without rotation: 1 + attn_scale * log(1 +
+    floor((place + 1) / floor_scale)). Which is that of a place in the sample in padded rows only.
+    """
+    if not (CURRENT.packed and getattr(module, "attn_temperature_tuning", False)) or getattr(module, "use_rope", True):
+        return query
+    row = torch.arange(query.shape[2], device=query.device)
+    starts = CURRENT.starts if query.device.type == "cpu" else CURRENT.on_device
+    sample = torch.bucketize(row, starts[1:], right=True)
+    ratio = _temperature(module, row - starts[sample]) / _temperature(module, row)
+    return (query * ratio.view(1, 1, -1, 1)).to(query.dtype)
+
+
+def _temperature(module: Any, places: Tensor) -> Tensor:
+    return torch.log1p(torch.floor((places.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+
+
+def _cut(whole: Bounds, chunk: int) -> Bounds:
+    """The same samples, each from its beginning cut into parts of `chunk` tokens."""
+    starts = [part for start, end in pairwise(whole.starts.tolist()) for part in range(start, end, chunk)]
+    cut = torch.tensor([*starts, int(whole.starts[-1])], dtype=torch.int32)
+    on_device = None if whole.on_device is None else cut.to(whole.on_device.device, non_blocking=True)
+    return Bounds(cut, on_device, chunk)
+
+
+@lru_cache
+def _has_kernel(device: torch.device) -> bool:
+    """Whether PyTorch has a fused kernel for packed rows, with windows, on a device."""
+    known = device.type == "cuda" and "window_size" in VARLEN_OPTIONS
+    return known and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -9,9 +9,10 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from api.http import sessions
 from api.http.dependencies import Services, Svc
-from ft_service.errors import AuthError, ForbiddenError, LimitError
-from ft_service.store.records import Principal
+from ft_service.errors import AuthError, ForbiddenError, LimitError, NotFoundError
+from ft_service.store.records import Principal, Project
 from ft_service.store.tenants.audit import Actor, act_as
+from ft_service.store.tenants.projects import MANAGING_PROJECT
 
 bearer = HTTPBearer(auto_error=False, description="An API key of this service: `ft keys create`.")
 _Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
@@ -68,3 +69,26 @@ async def _admin(caller: Annotated[Principal, Depends(authenticated)]) -> Princi
 Caller = Annotated[Principal, Depends(authenticated)]
 Admin = Annotated[Principal, Depends(_admin)]
 """A caller whose key has the scope admin; everybody else gets a ForbiddenError."""
+
+
+def manages(caller: Principal) -> bool:
+    """Whether an admin key in this project manages the others of its organisation."""
+    return caller.project_id == MANAGING_PROJECT
+
+
+def known_project(project_id: str, caller: Principal, services: Services) -> Project:
+    """A project that the caller may know of: its own; with a managing key every one of its organisation. Raises NotFoundError
+    for any other, as if there were none.
+    """
+    if project_id == caller.project_id:
+        return services.store.get_project(project_id)
+    missing = NotFoundError(f"There is no project {project_id[:80]!r} in this organisation.")
+    if caller.scope != "admin" or not manages(caller):
+        raise missing
+    try:
+        project = services.store.get_project(project_id)
+    except NotFoundError:
+        raise missing from None
+    if project.organization != caller.organization:
+        raise missing
+    return project

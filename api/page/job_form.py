@@ -24,7 +24,8 @@ FIRST: Mapping[str, str] = {
 }
 """Options that people change first → what the form calls them."""
 _FILES = ("training_file", "validation_file")
-_ALONE = ("model", *_FILES, "suffix", "seed", "priority", "max_seconds")
+_NUMBERS = ("validation_split", "seed", "priority", "max_seconds")
+_ALONE = ("model", *_FILES, "suffix", *_NUMBERS)
 _OF_THE_FORM = {*_ALONE, *SECTIONS, "metadata", "hyperparameters"}
 OTHER = "other"
 """The field for everything that has no field of its own, such as `method`: as YAML."""
@@ -71,7 +72,7 @@ def body_of(form: Mapping[str, str]) -> dict[str, Any]:
     for name, value in sections.items():
         section, key = name.split(".")
         body.setdefault(section, {})[key] = _value(value)
-    for name in ("seed", "priority", "max_seconds"):
+    for name in _NUMBERS:
         if form.get(name, "").strip():
             body[name] = _value(form[name])
     if metadata := _metadata(form):
@@ -130,7 +131,8 @@ def command_text(body: Mapping[str, Any], files: Mapping[str, str]) -> str:
 
 def python_text(body: Mapping[str, Any], base_url: str) -> str:
     """A program for the openai client."""
-    theirs = {name: value for name, value in body.items() if name not in JobOptions.model_fields}
+    extra = {"validation_split", *JobOptions.model_fields}
+    theirs = {name: value for name, value in body.items() if name not in extra}
     ours = {name: value for name, value in body.items() if name not in theirs}
     lines = [f"    {name}={pprint.pformat(value, sort_dicts=False)}," for name, value in theirs.items()]
     if ours:

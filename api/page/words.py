@@ -21,6 +21,8 @@ STATES: Mapping[str, str] = {
     "failed": "Failed",
     "cancelled": "Cancelled",
 }
+BELOW: Mapping[str, tuple[str, ...]] = {"/jobs": ("/jobs", "/sweeps"), "/projects": ("/projects", "/changes")}
+"""A view of the navigation → itself and those that one reaches from it."""
 ENDED = frozenset({"succeeded", "failed", "cancelled"})
 
 
@@ -94,11 +96,11 @@ def share_done(job: Mapping[str, Any]) -> float:
     return min(1.0, progress["step"] / max(1, progress["total_steps"])) if progress else 0.0
 
 
-def ended_as(job: Mapping[str, Any], losses: Sequence[float] | None) -> tuple[object, ...] | None:
+def ended_as(job: Mapping[str, Any], losses: Sequence[float] | None, foreign: bool) -> tuple[object, ...] | None:
     """What a row of a job that is over depends on; None: the job goes on, and its row changes."""
     if job["status"] not in ENDED or job["phase"]:
         return None
-    return (job["id"], job["status"], job["finished_at"], tuple(losses or ()))
+    return (job["id"], job["status"], job["finished_at"], tuple(losses or ()), foreign)
 
 
 def option_text(value: Any) -> str:
@@ -151,6 +153,7 @@ FILTERS: dict[str, Callable[..., str]] = {
     "option_text": option_text,
 }
 GLOBALS: dict[str, Any] = {
+    "BELOW": BELOW,
     "STATES": STATES,
     "ENDED": ENDED,
     "job_title": job_title,

@@ -12,7 +12,7 @@ from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from api.http import idempotency
-from api.http.auth import Caller
+from api.http.auth import Caller, known_project
 from api.http.dependencies import JsonBody, Services, Svc, binary, body_schema, server_sent
 from api.http.routing import BareRoute, keyed_router, written
 from api.transfer import adapter_download, event_stream, log_tail
@@ -79,12 +79,14 @@ def list_jobs(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     status: State | None = None,
     base: Annotated[str | None, Query(description="Name of a base model: only jobs that train on it.")] = None,
+    project: Annotated[str | None, Query(description="Id of a project: its jobs, not those of the key's own.")] = None,
 ) -> Any:
     """Newest first. `metadata[k]=v`, any number of times: only jobs whose metadata hold all these pairs. `metadata=null`: only
-    jobs without metadata. `status` and `base`, which OpenAI's API has not: only jobs in that state, on that base."""
-    page = services.store.list_jobs(
-        caller.project_id, after=after, limit=limit, metadata=_metadata(request), state=status, base=base
-    )
+    jobs without metadata. `status` and `base`, which OpenAI's API has not: only jobs in that state, on that base. `project`,
+    which it has not either: another project's jobs, for an admin key of the first project; their events, files and models are
+    for keys of that project."""
+    whose = caller.project_id if project is None else known_project(project, caller, services).id
+    page = services.store.list_jobs(whose, after=after, limit=limit, metadata=_metadata(request), state=status, base=base)
     return list_view([_view(job, caller, services) for job in page.data], page.has_more)
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
+from fastapi import Query
+
 from api.http.auth import Caller
 from api.http.dependencies import Svc
 from api.http.routing import keyed_router
@@ -18,18 +22,17 @@ router = keyed_router("/v1/models", "models")
 
 
 @router.get("")
-def list_models(caller: Caller, services: Svc) -> ModelsView:
+def list_models(
+    caller: Caller,
+    services: Svc,
+    owned_by: Annotated[Literal["system"] | None, Query(description="`system`: no tuned models.")] = None,
+) -> ModelsView:
     """Every base below FT_MODELS, the aliases in FT_MODEL_ALIASES, then the tuned models that the project may use, newest
-    first."""
+    first. `owned_by`, which OpenAI's API has not: only the bases and aliases."""
     bases = [_base(model.name, model) for model in services.catalogue.list_models()]
     aliases = [_base(alias, model) for alias, model in services.catalogue.list_aliases()]
-    return ModelsView(
-        data=[
-            *bases,
-            *aliases,
-            *(_tuned(model, caller) for model in tuned_models.list_usable(caller, services.store, services.places)),
-        ]
-    )
+    tuned = () if owned_by else tuned_models.list_usable(caller, services.store, services.places)
+    return ModelsView(data=[*bases, *aliases, *(_tuned(model, caller) for model in tuned)])
 
 
 @router.get("/{model:path}")

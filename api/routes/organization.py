@@ -1,7 +1,7 @@
 """`/v1/organization`: projects, their keys and limits, the record of changes, and use. For admin keys only.
 
 An admin key manages its own project's keys. One of the first project (`default`) also manages the other projects of its
-organisation, and their limits; what is in them (files, jobs, models) it does not see.
+organisation, and their limits; of what is in them (files, jobs, models) it sees the list of jobs, if it asks by `project`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fastapi import Query
 from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
-from api.http.auth import Admin
+from api.http.auth import Admin, known_project, manages
 from api.http.dependencies import JsonBody, Services, Svc, body_schema, parse_body
 from api.http.routing import keyed_router
 from api.wire.organization_views import (
@@ -31,7 +31,7 @@ from api.wire.organization_views import (
     usage_view,
 )
 from api.wire.views import ListView, list_view
-from ft_service.errors import ForbiddenError, NotFoundError, SpecError
+from ft_service.errors import ForbiddenError, SpecError
 from ft_service.spec import Strict
 from ft_service.store.records import Limits, Principal, Project
 from ft_service.store.tenants.projects import MANAGING_PROJECT
@@ -96,7 +96,7 @@ def list_projects(
     caller: Admin, services: Svc, after: str | None = None, limit: Limit = 20, include_archived: bool = False
 ) -> Any:
     """By creation. An admin key of another project than the first sees its own."""
-    if not _manages(caller):
+    if not manages(caller):
         return list_view([_view(services.store.get_project(caller.project_id), services)], has_more=False)
     page = services.store.list_projects(organization=caller.organization, archived=include_archived, after=after, limit=limit)
     return list_view([_view(project, services) for project in page.data], page.has_more)
@@ -113,14 +113,14 @@ def create_project(body: JsonBody, caller: Admin, services: Svc) -> ProjectView:
 
 @router.get("/projects/{project_id}")
 def retrieve_project(project_id: str, caller: Admin, services: Svc) -> ProjectView:
-    return _view(_seen(project_id, caller, services), services)
+    return _view(known_project(project_id, caller, services), services)
 
 
 @router.post("/projects/{project_id}", openapi_extra=body_schema(ProjectUpdate))
 def update_project(project_id: str, body: JsonBody, caller: Admin, services: Svc) -> ProjectView:
     """Change its name and limits; these are not in OpenAI's API. They hold from a second later on."""
     asked = parse_body(body, ProjectUpdate)
-    _seen(project_id, caller, services)
+    known_project(project_id, caller, services)
     _refuse_unless_managing(caller)
     return _view(services.store.update_project(project_id, name=asked.name, limits=asked.limits.given()), services)
 
@@ -128,7 +128,7 @@ def update_project(project_id: str, body: JsonBody, caller: Admin, services: Svc
 @router.post("/projects/{project_id}/archive")
 def archive_project(project_id: str, caller: Admin, services: Svc) -> ProjectView:
     """End a project: its keys open nothing any more. Its jobs run on, and what it has stays."""
-    _seen(project_id, caller, services)
+    known_project(project_id, caller, services)
     _refuse_unless_managing(caller)
     return _view(services.store.archive_project(project_id), services)
 
@@ -136,7 +136,7 @@ def archive_project(project_id: str, caller: Admin, services: Svc) -> ProjectVie
 @router.get("/projects/{project_id}/api_keys", response_model=ListView[ApiKeyView])
 def list_keys(project_id: str, caller: Admin, services: Svc, after: str | None = None, limit: Limit = 20) -> Any:
     """Oldest first, expired and revoked ones too."""
-    _seen(project_id, caller, services)
+    known_project(project_id, caller, services)
     now, keys = services.store.now(), services.store.list_keys(project_id)
     if after is not None:
         place = next((number for number, key in enumerate(keys) if key.id == after), None)
@@ -150,7 +150,7 @@ def list_keys(project_id: str, caller: Admin, services: Svc, after: str | None =
 def create_key(project_id: str, body: JsonBody, caller: Admin, services: Svc) -> NewApiKeyView:
     """Make a key, whose `value` is shown this one time."""
     asked = parse_body(body, ProjectKeyRequest)
-    _seen(project_id, caller, services)
+    known_project(project_id, caller, services)
     now = services.store.now()
     expires_at = None if asked.expires_in_seconds is None else now + asked.expires_in_seconds
     key, secret = services.store.create_key(project_id=project_id, name=asked.name, scope=asked.scope, expires_at=expires_at)
@@ -159,14 +159,14 @@ def create_key(project_id: str, body: JsonBody, caller: Admin, services: Svc) ->
 
 @router.get("/projects/{project_id}/api_keys/{api_key_id}")
 def retrieve_key(project_id: str, api_key_id: str, caller: Admin, services: Svc) -> ApiKeyView:
-    _seen(project_id, caller, services)
+    known_project(project_id, caller, services)
     return api_key_view(services.store.get_key(project_id, api_key_id), services.store.now())
 
 
 @router.delete("/projects/{project_id}/api_keys/{api_key_id}")
 def revoke_key(project_id: str, api_key_id: str, caller: Admin, services: Svc) -> DeletedApiKeyView:
     """Revoke a key; it stays in the list. It opens nothing from a second later on."""
-    _seen(project_id, caller, services)
+    known_project(project_id, caller, services)
     return DeletedApiKeyView(id=services.store.revoke_key(project_id, api_key_id).id)
 
 
@@ -174,7 +174,7 @@ def revoke_key(project_id: str, api_key_id: str, caller: Admin, services: Svc) -
 def rotate_key(project_id: str, api_key_id: str, body: JsonBody, caller: Admin, services: Svc) -> NewApiKeyView:
     """Replace a key by one of the same name and scope. The old one goes on for `keep_seconds`."""
     asked = parse_body(body, KeyRotation)
-    _seen(project_id, caller, services)
+    known_project(project_id, caller, services)
     key, secret = services.store.rotate_key(project_id, api_key_id, keep_seconds=asked.keep_seconds)
     return new_api_key_view(key, secret, services.store.now())
 
@@ -230,34 +230,14 @@ def _view(project: Project, services: Services) -> ProjectView:
     return project_view(project, services.forecasts.share_of(project.id))
 
 
-def _manages(caller: Principal) -> bool:
-    return caller.project_id == MANAGING_PROJECT
-
-
 def _refuse_unless_managing(caller: Principal) -> None:
-    if not _manages(caller):
+    if not manages(caller):
         raise ForbiddenError(f"Projects and their limits are managed with an admin key of the project {MANAGING_PROJECT}.")
 
 
-def _seen(project_id: str, caller: Principal, services: Services) -> Project:
-    """A project that the caller may know of. Raises NotFoundError for any other, as if there were none."""
-    if project_id == caller.project_id:
-        return services.store.get_project(project_id)
-    missing = NotFoundError(f"There is no project {project_id[:80]!r} in this organisation.")
-    if not _manages(caller):
-        raise missing
-    try:
-        project = services.store.get_project(project_id)
-    except NotFoundError:
-        raise missing from None
-    if project.organization != caller.organization:
-        raise missing
-    return project
-
-
 def _scope(caller: Principal) -> dict[str, Any]:
-    return {"organization": caller.organization} if _manages(caller) else {"project_id": caller.project_id}
+    return {"organization": caller.organization} if manages(caller) else {"project_id": caller.project_id}
 
 
 def _usage_scope(caller: Principal) -> dict[str, Any]:
-    return {"organization": caller.organization} if _manages(caller) else {"only_project": caller.project_id}
+    return {"organization": caller.organization} if manages(caller) else {"only_project": caller.project_id}

@@ -31,6 +31,13 @@ def ids(client: openai.OpenAI) -> list[str]:
     return [model.id for model in client.models.list() if model.id.startswith("ft:")]
 
 
+def test_the_operators_models_are_listed_alone(service: Service, client: openai.OpenAI, tuned: str) -> None:
+    every = [model.id for model in client.models.list()]
+    system = [model["id"] for model in service.http("GET", "/v1/models?owned_by=system").json()["data"]]
+    assert every == [*system, tuned]
+    assert len(system) == 3, "two bases and an alias"
+
+
 def test_a_deleted_model_is_gone_and_its_job_stays(service: Service, client: openai.OpenAI, tuned: str) -> None:
     job = client.fine_tuning.jobs.list().data[0]
     adapter = f"/v1/fine_tuning/jobs/{job.id}/adapter"

@@ -59,7 +59,8 @@
         return;
       }
       for (const select of $$("[data-files]")) select.options.add(new Option(`${answer.filename} · ${answer.id.slice(-6)}`, answer.id), 1);
-      const empty = $$("[data-files]").find((select) => !select.value);
+      const share = form.elements.validation_split.value;
+      const empty = $$("[data-files]").find((select) => !select.value && !(share && select.id === "validation_file"));
       if (empty) empty.value = answer.id;
       told.textContent = `${answer.filename} is there${empty ? `, as ${empty.labels[0].textContent.toLowerCase()}` : ""}.`;
       planSoon();

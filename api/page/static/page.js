@@ -76,6 +76,16 @@
     $("[data-compare]", bar).disabled = count < 2 || count > 8;
   };
 
+  // Who comes back to a list that is painted in part at first stands where he stood, once all of it is there.
+  const here = `at ${location.pathname}${location.search}`;
+  let stood = performance.getEntriesByType("navigation")[0]?.type === "back_forward" ? Number(sessionStorage.getItem(here)) : 0;
+  addEventListener("pagehide", () => sessionStorage.setItem(here, scrollY));
+  const goBackDown = (part) => {
+    if (!stood || part.id !== "jobs") return;
+    scrollTo(0, Math.max(scrollY, stood));
+    stood = 0;
+  };
+
   // Requests of parts that refresh themselves rest while nobody looks, and go on over a restart of the server.
   document.addEventListener("htmx:beforeRequest", ({ detail }) => { if (detail.requestConfig.path === "/sign-out") sessionStorage.clear(); });
   let lost = false;
@@ -95,7 +105,7 @@
     if (status === 401) return;
     try { say(JSON.parse(responseText).error.message); } catch { say(`The server answered ${status}.`); }
   });
-  document.addEventListener("htmx:afterSettle", (event) => { tellTimes(event.target); tellChoice(); });
+  document.addEventListener("htmx:afterSettle", (event) => { tellTimes(event.target); tellChoice(); goBackDown(event.target); });
   document.addEventListener("visibilitychange", () => { if (!document.hidden) tellTimes(); });
   tellTimes();
   tellChoice();

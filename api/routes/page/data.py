@@ -105,4 +105,4 @@ def _faults(jobs: list[dict[str, Any]], file_id: str) -> list[str]:
 
 
 async def _bases(api: InnerApi) -> list[str]:
-    return [model["id"] for model in (await api.get("/v1/models"))["data"] if not model["parent"]]
+    return [model["id"] for model in (await api.get("/v1/models", owned_by="system"))["data"]]

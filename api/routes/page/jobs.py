@@ -9,6 +9,7 @@ from urllib.parse import urlencode
 from fastapi import Request
 from fastapi.responses import Response
 
+from api.http.auth import manages
 from api.http.dependencies import Svc
 from api.page.answers import Answers, from_evaluations, from_messages
 from api.page.inner_api import Api, ApiError, InnerApi
@@ -16,11 +17,15 @@ from api.page.job_form import given_options, yaml_text
 from api.page.rendering import Part, fragment, page, rendered, sent
 from api.routes.page.chat import inference_of
 from api.routes.page.entry import Visitor, page_router
+from api.routes.page.usage import ORGANIZATION, every
+from ft_service.store.records import Principal
 
 router = page_router()
 
 JOBS = "/v1/fine_tuning/jobs"
 _PAGE = 50
+_AT_FIRST = 20
+"""Jobs that are painted at once: more than a screen holds."""
 _SPARK_POINTS = 48
 _LOG_LINES = 400
 _RECENT_SECONDS = 2.0
@@ -39,20 +44,22 @@ TABS = (
 
 
 @router.get("/jobs")
-async def jobs(request: Request, api: Api) -> Response:
-    rows = await _rows(request, api, with_losses=False)  # which the page asks for once it is painted
-    return page(request, "jobs.html", **rows, bases=await _bases(api), seen="")
+async def jobs(request: Request, api: Api, viewer: Visitor) -> Response:
+    rows = await _rows(request, api, viewer, first=True)
+    chosen = rows["filters"]["base"]
+    bases = sorted({*await _bases(api), *([chosen] if chosen else [])})
+    return page(request, "jobs.html", **rows, bases=bases, projects=await _projects(api, viewer), seen="")
 
 
 @router.get("/page/live/jobs")
 async def live_jobs(request: Request, api: Api, viewer: Visitor, services: Svc) -> Response:
     """What many who look at the same list get is made once."""
     wanted = sorted(pair for pair in request.query_params.multi_items() if pair[0] != "seen")
-    key = (viewer.project_id, *wanted)
+    key = (viewer.project_id, viewer.scope, *wanted)
     recent: dict[tuple[object, ...], tuple[float, Part]] = services.remembered
     made = recent.get(key)
     if made is None or time.monotonic() - made[0] > _RECENT_SECONDS:
-        part = rendered(request, "jobs_rows.html", **await _rows(request, api))
+        part = rendered(request, "jobs_rows.html", **await _rows(request, api, viewer))
         if len(recent) >= _MOST_RECENT:
             recent.clear()
         made = recent[key] = time.monotonic(), part
@@ -165,23 +172,34 @@ async def _events(api: InnerApi, job_id: str, most: int) -> list[dict[str, Any]]
     return found["data"]
 
 
-async def _bases(api: InnerApi) -> list[str]:
-    models = await api.get("/v1/models")
-    return sorted({model["root"] for model in models["data"]})
+async def _bases(api: InnerApi) -> set[str]:
+    models = await api.get("/v1/models", owned_by="system")
+    return {model["root"] for model in models["data"]}
 
 
-async def _rows(request: Request, api: InnerApi, *, with_losses: bool = True) -> dict[str, Any]:
+async def _projects(api: InnerApi, viewer: Principal) -> dict[str, str]:
+    """Id → name of the projects whose jobs this key sees; empty if there is but one."""
+    if viewer.scope != "admin" or not manages(viewer):
+        return {}
+    found = {one["id"]: one["name"] for one in await every(api, f"{ORGANIZATION}/projects")}
+    return found if len(found) > 1 else {}
+
+
+async def _rows(request: Request, api: InnerApi, viewer: Principal, *, first: bool = False) -> dict[str, Any]:
+    """A page of the list. `first`: what is painted at once, without losses; the page asks for the whole then."""
     asked = request.query_params
-    filters = {name: asked.get(name) or None for name in ("status", "base", "metadata")}
+    filters = {name: asked.get(name) or None for name in ("status", "base", "metadata", "project")}
     key, equals, value = (filters["metadata"] or "").partition("=")
     pair = {f"metadata[{key.strip()}]": value.strip()} if equals else {}
-    query = {"status": filters["status"], "base": filters["base"], "after": asked.get("after"), **pair}
-    found = await api.get(JOBS, limit=_PAGE, **query)
+    query = {name: filters[name] for name in ("status", "base", "project")} | {"after": asked.get("after"), **pair}
+    found = await api.get(JOBS, limit=_AT_FIRST if first else _PAGE, **query)
     kept = {name: given for name, given in filters.items() if given}
+    foreign = filters["project"] not in (None, viewer.project_id)
     here = kept | ({"after": asked["after"]} if "after" in asked else {})
     return {
         "jobs": found["data"],
-        "curves": await _losses(api, found["data"]) if with_losses else {},
+        "curves": {} if first or foreign else await _losses(api, found["data"]),
+        "foreign": foreign,
         "filters": filters,
         "filtered": bool(kept),
         "live": f"/page/live/jobs?{urlencode(here)}",

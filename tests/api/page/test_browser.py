@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,12 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
 
+from ft_service.bases.catalogue import Catalogue
+from ft_service.control.sweeps.admission import create_sweep
 from ft_service.serving import preview as preview_module
-from ft_service.store.records import Limits
 from tests.support.page.browser import (
     attribute,
     axe_faults,
-    browsing,
     click,
     confirm,
     drop,
@@ -30,42 +29,12 @@ from tests.support.page.browser import (
     told,
     until,
 )
+from tests.support.page.hostile import HOSTILE, hostile_views, sign_in
 from tests.support.page.place import Place
-from tests.support.page.seeded import DATA, NOW, seed_checkpoints, seed_files, seed_job, seed_log, seed_steps
-from tests.support.page.teams import evaluation_messages, seed_evaluation, seed_messages, seed_sweep, seed_use
-
-HOSTILE = (
-    '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>',
-    "'\"><svg onload=window.hacked=1>",
-    "{{7*7}}${7*7}</script></textarea></pre><b>hi",
-)
+from tests.support.page.seeded import DATA, NOW, seed_files, seed_job, seed_steps
+from tests.support.page.teams import seed_sweep
 
 LOSS = ".curve-card.large .plot"
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    place = Place(tmp_path_factory.mktemp("home"))
-    yield place
-    place.close()
-
-
-@pytest.fixture(scope="module")
-def downloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("downloads")
-
-
-@pytest.fixture(scope="module")
-def driver(downloads: Path, place: Place) -> Iterator[webdriver.Chrome]:
-    with browsing(downloads) as driver:
-        yield driver
-
-
-def sign_in(driver: webdriver.Chrome, place: Place) -> None:
-    driver.execute_cdp_cmd("Network.clearBrowserCookies", {})
-    driver.get(place.url)
-    find(driver, "#key").send_keys(place.key, Keys.ENTER)
-    until(lambda: driver.current_url.endswith("/jobs"))
 
 
 def test_the_life_of_a_job(driver: webdriver.Chrome, place: Place, downloads: Path) -> None:
@@ -95,6 +64,7 @@ def test_the_life_of_a_job(driver: webdriver.Chrome, place: Place, downloads: Pa
     until(lambda: "from 3.2 to 0.8" in attribute(driver, LOSS, "aria-label"))
     place.stop()
     until(lambda: "goes on by itself" in text_of(driver, "#toasts"))
+    until(lambda: any("/metrics" in line for line in told(driver)))  # the curve has asked in vain
     place.start()
     place.train(job, 1, range(6, 11))
     until(lambda: "from 3.2 to 0.5" in attribute(driver, LOSS, "aria-label"))
@@ -138,42 +108,6 @@ def test_the_life_of_a_job(driver: webdriver.Chrome, place: Place, downloads: Pa
     until(lambda: driver.current_url.endswith("/sign-in"))
     driver.get(f"{place.url}/jobs/{job.id}")
     assert driver.current_url.endswith("/sign-in")
-
-
-def hostile_views(place: Place) -> list[str]:
-    """Every view, of objects whose every text is hostile."""
-    files = seed_files(place.settings, place.store, "default")
-    with place.store.writing() as connection:
-        connection.exec_driver_sql("UPDATE files SET filename = ?", (f"{HOSTILE[0]}.jsonl",))
-    place.store.create_key(project_id="default", name=HOSTILE[0], scope="user")
-    metadata = {"name": HOSTILE[0], HOSTILE[1]: HOSTILE[2]}
-    asked = {"model": "tiny-llama", "training_file": files["train"], "metadata": metadata}
-    error = {"code": "invalid_file", "message": HOSTILE[0], "param": "training_file"}
-    ended = {"state": "failed", "reason": "invalid_file", "error": error, "attempt": 1, "finished_at": NOW}
-    jobs = [seed_job(place.settings, place.store, place.holder, asked | {"lora": {"r": r}}, **ended) for r in (4, 8)]
-    for job in jobs:
-        seed_steps(place.store, job, 12, total=12)
-        with place.store.writing() as connection:
-            connection.exec_driver_sql("UPDATE events SET message = ? WHERE job_id = ?", (HOSTILE[0], job.id))
-        seed_checkpoints(place.settings, place.store, job, (10,))
-        seed_log(place.settings, job, HOSTILE)
-    succeeded = {"state": "succeeded", "reason": "succeeded", "attempt": 1, "finished_at": NOW}
-    done = seed_job(place.settings, place.store, place.holder, asked, **succeeded)
-    seed_evaluation(place.settings, done, [(*HOSTILE, HOSTILE[0])], 12)
-    seed_messages(place.store, jobs[0], evaluation_messages([(*HOSTILE, HOSTILE[0])], 12))
-    project = place.store.create_project(name=HOSTILE[0], organization="local", limits=Limits(bases=HOSTILE)).id
-    key, _ = place.store.create_key(project_id=project, name=HOSTILE[0], scope="user")
-    seed_use(place.store, project, key.id, 9, 1.0)
-    sweep = seed_sweep(place.settings, place.store, place.holder, asked)
-    first, second = (job.id for job in jobs)
-    tabs = ("", "/logs", "/settings", "/checkpoints", "/events", "/answers")
-    return [
-        *("/jobs?metadata=%3Cscript%3E%3D1", "/jobs", "/models", "/keys", "/data", f"/data/{files['train']}", "/compare"),
-        *(f"/jobs/{first}{tab}" for tab in tabs),
-        *(f"/jobs/{done.id}", f"/jobs/{done.id}/answers", "/projects", f"/projects/{project}", "/usage", "/changes"),
-        *(f"/new?again={first}", f"/compare?job={first}&job={second}", "/jobs/ftjob-%3Cimg%20onerror%3D1%3E"),
-        *("/sweeps", f"/sweeps/{sweep}", "/try?model=tiny-llama&beside=tiny-llama", "/try?model=%3Cimg%20onerror%3D1%3E"),
-    ]
 
 
 def test_every_view_is_usable_by_all_and_runs_nothing_that_users_wrote(driver: webdriver.Chrome, place: Place) -> None:
@@ -327,6 +261,52 @@ def test_models_keys_and_projects_by_click(driver: webdriver.Chrome, place: Plac
     confirm(driver)
     until(lambda: driver.current_url.endswith("/data"))
     assert files["heldout"] not in attribute(driver, "main", "textContent")
+
+
+def test_who_goes_back_to_a_long_list_stands_where_he_stood(driver: webdriver.Chrome, place: Place) -> None:
+    files = seed_files(place.settings, place.store, "default")
+    asked = {"model": "tiny-llama", "training_file": files["train"], "metadata": {"list": "long"}}
+    ended = {"state": "succeeded", "reason": "succeeded", "attempt": 1, "finished_at": NOW}
+    for _ in range(40):
+        seed_job(place.settings, place.store, place.holder, asked, **ended)
+    sized(driver, 1400, "light")
+    sign_in(driver, place)
+    driver.get(f"{place.url}/jobs?metadata=list%3Dlong")
+    until(lambda: len(driver.find_elements(By.CSS_SELECTOR, "#jobs tbody tr")) == 40)
+    click(driver, "#jobs tbody tr:last-child a")
+    until(lambda: "/jobs/ftjob-" in driver.current_url)
+    driver.back()
+    until(lambda: len(driver.find_elements(By.CSS_SELECTOR, "#jobs tbody tr")) == 40)
+    until(lambda: driver.execute_script("return scrollY > 1000"))
+
+
+def test_a_sweep_by_click(driver: webdriver.Chrome, place: Place) -> None:
+    files = seed_files(place.settings, place.store, "default")
+    asked = {"model": "tiny-llama", "training_file": files["train"], "metadata": {"name": HOSTILE[0]}}
+    over = seed_sweep(place.settings, place.store, place.holder, asked)
+    sized(driver, 1400, "light")
+    sign_in(driver, place)
+    click(driver, "a[href='/sweeps']")
+    click(driver, f"a[href='/sweeps/{over}']")
+    assert text_of(driver, ".side nav [aria-current]") == "Jobs"
+    losses = [cell.text for cell in driver.find_elements(By.CSS_SELECTOR, "#sweep td:nth-last-child(2)")]
+    assert losses == ["0.37", "0.44", "0.61", "0.92"], "best first"
+    ranked = [one.text for one in driver.find_elements(By.CSS_SELECTOR, "#sweep td.name a")]
+    click(driver, "#sweep .actions a")
+    assert re.findall(r"ftjob-\w+", driver.current_url) == ranked
+
+    # One that is under way: the page follows it to its end
+    mine = asked | {"validation_split": 0.5, "sweep": {"lora.r": [4, 8]}}
+    catalogue = Catalogue.from_settings(place.settings)
+    parts = {"store": place.store, "settings": place.settings, "catalogue": catalogue}
+    running = create_sweep(mine, principal=place.holder, sweep_id=None, **parts)
+    driver.get(f"{place.url}/sweeps/{running.id}")
+    click(driver, "#cancel-sweep")
+    confirm(driver)
+    until(lambda: "2 cancelled" in text_of(driver, "#sweep"))
+    states = {job.state.value for job in place.store.jobs_of_sweeps([running.id])[running.id]}
+    assert states == {"cancelled"}
+    assert driver.execute_script("return window.hacked") is None
 
 
 def test_all_of_it_by_keyboard(driver: webdriver.Chrome, place: Place) -> None:

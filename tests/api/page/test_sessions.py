@@ -219,3 +219,15 @@ def test_every_answer_forbids_what_is_not_the_pages_own(service: Service, browse
         assert "default-src 'none'" in policy
         assert "unsafe" not in policy
         assert "frame-ancestors 'none'" in policy
+
+
+def test_a_form_with_a_validation_file_and_a_share_is_refused_in_the_apis_words(
+    browser: httpx2.Client, training_file: str
+) -> None:
+    token = {"x-csrf-token": token_of(secret_of(browser)), "hx-request": "true"}
+    form = {"model": "tiny", "training_file": training_file, "validation_file": training_file, "validation_split": "0.1"}
+    told = "validation_file and validation_split are both given: keep one"
+    assert told in browser.post("/new/plan", data=form, headers=token).text
+    refused = browser.post("/new", data=form, headers=token)
+    assert refused.status_code == 400
+    assert told in refused.json()["error"]["message"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import yaml
 from fastapi import Request
+from openai.resources.fine_tuning.jobs import Jobs
 
 from api.page import answers, comparing, job_form, use, words
 from api.page.rendering import rendered
@@ -18,13 +20,16 @@ BODY = {
     "suffix": "v1",
     "lora": {"r": 8, "target_modules": ["q_proj", "v_proj"], "rank_pattern": {"q": 4}},
     "training": {"learning_rate": 2e-4, "packing": False, "max_steps": 10},
+    "validation_split": 0.1,
     "seed": 7,
     "metadata": {"name": "by hand", "team": "a=b"},
 }
 
 
 def test_a_body_goes_through_the_form_unchanged() -> None:
-    assert job_form.body_of(job_form.fields_of(BODY)) == BODY
+    fields = job_form.fields_of(BODY)
+    assert job_form.body_of(fields) == BODY
+    assert (fields["validation_split"], fields["other"]) == ("0.1", "")
 
 
 def test_what_the_form_has_no_field_for_goes_through_it_unchanged() -> None:
@@ -70,8 +75,10 @@ def test_the_same_job_in_three_languages() -> None:
         job_form.python_text(BODY, "http://here").partition("client.fine_tuning.jobs.create(")[2].rpartition(")\nprint")[0]
     )
     exec(f"took({program})", {"took": lambda **given: calls.append(given)})
-    assert calls[0].pop("extra_body") == {"lora": BODY["lora"], "training": BODY["training"]}
-    assert calls[0] == {name: BODY[name] for name in ("model", "training_file", "suffix", "seed", "metadata")}
+    ours = {"lora", "training", "validation_split"}
+    assert calls[0].pop("extra_body") == {name: value for name, value in BODY.items() if name in ours}
+    assert calls[0] == {name: value for name, value in BODY.items() if name not in ours}
+    assert set(calls[0]) <= set(inspect.signature(Jobs.create).parameters), "what the client knows"
 
 
 def test_numbers_and_times_in_few_characters() -> None:

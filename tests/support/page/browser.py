@@ -123,6 +123,56 @@ def tab_to(driver: webdriver.Chrome, css: str, most: int = 80) -> None:
     raise AssertionError(f"{css} cannot be reached with the keyboard")
 
 
+def walked(driver: webdriver.Chrome) -> tuple[list[str], list[str]]:
+    """What can be worked in the page as it is, in its order; and what has the focus, one after the other, from the first press
+    of the tabulator until the page's beginning comes round. What does not show that it has the focus says so.
+    """
+    expected: list[str] = driver.execute_script(_WALK)
+    keys = [Keys.TAB] * (len(expected) + 1)
+    webdriver.ActionChains(driver, duration=0).send_keys(*keys).perform()
+    return expected, driver.execute_script("return window.walked")
+
+
+_WALK = """
+for (const closed of document.querySelectorAll("details:not([open])")) closed.open = true;
+document.addEventListener("htmx:beforeRequest", (event) => event.preventDefault(), true);
+const inputs = "input:not([type=hidden]):not(:disabled), select:not(:disabled), textarea:not(:disabled)";
+const workable = `a[href], button:not(:disabled), ${inputs}, summary, [tabindex]:not([tabindex="-1"])`;
+const all = [...document.querySelectorAll(workable)].filter((one) => one.checkVisibility({ visibilityProperty: true }));
+const name = (one) => `${all.indexOf(one)} ${one.outerHTML.slice(0, 90)}`;
+const shown = (one) => {
+  const style = getComputedStyle(one);
+  return style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 1;
+};
+window.walked = [];
+document.addEventListener("focusin", ({ target }) => {
+  const seen = target.matches(".sr") ? target.labels[0] : target;
+  window.walked.push(name(target) + (shown(seen) ? "" : " has the focus, and does not show it"));
+});
+const start = document.createElement("span");
+start.tabIndex = -1;
+document.body.prepend(start);
+start.focus();
+window.walked.length = 0;
+start.remove();
+return all.map(name);
+"""
+
+
+def unworkable(driver: webdriver.Chrome) -> list[str]:
+    """What does something by a click and is nothing that a keyboard works."""
+    return driver.execute_script(_UNWORKABLE)
+
+
+_UNWORKABLE = """
+const asks = ["get", "post", "put", "delete"].map((verb) => `[hx-${verb}]:not([hx-trigger])`).join(", ");
+const own = ["copy", "copy-from", "apply", "compare", "theme-toggle", "stop"].map((name) => `[data-${name}]`).join(", ");
+return [...document.querySelectorAll(`${asks}, ${own}, [role=button]`)]
+  .filter((one) => !one.matches("a[href], button, form, input, select"))
+  .map((one) => one.outerHTML.slice(0, 120));
+"""
+
+
 def press(driver: webdriver.Chrome, *keys: str) -> None:
     """Press keys where the focus is."""
     webdriver.ActionChains(driver, duration=0).send_keys(*keys).perform()

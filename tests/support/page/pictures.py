@@ -113,6 +113,7 @@ def views(made: dict[str, str]) -> dict[str, str]:
         "samples": f"/jobs/{done}/samples",
         "answers": f"/jobs/{done}/answers",
         "checkpoints": f"/jobs/{done}/checkpoints",
+        "exports": f"/jobs/{done}/exports",
         "events": f"/jobs/{done}/events",
         "new-job": f"/new?again={done}",
         "compare": "/compare?" + "&".join(f"job={made[name]}" for name in compared),

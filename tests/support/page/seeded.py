@@ -28,6 +28,8 @@ from tests.support.bases import SAMPLE
 
 DATA = Path(__file__).parents[3] / "examples/data"
 NOW = time.time()
+OUT_OF_REACH: dict[str, Any] = {"looked_at": NOW + 1e9, "version": jobs.c.version + 1}
+"""Columns of a job that no reconciler looks at, nor writes to any more if it has it in hand."""
 
 
 def new_settings(home: Path) -> Settings:
@@ -63,7 +65,7 @@ def seed_job(settings: Settings, store: Store, holder: Principal, body: Mapping[
     assert isinstance(job, Job), job
     if row:
         with store.writing() as connection:
-            connection.execute(update(jobs).where(jobs.c.id == job.id).values(**row, looked_at=NOW + 1e9))
+            connection.execute(update(jobs).where(jobs.c.id == job.id).values(**row, **OUT_OF_REACH))
     return store.get_job(holder.project_id, job.id)
 
 
@@ -152,8 +154,6 @@ def seed_all(
 ) -> dict[str, str]:
     """A sweep, made by `sweep` from a body; one job of each kind, and a few more. Returns what it is → id."""
     files = seed_files(settings, store, holder.project_id)
-    swept = {"model": "tiny-llama", "training_file": files["train"], "metadata": {"name": "how fast to learn"}}
-    ids = {"sweep": sweep(settings, store, holder, swept)}
     body = {
         "model": "tiny-llama",
         "training_file": files["train"],
@@ -165,6 +165,8 @@ def seed_all(
         return seed_job(settings, store, holder, body | {"metadata": {"name": name, "team": "support"}} | dict(options), **row)
 
     made: dict[str, Job] = {}
+    made["paused"] = job("night run", {"priority": -5}, state="paused", attempt=1, created_at=NOW - 9000)
+    seed_steps(store, made["paused"], 120, total=300, seed=11, began=NOW - 8800)
     for number, (rate, rank) in enumerate(((1e-4, 8), (2e-4, 16), (4e-4, 16), (8e-4, 32))):
         ended = NOW - 7200 + 900 * number
         made[f"sweep {number}"] = one = job(
@@ -178,20 +180,14 @@ def seed_all(
             trained_tokens=1_228_800,
         )
         seed_steps(store, one, 300, total=300, seed=number + 1, began=ended - 1200)
-    failed: dict[str, Any] = {
-        "code": "invalid_training_file",
-        "message": "train.jsonl, line 17: messages.1.content must be text, not a number.",
-        "param": None,
-    }
-    made["failed"] = job(
-        "orders, week 46", {}, state="failed", reason="invalid_file", error=failed, created_at=NOW - 330, finished_at=NOW - 300
-    )
+    swept = {"model": "tiny-llama", "training_file": files["train"], "metadata": {"name": "how fast to learn"}}
+    ids = {"sweep": sweep(settings, store, holder, swept)}
+    for number, one in enumerate(store.jobs_of_sweeps([ids["sweep"]])[ids["sweep"]]):
+        seed_steps(store, one, 75 if number == 3 else 300, total=300, seed=30 + number, began=NOW - 5300)
     made["cancelled"] = job(
         "first try", {}, state="cancelled", reason="user_cancelled", attempt=1, created_at=NOW - 5160, finished_at=NOW - 5000
     )
     seed_steps(store, made["cancelled"], 40, total=300, seed=9, began=NOW - 5100)
-    made["paused"] = job("night run", {"priority": -5}, state="paused", attempt=1, created_at=NOW - 9000)
-    seed_steps(store, made["paused"], 120, total=300, seed=11, began=NOW - 8800)
     made["succeeded"] = one = job(
         "ticket router v3",
         {"suffix": "router-v3", "precision": {"default": "nf4"}, "evaluation": {"prompts": 6}},
@@ -217,6 +213,14 @@ def seed_all(
     seed_steps(store, one, 187, total=300, seed=21, began=NOW - 300)
     seed_checkpoints(settings, store, one, (100, 150))
     seed_log(settings, one, ["rank 0 of 2 on cpu", *(json.dumps({"step": n, "loss": 2.2 / n + 0.4}) for n in range(1, 188))])
+    failed: dict[str, Any] = {
+        "code": "invalid_training_file",
+        "message": "train.jsonl, line 17: messages.1.content must be text, not a number.",
+        "param": None,
+    }
+    made["failed"] = job(
+        "orders, week 46", {}, state="failed", reason="invalid_file", error=failed, created_at=NOW - 330, finished_at=NOW - 300
+    )
     made["queued"] = job("support tone", {"priority": 3}, state="queued", queued_at=NOW - 60)
     job("support tone, more data", {}, state="queued", queued_at=NOW - 50)
     names = {f"{name} model": str(one.spec.tuned_name) for name, one in made.items()}

@@ -114,7 +114,7 @@ class ServedModel:
         """Raises SpecError for an architecture that knows less of a sequence in parts than of the whole."""
         ids, memory = [1 + place % (self.words - 1) for place in range(1, 13)], Memory()
         whole = self.forward([Piece(ids, Span(Memory(), 0, len(ids)), 0, None)])
-        self.forward([Piece(ids[:8], Span(memory, 0, 8), 0, None)])
+        last = self.forward([Piece(ids[:8], Span(memory, 0, 8), 0, None)])
         for place in range(8, len(ids)):
             last = self.forward([Piece(ids[place : place + 1], Span(memory, 0, 1), place, None)])
         if float((last - whole).norm() / whole.norm()) > _STATE_BOUND[compute]:

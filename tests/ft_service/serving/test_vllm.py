@@ -137,7 +137,7 @@ def test_vllm_answers_as_the_trainer_and_it_is_said_with_both_distances(
     store: Store, tmp_path: Path, handoff: Handoff, url: str
 ) -> None:
     plain = succeeded(store, tmp_path, r=4, lora_alpha=32)
-    patterns = {"rank_pattern": {"q_proj": 8, "down_proj": 2}, "alpha_pattern": {"down_proj": 64}}
+    patterns: dict[str, Any] = {"rank_pattern": {"q_proj": 8, "down_proj": 2}, "alpha_pattern": {"down_proj": 64}}
     with_patterns = succeeded(store, tmp_path, r=4, lora_alpha=32, **patterns)
     another = succeeded(store, tmp_path, tmp_path / "runs" / plain.id / "adapter", r=4, lora_alpha=32, **patterns)
     too_large = succeeded(store, tmp_path, r=32)

@@ -14,7 +14,7 @@ from selenium.webdriver.support.select import Select
 
 from ft_service.bases.catalogue import Catalogue
 from ft_service.control.sweeps.admission import create_sweep
-from ft_service.serving import preview as preview_module
+from ft_service.serving import preview_process
 from tests.support.page.browser import (
     attribute,
     axe_faults,
@@ -131,7 +131,7 @@ def test_every_view_is_usable_by_all_and_runs_nothing_that_users_wrote(driver: w
 
 
 def test_a_model_is_talked_to_beside_another(driver: webdriver.Chrome, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preview_module, "RETRY_SECONDS", 1)
+    monkeypatch.setattr(preview_process, "RETRY_SECONDS", 1)
     files = seed_files(place.settings, place.store, "default")
     asked = {"model": "tiny-llama", "training_file": files["train"], "suffix": "talks", "precision": {"default": "nf4"}}
     ended = {"state": "succeeded", "reason": "succeeded", "attempt": 1, "finished_at": NOW}

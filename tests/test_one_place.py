@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,13 @@ def spelled(pattern: str, but: str) -> list[str]:
     for path in sources():
         name = path.relative_to(ROOT).as_posix()
         if name != but:
-            strings = texts(ast.parse(path.read_text()))
-            found += [f"{name}:{line}: {text!r}" for line, text in strings if re.search(pattern, text)]
+            found += [f"{name}:{line}: {text!r}" for line, text in texts_of(path) if re.search(pattern, text)]
     return found
+
+
+@cache
+def texts_of(path: Path) -> list[tuple[int, str]]:
+    return list(texts(ast.parse(path.read_text())))
 
 
 def test_strings_are_seen_and_docstrings_are_not() -> None:

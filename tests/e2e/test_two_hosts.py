@@ -64,6 +64,7 @@ def two_hosts(
             host.communicate()
 
 
+@pytest.mark.slow
 def test_two_hosts_share_a_run_directory(models: Path, data: Path, tmp_path: Path) -> None:
     spec = write_spec(tmp_path, models, data, steps=10)
     run = RunDir(tmp_path / "run")

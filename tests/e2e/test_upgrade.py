@@ -220,6 +220,7 @@ def test_a_lost_attempt_is_followed_by_one_from_its_checkpoint(
     client.webhooks.verify_signature(told.body.decode(), told.headers, secret=old.recorded["webhook"]["signing_secret"])
 
 
+@pytest.mark.slow
 def test_a_paused_job_goes_on_from_its_checkpoint(server: Server, client: openai.OpenAI, old: OldHome) -> None:
     """It began on the tuned model that the old version made."""
     step = int(old.recorded["checkpoints"]["paused"][-1].split("-")[1])

@@ -47,6 +47,7 @@ def train_all(rank: int, world: int, specs: dict[str, JobSpec]) -> dict[str, lis
     return {family: train_steps(rank, world, spec) for family, spec in specs.items()}
 
 
+@pytest.mark.slow
 def test_experts_train_as_by_peft(tmp_path: Path) -> None:
     """Two steps on one rank and on two, on a quantised base."""
     folders = {family: save_tiny(family, tmp_path / family) for family in STACKS}

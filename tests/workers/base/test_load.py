@@ -128,7 +128,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_large_llama(tmp_path_factory.mktemp("large"))
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_memory_grows_by_what_is_kept_and_little_more(large: Path, world: int, tmp_path: Path) -> None:
     spec = spec_for(large, ranks=world, precision={"default": "fp8", "overrides": {".*(gate|up)_proj": "nf4"}}, lora={"r": 1})
     largest = 2 * WIDTH * HIDDEN

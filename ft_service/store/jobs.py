@@ -55,7 +55,7 @@ _CREATE_JOB = Direct(insert(jobs).values(created_at=database_time()).returning(j
 _CREATE_EVENTS = Direct(insert(events), _FIRST_EVENT)
 _CREATE_PAIRS = Direct(insert(job_metadata), ("job_position", "project_id", "key", "value"))
 _COUNT_WAITING = Direct(select(func.count()).where(jobs.c.project_id == bindparam("of_project"), UNFINISHED, WAITING))
-_LOCK_PROJECT = Direct(select(projects.c.id).where(projects.c.id == bindparam("of_project")).with_for_update())
+_LOCK_PROJECT = Direct(select(projects.c.id).where(projects.c.id == bindparam("of_project")).with_for_update(key_share=True))
 _SELECT_JOB = select(*JOB).where(jobs.c.id == bindparam("job_id"), jobs.c.project_id == bindparam("of_project"))
 _INSERT_EVENTS = insert(events)
 _MEASURED = (

@@ -179,8 +179,9 @@ def _take_slots(connection: Connection, job: Job, taken: Mapping[str, Sequence[i
     except IntegrityError as error:
         raise _NoSlot from error
     connection.execute(update(jobs).where(jobs.c.id == job.id).values(taken_at=now))
-    # The lock on the project's row has two that place jobs of one project in the same moment count one after the other.
-    of_project = select(projects.c.max_slots).where(projects.c.id == job.project_id).with_for_update()
+    # The lock on the project's row has two that place jobs of one project in the same moment count one after the other. One
+    # that goes with the share which the new slots' reference to the project has taken: else each would wait for the other.
+    of_project = select(projects.c.max_slots).where(projects.c.id == job.project_id).with_for_update(key_share=True)
     limit = connection.scalars(of_project).one()
     if limit is not None:
         held = connection.scalars(select(func.count()).where(slots.c.project_id == job.project_id)).one()
@@ -200,6 +201,7 @@ def _release_slots(connection: Connection, job: Job) -> None:
     used = {"held_seconds": jobs.c.held_seconds + seconds, "slot_seconds": jobs.c.slot_seconds + number * seconds}
     connection.execute(update(jobs).where(jobs.c.id == job.id).values(**used, taken_at=None, ends_at=None))
     project = projects.c.id == job.project_id
-    before = connection.execute(select(projects.c.used, projects.c.used_at).where(project).with_for_update()).one()
+    query = select(projects.c.used, projects.c.used_at).where(project).with_for_update(key_share=True)
+    before = connection.execute(query).one()
     total = remembered(before.used, now - before.used_at) + accrued(number, seconds)
     connection.execute(update(projects).where(project).values(used=total, used_at=now))

@@ -97,7 +97,7 @@ def limits_of(max_slots: int | None, limits: dict[str, Any] | None) -> Limits:
 
 def refuse_bytes_beyond(connection: Connection, project_id: str, more: int) -> None:
     """Raise LimitError if the project would keep more bytes of files than it may. The project's row is locked meanwhile."""
-    query = select(projects.c.limits).where(projects.c.id == project_id).with_for_update()
+    query = select(projects.c.limits).where(projects.c.id == project_id).with_for_update(key_share=True)
     limit = (connection.scalars(query).one_or_none() or {}).get("max_bytes")
     if limit is None:
         return
@@ -113,7 +113,7 @@ def refuse_bytes_beyond(connection: Connection, project_id: str, more: int) -> N
 
 def _get(connection: Connection, project_id: str, *, lock: bool = False) -> Project:
     query = select(*_PROJECT).where(projects.c.id == project_id)
-    row = connection.execute(query.with_for_update() if lock else query).mappings().one_or_none()
+    row = connection.execute(query.with_for_update(key_share=True) if lock else query).mappings().one_or_none()
     if row is None:
         raise not_found("project", project_id)
     return _project(row)

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from sqlalchemy import Connection, create_engine, func, select, text
+from sqlalchemy import Connection, create_engine, event, func, select, text
 
 from ft_service.jobs.decisions import Become, decide, placed, too_large, validated
 from ft_service.jobs.states import Ended, Phase, State
@@ -255,6 +256,26 @@ def test_priority_then_creation_decides_what_is_next(store):
     order = [claimed.job.id.removeprefix("ftjob-") for _ in names if (claimed := claim_next(store))]
     assert order == ["high", "first", "second", "low"]
     assert claim_next(store) is None
+
+
+def test_two_jobs_of_a_project_are_placed_in_the_same_moment(store):
+    for _ in range(2):
+        create_job(store, new_job(state=State.QUEUED))
+    claims = [claim_next(store), claim_next(store)]
+    both = threading.Barrier(2)
+
+    def meet(*args) -> None:
+        if args[2].startswith("INSERT INTO slots"):
+            with suppress(threading.BrokenBarrierError):  # SQLite lets one write at a time
+                both.wait(1.0)
+
+    event.listen(store._engine, "after_cursor_execute", meet)
+
+    def start(claimed: Claim, slot: int) -> bool:
+        return store.apply(claimed, JobChange(job=placed(claimed.job, "h1"), take_slots={"h1": [slot]}))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(start, claims, (0, 1))) == [True, True]
 
 
 def test_a_large_job_at_the_head_is_waited_for(store):

@@ -75,7 +75,7 @@ class Segments:
         return self._whole.on_device
 
     def bounds(self, length: int, chunk: int) -> Bounds:
-        """What a layer sees of a row of so many tokens."""
+        """The segments of a row of `length` tokens, in layers that see `chunk` of them (0: all before a token)."""
         if self._whole is None:
             starts = [*range(0, length, chunk or length), length]
             return Bounds(torch.tensor(starts, dtype=torch.int32), None, min(length, chunk or length))
@@ -91,14 +91,20 @@ CURRENT = Segments()
 
 
 def chunk_in(config: Any) -> int:
-    """Tokens of the parts that do not see each other, in some layers of a text decoder; 0: no layer cuts samples."""
-    return config.attention_chunk_size if _CHUNKED in (getattr(config, "layer_types", None) or ()) else 0
+    """Tokens of the parts of a sample that do not see each other, in some layers of a decoder; 0: no layer cuts samples."""
+    return config.attention_chunk_size if _CHUNKED in _kinds(config) else 0
 
 
 def chunk_of(module: nn.Module) -> int:
-    """The same of one attention."""
+    """The same of one attention, by its place among the layers."""
     config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
-    return chunk_in(config) if index is not None and _CHUNKED in (getattr(config, "layer_types", None) or ())[index:][:1] else 0
+    kinds = _kinds(config)
+    return chunk_in(config) if index is not None and index < len(kinds) and kinds[index] == _CHUNKED else 0
+
+
+def _kinds(config: object) -> Sequence[str]:
+    """Of attention, layer by layer, where a config says it."""
+    return getattr(config, "layer_types", None) or ()
 
 
 def tempered(module: nn.Module, query: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from ft_service.control import tuned_models
 from ft_service.control.admission import read, slots_to_resume_with, takes_time
 from ft_service.control.checks.file_statistics import job_statistics
 from ft_service.control.checks.samples import job_samples
-from ft_service.data.samples import Page
+from ft_service.data.samples import MOST_LINES, Page
 from ft_service.data.statistics import Measure
 from ft_service.errors import ConflictError, NotFoundError, SpecError
 from ft_service.jobs.states import Job, State
@@ -141,7 +141,7 @@ def samples(
     job_id: str,
     caller: Caller,
     services: Svc,
-    after: Annotated[int, Query(ge=0)] = 0,
+    after: Annotated[int, Query(ge=0, le=MOST_LINES)] = 0,
     limit: Annotated[int, Query(ge=1, le=100)] = 10,
     file: Literal["training", "validation"] = "training",
 ) -> SamplesView:

@@ -473,3 +473,13 @@ def test_what_keeps_a_job_is_shown_as_long_as_it_is_to_run(
     put(service, job_id, state=state, phase=phase, pending="The job cannot be observed now", attempt=1, host="k")
     job: Any = client.fine_tuning.jobs.retrieve(job_id)
     assert job.pending_reason == ("The job cannot be observed now" if shown else None)
+
+
+def test_a_plan_counts_records_and_not_lines(service: Service, client: openai.OpenAI) -> None:
+    table = b"prompt,completion\n" + b'ask,"an answer\nof two lines"\n' * 10
+    file_id = client.files.create(file=("table.csv", table), purpose="fine-tune").id
+    body = {"model": "tiny", "training_file": file_id, "training": {"batch_size": 2, "n_epochs": 1}}
+    time = service.http("POST", "/v1/fine_tuning/plan", json=body).json()["time"]
+    assert (time["examples"], time["steps"]) == (10, 5)
+    time = service.http("POST", "/v1/fine_tuning/plan", json={**body, "validation_split": 0.4}).json()["time"]
+    assert (time["examples"], time["steps"]) == (6, 3)

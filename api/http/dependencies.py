@@ -91,6 +91,16 @@ async def services(request: Request) -> Services:  # async: it waits for nothing
 
 async def json_body(request: Request) -> Any:
     """The body as JSON. Raises SpecError if it is too large or no JSON; the core checks its contents."""
+    return parse_json(await _read(request))
+
+
+async def optional_json_body(request: Request) -> Any:
+    """The same; None without a body."""
+    body = await _read(request)
+    return parse_json(body) if body else None
+
+
+async def _read(request: Request) -> bytes:
     body = b""
     stream = request.stream()
     async for chunk in stream:
@@ -98,7 +108,7 @@ async def json_body(request: Request) -> Any:
         if len(body) > MAX_JSON_BYTES:
             await drain(stream, _DRAINED_BYTES)
             raise SpecError(f"The body is larger than {MAX_JSON_BYTES} bytes.", code="request_too_large")
-    return parse_json(body)
+    return body
 
 
 async def drain(stream: AsyncIterator[bytes], limit: int) -> None:
@@ -134,10 +144,10 @@ def parse_body(body: Any, model: type[Body]) -> Body:
         raise spec_error(error, model) from None
 
 
-def body_schema(model: type[Strict]) -> dict[str, Any]:
+def body_schema(model: type[Strict], *, required: bool = True) -> dict[str, Any]:
     """A route's `openapi_extra`: its JSON body is not checked by FastAPI, so `app.py` adds the schema that this refers to."""
     schema = {"$ref": SCHEMAS.format(model=model.__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}
 
 
 def binary(*media_types: str) -> dict[int | str, dict[str, Any]]:
@@ -192,3 +202,4 @@ def _too_deep() -> SpecError:
 
 Svc = Annotated[Services, Depends(services)]
 JsonBody = Annotated[Any, Depends(json_body)]
+OptionalJsonBody = Annotated[Any, Depends(optional_json_body)]

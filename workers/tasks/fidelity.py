@@ -25,7 +25,8 @@ from workers.training.step import Sums, evaluate
 
 
 def measure(spec: JobSpec, base: Path, adapter: Path, merged: Path, samples: int) -> dict[str, Any]:
-    """The three losses over the first `samples` of the validation file. None, with the reason: there is no file to use.
+    """The three losses over the first `samples` of the validation file, of pairs over their preferred answers. None, with the
+    reason: there is no file to use.
 
     All in the job's compute dtype and on one device (a GPU if there is one), one model after the other. FP8 weights of a
     merged model are multiplied out: kernels that also compute in FP8 add an error of their own.
@@ -57,10 +58,11 @@ def _validation(spec: JobSpec, samples: int) -> tuple[Sequence[Tokens], str | No
     try:
         options = TokenOptions.of(spec)
         tokenizer = load_tokenizer(spec.model.path, options.chat_template)
-        data = load_dataset(tokenizer, file, spec.training.max_length, options, Split.of(spec))
+        pairs = spec.dpo is not None
+        data = load_dataset(tokenizer, file, spec.training.max_length, options, Split.of(spec), pairs=pairs)
     except DataError as error:
         return [], error.message
-    return data[:samples], None
+    return [data[number] for number in range(0, len(data), 2 if pairs else 1)[:samples]], None
 
 
 def _loss(model: nn.Module, batches: list[Batch], compute: torch.dtype) -> float:

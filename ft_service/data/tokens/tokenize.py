@@ -100,12 +100,15 @@ def load_dataset(
     max_length: int,
     options: TokenOptions = DEFAULT,
     split: Split | None = None,
+    *,
+    pairs: bool = False,
 ) -> TokenSet:
     """The samples of a small file, in memory, as training takes them; with `split` those that are set aside for validation.
-    Raises DataError as `file_samples` and `trainable` do."""
-    with closing(file_samples(tokenizer, file, options)) as samples:
+    `pairs`: as of `file_samples`. Raises DataError as that and `trainable` do."""
+    with closing(file_samples(tokenizer, file, options, pairs=pairs)) as samples:
         found = TokenSet.of(samples, dated=writes_date(tokenizer))
-    return trainable(found if split is None else split_off(found, split, file.name)[1], file, max_length)
+    chosen = found if split is None else split_off(found, split, file.name, pairs=pairs)[1]
+    return trainable(chosen, file, max_length, pairs=pairs)
 
 
 def trainable(samples: TokenSet, file: DataFileRef, max_length: int, *, pairs: bool = False) -> TokenSet:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from ft_service.data.answer_metrics import METRICS, SIMILARITIES, grade, refuse_impossible, score
+from ft_service.data.answer_metrics import METRICS, MOST_COMPARED, SIMILARITIES, grade, refuse_impossible, score
 from ft_service.spec import AnswerMetric
 from ft_service.spec.evaluation import Grader, Multi
 
@@ -142,3 +142,13 @@ def test_what_a_template_names_must_be_there() -> None:
     for text in ("{{ prompt }}", "{{ sample.tokens }}", "{{ item }}", "{{ item.__class__() }}"):
         with pytest.raises(ValueError, match="names nothing"):
             refuse_impossible(grader(input=text, reference="", operation="eq"))
+
+
+def test_texts_that_would_take_minutes_are_not_compared() -> None:
+    near = grader(
+        type="text_similarity", input="{{ sample.output_text }}", reference="{{ item.a }}", evaluation_metric="rouge_l"
+    )
+    longest = "a b " * (MOST_COMPARED // 4)
+    assert grade(near, longest, {"a": longest}).reward == 1
+    assert grade(near, longest, {"a": longest + "a"}).errors == {"other_error"}
+    assert score(longest + "a", "a", [near], {"a": "a"}) == {}

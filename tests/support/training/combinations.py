@@ -101,6 +101,7 @@ FACTORS: dict[str, dict[str, Body]] = {
                 "alpha_pattern": {"k_proj": 4},
             }
         },
+        "experts": {"lora": {"r": 3, "target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}},
         "parent's": {"model": "parent"},
     },
     "steps": {
@@ -140,6 +141,8 @@ def _never(one: tuple[str, str], other: tuple[str, str]) -> list[frozenset[Value
 
 NEVER = {
     *_never(("kept", "best"), ("validation", "none")),  # it goes by validation loss
+    *_never(("adapter", "experts"), ("base", "llama|gemma3_text|lfm2")),
+    *_never(("adapter", "experts"), ("random", "dropout|both")),
     *_never(("data", "completions|texts|pairs|pairs, ipo|pairs, normed"), ("learned", "last_assistant")),
     *_never(("data", "texts|pairs|pairs, ipo|pairs, normed"), ("learned", "everything")),
 }

@@ -17,10 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from ft_service.errors import SpecError
 from tests.support.training.adapters import difference, logits, merged_by_peft, save_adapter
-from tests.support.training.models import save_tiny_llama
+from tests.support.training.models import save_pairs, save_tiny_llama, save_tokenizer, spec_for
 from tests.support.training.prequantized import bitsandbytes_4bit, fp8_by_blocks, fp8_by_rows
 from workers.exports.compressed import from_int4, restore
 from workers.output.model_shards import TensorPlan, in_files
+from workers.tasks.fidelity import _validation
 from workers.tasks.merge import merge
 
 
@@ -146,6 +147,7 @@ MEASURED = """
 import re, sys, threading
 from pathlib import Path
 import torch
+from workers.tasks.fidelity import _validation
 from workers.tasks.merge import merge
 def own_memory():
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
@@ -193,3 +195,18 @@ def test_a_base_that_is_stored_quantised_is_merged_by_the_values_that_it_stands_
     for name, tensor in merged.items():
         change = exact[name] - plain[name].float()
         assert difference(tensor, values.get(name, plain[name]).float() + change) < 2**-8, name
+
+
+def test_of_pairs_the_preferred_answers_are_measured(tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path)
+    pairs = {"method": {"type": "dpo"}}
+    files = save_pairs(tmp_path / "train.jsonl", 8), save_pairs(tmp_path / "valid.jsonl", 5)
+    for spec in (
+        spec_for(tmp_path, files[0], valid=files[1], **pairs),
+        spec_for(tmp_path, files[0], validation_split=0.5, **pairs),
+    ):
+        samples, reason = _validation(spec, 3)
+        assert reason is None
+        answers = [tokenizer.decode(sample.ids[sample.targets]) for sample in samples]
+        assert len(answers) == 3
+        assert all(answer.startswith("it is ") for answer in answers), "not the other ones, which begin with no"

@@ -88,7 +88,7 @@ class _Keeping(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         if self._costly(func, args):
-            self._kept.append(tree_map(_detached, made))
+            self._kept.append((func, tree_map(_detached, made)))
         return made
 
 
@@ -96,7 +96,12 @@ class _Recalling(_Keeping):
     """Around the same forward again: takes that from `kept`, in its order."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._kept.popleft() if self._costly(func, args) else func(*args, **(kwargs or {}))
+        if not self._costly(func, args):
+            return func(*args, **(kwargs or {}))
+        known, made = self._kept.popleft() if self._kept else (None, None)
+        if known is not func:
+            raise RuntimeError(f"{func} is computed again where the first forward had {known}: the layer is not deterministic.")
+        return made
 
 
 def _detached(value: Any) -> Any:

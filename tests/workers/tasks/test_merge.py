@@ -199,7 +199,7 @@ def test_a_base_that_is_stored_quantised_is_merged_by_the_values_that_it_stands_
 
 def test_of_pairs_the_preferred_answers_are_measured(tmp_path: Path) -> None:
     tokenizer = save_tokenizer(tmp_path)
-    pairs = {"method": {"type": "dpo"}}
+    pairs: dict[str, Any] = {"method": {"type": "dpo"}}
     files = save_pairs(tmp_path / "train.jsonl", 8), save_pairs(tmp_path / "valid.jsonl", 5)
     for spec in (
         spec_for(tmp_path, files[0], valid=files[1], **pairs),
@@ -207,6 +207,6 @@ def test_of_pairs_the_preferred_answers_are_measured(tmp_path: Path) -> None:
     ):
         samples, reason = _validation(spec, 3)
         assert reason is None
-        answers = [tokenizer.decode(sample.ids[sample.targets]) for sample in samples]
+        answers = [str(tokenizer.decode(sample.ids[sample.targets])) for sample in samples]
         assert len(answers) == 3
         assert all(answer.startswith("it is ") for answer in answers), "not the other ones, which begin with no"

@@ -48,7 +48,7 @@ class _ExpertsLora:
     """What the adapter of one stack adds to its product. No module: that which holds the matrices is one."""
 
     def __init__(self, holder: Any, turned: bool, scale: float) -> None:
-        self._holder, self._turned, self._scale = holder, turned, scale
+        self._holder, self._turned, self.scale = holder, turned, scale
 
     def __call__(self, x: Tensor, counts: Tensor) -> Tensor:
         """x [n, in], sorted by expert → [n, out]."""
@@ -58,4 +58,4 @@ class _ExpertsLora:
         a = a.unflatten(0, (experts, -1))  # [experts, r, wide]
         b = b.unflatten(1, (-1, experts)).permute(2, 0, 1)  # [experts, high, r]
         first, second = (b.mT, a.mT) if self._turned else (a, b)
-        return grouped_matrices(grouped_matrices(x, first.contiguous(), counts), second.contiguous(), counts) * self._scale
+        return grouped_matrices(grouped_matrices(x, first.contiguous(), counts), second.contiguous(), counts) * self.scale

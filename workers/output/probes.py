@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ft_service.data.tokens.sample import Tokens
 from ft_service.rundir.evaluations import MOST_PROBES, MOST_TOKENS, Probe
+from workers.layers.experts import FrozenExperts
 from workers.layers.linear import LoraLinear
 from workers.layers.segments import CURRENT
 from workers.ranks.sharding import reshard
@@ -43,11 +45,17 @@ def _logprobs(model: PeftModel, ids: Tensor) -> list[float]:
 def _without_adapter(model: PeftModel) -> Iterator[None]:
     """Scaled by zero, and in place: what is gathered together stays the same."""
     scalings = [module.scaling for module in model.modules() if isinstance(module, LoraLinear)]
-    before = [dict(scaling) for scaling in scalings]
+    experts = [module for module in model.modules() if isinstance(module, FrozenExperts)]
+    stacks: list[Any] = [adapter for module in experts for adapter in module.adapters.values()]
+    before, of_stacks = [dict(scaling) for scaling in scalings], [adapter.scale for adapter in stacks]
     for scaling in scalings:
         scaling.update(dict.fromkeys(scaling, 0.0))
+    for adapter in stacks:
+        adapter.scale = 0.0
     try:
         yield
     finally:
         for scaling, kept in zip(scalings, before, strict=True):
             scaling.update(kept)
+        for adapter, scale in zip(stacks, of_stacks, strict=True):
+            adapter.scale = scale

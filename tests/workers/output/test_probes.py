@@ -16,10 +16,13 @@ from workers.base.load import adapters, load
 from workers.model.build import build
 from workers.output.probes import measure
 
+STACKS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 
-def test_probes_are_those_of_plain_peft(tmp_path: Path) -> None:
-    base = save_tiny("llama", tmp_path)
-    spec = spec_for(base, lora={"r": 4, "lora_alpha": 64}, precision={"compute": "fp32"})
+
+@pytest.mark.parametrize(("family", "targets"), [("llama", {}), ("qwen3_moe", STACKS)])
+def test_probes_are_those_of_plain_peft(family: str, targets: dict[str, Any], tmp_path: Path) -> None:
+    base = save_tiny(family, tmp_path)
+    spec = spec_for(base, lora={"r": 4, "lora_alpha": 64, **targets}, precision={"compute": "fp32"})
     built = build(spec, torch.device("cpu"))
     load(built.peft_model, base, seed=7, compute_dtype=torch.float32, device=torch.device("cpu"))
     with torch.no_grad():

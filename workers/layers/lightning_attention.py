@@ -1,4 +1,4 @@
-"""Lightning attention (MiniMax) of packed rows: a recurrence, in blocks of tokens, that begins anew at each sample.
+"""Lightning attention (MiniMax): a recurrence, in blocks of tokens, that begins anew at each sample of a packed row.
 
 What a head knows of the keys and values before a block fades by a constant factor a token. The arithmetic is that of the class,
 step by step, on each segment by itself; the projections around it are those of the whole row, with whatever adapters they have.
@@ -37,26 +37,28 @@ class _BySegment:
         self._module: Any = module
         self._stock = stock
 
-    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """hidden_states [1, length, channels] → the same, and no state."""
-        if not CURRENT.packed or hidden_states.shape[1] != CURRENT.starts[-1]:  # of another model in this process
-            return self._stock(hidden_states, *args, **kwargs)
-        layer = self._module
+    def __call__(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        """hidden_states [rows, length, channels] → the same, and no state."""
+        if any(kwargs.get(name) is not None for name in ("past_key_values", "attention_mask")):  # a caller that is not ours
+            return self._stock(hidden_states, **kwargs)
+        layer, length = self._module, hidden_states.shape[1]
         states = layer.act_fn(layer.qkv_proj(hidden_states)).unflatten(-1, (layer.num_attention_heads, -1)).transpose(1, 2)
-        segments = states.split(CURRENT.starts.diff().tolist(), dim=2)
+        segments = states.split(CURRENT.bounds(length, 0).starts.diff().tolist(), dim=2)
         mixed = torch.cat([_of_segment(layer, *own.chunk(3, dim=-1)) for own in segments], dim=2)
         mixed = layer.norm(mixed.transpose(1, 2).flatten(2))
         return layer.out_proj(torch.sigmoid(layer.output_gate(hidden_states)) * mixed), None
 
 
 def _of_segment(layer: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Three times [1, heads, tokens, d] → the same. `layer`: its factors by which keys fade, for the tokens of a block."""
+    """Three times [rows, heads, tokens, d] → the same. `layer`: has the factors by which keys fade, for the tokens of a block;
+    they may be more precise than the rest.
+    """
     known = value.new_zeros(*value.shape[:2], value.shape[-1], value.shape[-1])
     parts = []
     for q, k, v in zip(*(tensor.split(layer.block_size, dim=2) for tensor in (query, key, value)), strict=True):
         tokens = q.shape[2]
-        within = ((q @ k.mT) * layer.diagonal_decay[:, :, :tokens, :tokens]) @ v
-        parts.append(within + (q * layer.query_decay[:, :tokens]) @ known)
-        new = (k * layer.key_decay[:, -tokens:]).mT @ v
-        known = known * torch.exp(-layer.slope_rate * tokens) + new
+        within = ((q @ k.mT) * layer.diagonal_decay[:, :, :tokens, :tokens]).to(v) @ v
+        parts.append(within + (q * layer.query_decay[:, :tokens]).to(v) @ known)
+        new = (k * layer.key_decay[:, -tokens:]).to(v).mT @ v
+        known = (known * torch.exp(-layer.slope_rate * tokens)).to(v) + new
     return torch.cat(parts, dim=2)

@@ -167,7 +167,7 @@ BASES: dict[str, Published] = {
         "model.layers.0.block_sparse_moe.experts.4.w1.weight",
     ),
     "minimax-text-01": Published(
-        "MiniMax-Text-01, M1 (their `-hf` repositories)",
+        "MiniMax-Text-01-hf",
         "minimax",
         {
             **GROUPED,

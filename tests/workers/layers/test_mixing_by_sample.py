@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.deepseek_v32 import modeling_deepseek_v32
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32ForCausalLM
@@ -19,6 +20,7 @@ from tests.support.training.parity import CPU, samples
 from workers.base.load import load
 from workers.data.batches import collate, pack
 from workers.layers import indexed_attention
+from workers.model import activation_checkpointing
 from workers.model.attention import takes_segments
 from workers.model.build import build
 from workers.training.packing import settle_attention
@@ -81,10 +83,17 @@ def test_an_indexer_is_asked_only_where_there_is_a_choice(tmp_path: Path, monkey
     assert base is not None
     model = loaded(base)
     asked: list[int] = []
+    policy, product = activation_checkpointing._policy(2), torch.ones(3, 3)
+
+    def kept(factor: Tensor) -> CheckpointPolicy:
+        return policy(None, torch.ops.aten.mm.default, factor, factor)
+
+    assert kept(product) == CheckpointPolicy.MUST_SAVE
     choose = indexed_attention._BySample._chosen
 
     def watched(self: Any, given: Any, row: int, span: slice) -> Any:
         asked.append(span.stop - span.start)
+        assert kept(product) == CheckpointPolicy.PREFER_RECOMPUTE, "backward wants nothing of its scores"
         return choose(self, given, row, span)
 
     monkeypatch.setattr(indexed_attention._BySample, "_chosen", watched)
@@ -92,12 +101,13 @@ def test_an_indexer_is_asked_only_where_there_is_a_choice(tmp_path: Path, monkey
     with torch.no_grad():
         chosen = logits_of(model, pack(data, CPU))
         assert asked == [24, 18, 22] * 2, "of two layers; samples of 6 and 4 tokens have no choice"
-        for module in model.modules():
-            if hasattr(module, "index_topk"):
-                module.index_topk = 24  # pyright: ignore[reportAttributeAccessIssue]
+        indexers: list[Any] = [module for module in model.modules() if hasattr(module, "index_topk")]
+        for indexer in indexers:
+            indexer.index_topk = 24
         asked.clear()
         assert (logits_of(model, pack(data, CPU)) - chosen).abs().max() > 1e-2
     assert not asked
+    assert kept(product) == CheckpointPolicy.MUST_SAVE
 
 
 class BlockIndexer(nn.Module):

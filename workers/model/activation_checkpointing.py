@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from workers.layers.segments import CURRENT
+
 aten = torch.ops.aten
 
 PRODUCTS = frozenset((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default))
@@ -50,6 +52,6 @@ def _policy(cheap: int) -> Callable[..., CheckpointPolicy]:
     def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         costly = func in ATTENTION or func.namespace in KEPT_NAMESPACES
         costly = costly or (func in PRODUCTS and args[-2].shape[-1] > cheap)
-        return CheckpointPolicy.MUST_SAVE if costly else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if costly and not CURRENT.choosing else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy

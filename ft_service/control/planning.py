@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_service.bases.catalogue import Catalogue
-from ft_service.control.admission import file_ids, read, resolve_asked
+from ft_service.control.admission import door_for, read, resolve_asked
 from ft_service.control.capacity import capacity_now
 from ft_service.data.formats.reading import estimate_samples, open_data
 from ft_service.data.formats.recognise import Container
@@ -40,12 +40,11 @@ def plan_body(
     if isinstance(body, dict) and not known:
         body = body | {"training_file": _UNKNOWN}
     asked = read(body, principal=principal, store=store, settings=settings)
-    capacity = capacity_now(settings, store)
-    files = store.find_files(set(file_ids(asked.request)))
-    spec = resolve_asked(asked, files, settings, catalogue, capacity, data=known)
-    size = files[asked.request.training_file].bytes if known else None
+    door = door_for([asked], store=store, settings=settings, catalogue=catalogue)
+    spec = resolve_asked(asked, door, data=known)
+    size = door.files[asked.request.training_file].bytes if known else None
     path = places.file(asked.request.training_file) if known else None
-    return _document(bounded(spec), capacity.machine or this_host(), path, size)
+    return _document(bounded(spec), door.capacity.machine or this_host(), path, size)
 
 
 def plan_of_job(job: Job, store: Store, settings: Settings, places: Places) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from workers.layers.segments import CURRENT
+
 aten = torch.ops.aten
 
 PRODUCTS = frozenset((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default))
@@ -57,6 +59,8 @@ Costly = Callable[[Any, Sequence[Any]], bool]
 
 
 def _is_costly(cheap: int, func: Any, args: Sequence[Any]) -> bool:
+    if CURRENT.choosing:
+        return False
     if func in ATTENTION or func.namespace in KEPT_NAMESPACES:
         return True
     return func in PRODUCTS and args[-2].shape[-1] > cheap

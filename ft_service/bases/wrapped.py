@@ -13,7 +13,18 @@ NOT_ALONE = frozenset(
     {
         *("paligemma", "colpali", "kosmos-2", "kosmos-2.5", "pix2struct", "blip", "blip-2", "instructblip"),
         *("instructblipvideo", "mllama", "florence2", "t5gemma2", "gemma3n", "qwen2_5_omni", "qwen3_omni_moe", "janus", "emu3"),
-        "phi4_multimodal",
+        *(
+            "phi4_multimodal",
+            "chameleon",
+            "idefics",
+            "git",
+            "evolla",
+            "pi0",
+            "kyutai_speech_to_text",
+            "shieldgemma2",
+            "fast_vlm",
+        ),
+        *("perception_lm", "diffusion_gemma", "gemma4_assistant", "gemma4_unified_assistant"),
     }
 )
 """Model types of several models whose text part does not read a text from left to right, or not without the others: a prefix
@@ -23,12 +34,14 @@ NO_DECODER = "has no text part that reads from left to right on its own"
 _GENERATES = ("ForConditionalGeneration", "ForCausalLM")
 _OTHER_PARTS = re.compile(r"^(model\.)?(vision|visual|audio|multi_modal|mm_|mtp)", re.I)
 _TEXT_PART = re.compile(r"^(model\.)?(language_model|text_model)\.(model\.)?")
+_BARE_TEXT = re.compile(r"^(model\.)?(embed_tokens|layers|norm|lm_head)\.")
 _HEAD = re.compile(r"^(language_model\.)?(lm_head)\.")
 _STEMS = {
     "llama4": ("language_model.model.", "language_model."),
     "idefics2": ("model.text_model.", ""),
     "idefics3": ("model.text_model.", ""),
     "smolvlm": ("model.text_model.", ""),
+    "granite_docling": ("model.text_model.", ""),
 }
 """What the published class calls its decoder, and what stands before its head, where these are not `model.language_model.` and
 nothing."""
@@ -80,8 +93,10 @@ class Parts:
         return cls(several, any(_TEXT_PART.match(name) for name in names), stem, before_head)
 
     def is_text(self, name: str) -> bool:
-        if not self.several or not self.marked:
+        if not self.several:
             return not _OTHER_PARTS.match(name)
+        if not self.marked:
+            return bool(_BARE_TEXT.match(name))
         return bool(_TEXT_PART.match(name) or _HEAD.match(name))
 
     def published(self, name: str) -> str:

@@ -19,7 +19,7 @@ from ft_service.bases.families.acceptance import refuse_untunable, untested
 from ft_service.bases.families.family import Family
 from ft_service.bases.families.known import family_of
 from ft_service.bases.logit_chunks import IN_CHUNKS
-from ft_service.bases.module_rules import WeightNames, kept_plain
+from ft_service.bases.module_rules import WeightNames, kept_plain, last_name
 from ft_service.bases.published_layouts import LARGEST_SIZE
 from ft_service.bases.wrapped import Parts, text_config
 from ft_service.errors import SpecError
@@ -142,20 +142,20 @@ class BaseShape:
 def base_shape(contents: BaseContents) -> BaseShape:
     """The shape of a base, from its tensors. Raises SpecError if it is not a decoder whose layers can be told apart."""
     refuse_untunable(contents.config)
-    config = text_config(contents.config)
+    config, family = text_config(contents.config), family_of(contents.config)
     parts = Parts.of(contents.config, (tensor.name for tensor in contents.tensors))
     logical = logical_tensors(contents)
     tensors = [t for t in logical if parts.is_text(t.name)]
     stack = _decoder_stack(tensors, _layers(config))
-    named = (_weight(tensor, stack, config, parts) for tensor in tensors if _belongs(tensor, stack, config))
+    named = (_weight(tensor, stack, config, parts, family) for tensor in tensors if _belongs(tensor, stack, config))
     weights = _joined(
-        w for w in named if w.parameter in family_of(config).parameters or not _BUFFERS.search(w.name.removesuffix(".weight"))
+        w for w in named if w.parameter in family.parameters or not _BUFFERS.search(w.name.removesuffix(".weight"))
     )
     weights = _stack_experts(weights, _number(config, "hidden_size"))
     weights = _tie(weights, config)
     in_chunks = str(config.get("model_type")) in IN_CHUNKS
     kind, note = str(config.get("model_type")), untested(contents.config)
-    return BaseShape(_shape(config, weights), tuple(weights), in_chunks, family_of(config), kind, note)
+    return BaseShape(_shape(config, weights), tuple(weights), in_chunks, family, kind, note)
 
 
 def _decoder_stack(tensors: Iterable[LogicalTensor], layers: int | None) -> str:
@@ -179,11 +179,11 @@ def _belongs(tensor: LogicalTensor, stack: str, config: Mapping[str, Any]) -> bo
     return match["stack"] == stack and layers is not None and int(match["layer"]) < layers
 
 
-def _weight(tensor: LogicalTensor, stack: str, config: Mapping[str, Any], parts: Parts) -> Weight:
+def _weight(tensor: LogicalTensor, stack: str, config: Mapping[str, Any], parts: Parts, family: Family) -> Weight:
     match = _NUMBERED.match(tensor.name)
     layer = int(match["layer"]) if match else None
     name = parts.published(tensor.name)
-    for theirs, ours in family_of(config).renamed.items():
+    for theirs, ours in family.renamed.items():
         name = re.sub(theirs, ours, name)
     bare = "." not in stack and not parts.several
     stem = _STEMS.get(str(config.get("model_type")), "model.")
@@ -192,13 +192,22 @@ def _weight(tensor: LogicalTensor, stack: str, config: Mapping[str, Any], parts:
     module, _, parameter = name.rpartition(".")
     if parameter not in ("weight", "bias"):
         module, parameter = (name, "weight") if len(tensor.shape) == 3 else (module, parameter)
-    shape, kind = tensor.shape, _kind(module, parameter, tensor.shape, layer, config)
-    if kind == "experts" and len(shape) == 3 and not tensor.by_outputs and family_of(config).experts_transposed:
+    shape, kind = tensor.shape, _kind(module, parameter, tensor.shape, layer, config, family)
+    if kind == "experts" and len(shape) == 3 and not tensor.by_outputs and _is_turned(module, shape, config, family):
         shape = (shape[0], shape[2], shape[1])
     return Weight(module, parameter, shape, kind, layer, tensor.held)
 
 
-def _kind(module: str, parameter: str, shape: tuple[int, ...], layer: int | None, config: Mapping[str, Any]) -> Kind:
+def _is_turned(module: str, shape: tuple[int, ...], config: Mapping[str, Any], family: Family) -> bool:
+    """Whether the files hold a stack of experts as [experts, in, out]."""
+    outputs, inputs = shape[1:] if last_name(module) == "down_proj" else (shape[2], shape[1])
+    hidden = _number(config, "hidden_size")
+    return family.experts_transposed or (family.experts_either_way and inputs == hidden != outputs)
+
+
+def _kind(
+    module: str, parameter: str, shape: tuple[int, ...], layer: int | None, config: Mapping[str, Any], family: Family
+) -> Kind:
     last = module.rpartition(".")[2]
     if parameter == "bias":
         return "bias"
@@ -214,7 +223,7 @@ def _kind(module: str, parameter: str, shape: tuple[int, ...], layer: int | None
         return "embedding"
     if last in ("gate", "router") and shape[0] == _experts(config):
         return "router"
-    return "other" if last in family_of(config).other_layers else "linear"
+    return "other" if last in family.other_layers else "linear"
 
 
 def _joined(weights: Iterable[Weight]) -> list[Weight]:

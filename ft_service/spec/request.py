@@ -89,6 +89,15 @@ class JobRequest(JobOptions):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _only_answers_are_preferred(self) -> JobRequest:
+        if self.method.type == "dpo" and self.training.train_on == "everything":
+            raise ValueError(
+                "training.train_on = 'everything' with method dpo: of a pair only the answers are compared, and what "
+                "stands before them is the same. Leave it out"
+            )
+        return self
+
     def given_hyperparameters(self) -> dict[str, tuple[str, Any]]:
         """Values in OpenAI's fields: name → (where it was given, value), "auto" left out. Given twice is a ValueError."""
         places = {

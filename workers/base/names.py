@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, dot_natural_key
+from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter, dot_natural_key
 
 from ft_service.errors import SpecError
 from workers.layers.experts import ExpertsLinear
@@ -45,7 +45,9 @@ class Piece:
     index: int | None = None
     """Which of the stacked matrices [matrices, rows, cols]; None: the whole tensor."""
     transposed: bool = False
-    """Whether that matrix is stored [cols, rows]."""
+    """Whether that matrix is stored [cols, rows]; of a whole stack, whether its matrices are where its shape is not the
+    parameter's.
+    """
 
 
 class NamedTensors:
@@ -111,7 +113,11 @@ def by_parameter(model: nn.Module, tensors: BaseTensors, plain: Callable[[str], 
     for stock_name, experts in stacked.items():
         pieces = sources.get(stock_name, [])
         if len(pieces) == 1:
-            turned = experts.transposed and not tensors.by_outputs(pieces[0].tensor)
+            own = (experts.num_experts, experts.out_features, experts.in_features)
+            if pieces[0].transposed:
+                turned = tensors.shape(pieces[0].tensor) != own
+            else:
+                turned = experts.transposed and not tensors.by_outputs(pieces[0].tensor)
             sources[stock_name] = [Piece(pieces[0].tensor, index, turned) for index in range(experts.num_experts)]
     return NamedTensors(tensors, {ours: sources[stock] for stock, ours in wanted.items() if stock in sources})
 
@@ -169,6 +175,8 @@ def _in_row_order(target: str, sources: list[tuple[WeightConverter | None, str |
     converter = sources[0][0]
     if converter is None:
         return [Piece(sources[0][2])]
+    if _turns_matrices(converter) and len(sources) == 1:
+        return [Piece(sources[0][2], transposed=True)]
     if not _stacks_rows(converter):
         operations = ", ".join(type(operation).__name__ for operation in converter.operations)
         raise SpecError(
@@ -188,6 +196,14 @@ def _stacks_rows(converter: WeightConverter) -> bool:
     merge, concatenate = (MergeModulelist, 0), (Concatenate, 1)
     expected = [merge] if len(converter.source_patterns) == 1 else [merge, concatenate]
     return described in (expected, [(Concatenate, 0)]) and len(converter.target_patterns) == 1
+
+
+def _turns_matrices(converter: WeightConverter) -> bool:
+    """Whether a conversion does no more than turn the matrices of a stack round that lie the other way."""
+    described = [
+        (type(op), *(getattr(op, name, None) for name in ("dim0", "dim1", "check_dims"))) for op in converter.operations
+    ]
+    return described == [(Transpose, 1, 2, True)]
 
 
 def _stock_names(model: nn.Module, plain: Callable[[str], str]) -> tuple[dict[str, str], dict[str, ExpertsLinear]]:

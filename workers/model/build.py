@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from ft_service.bases.contents import read_config
 from ft_service.bases.families.acceptance import refuse_untunable
 from ft_service.bases.module_rules import refuse_resharding_of_held
 from ft_service.errors import SpecError
@@ -21,7 +22,7 @@ from workers.layers.segment_attention import NAME as SEGMENTS
 from workers.model.attention import stay_within_segments, stock_attention, takes_segments
 from workers.model.lora import add_adapters
 from workers.model.precision import choose_products, formats_of_base, precision_map, swap
-from workers.model.wrapped import text_decoder, text_only
+from workers.model.wrapped import causal_class, text_decoder, text_only
 from workers.ranks.runtime import COMPUTE_DTYPE
 
 STORAGE_DTYPE = torch.bfloat16
@@ -67,6 +68,7 @@ def base_on_meta(path: str) -> PreTrainedModel:
     Of a base made of several models it is the published class with its text decoder alone. Raises SpecError for anything else
     than a causal language model of transformers, and for values that no model can be built with.
     """
+    refuse_untunable(read_config(Path(path)))  # as a plan does: by the file alone
     config = _config(path)
     try:
         return _on_meta(config)
@@ -86,10 +88,11 @@ def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
         _without_noise(part)
     if text is not config:
         return _from_several(config)
-    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model = causal_class(config)
+    assert model is not None
     attention = SEGMENTS if takes_segments(config, model) else stock_attention(config)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=STORAGE_DTYPE, attn_implementation=attention)
+        return model._from_config(config, dtype=STORAGE_DTYPE, attn_implementation=attention)
 
 
 def _from_several(config: PreTrainedConfig) -> PreTrainedModel:
@@ -134,8 +137,7 @@ def _unusable(path: str, error: Exception) -> SpecError:
 
 def _require_text_decoder(config: PreTrainedConfig, text: PreTrainedConfig) -> None:
     refuse_untunable(config.to_dict())
-    known = text is not config or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    if not known:
+    if text is config and causal_class(config) is None:
         raise SpecError(f"The base is a {config.model_type} model, which is no causal language model.", param="model")
 
 
@@ -177,8 +179,10 @@ def restore_buffers(model: PreTrainedModel, device: torch.device, compute_dtype:
                 dtype = compute_dtype if buffer.dtype == STORAGE_DTYPE else buffer.dtype
                 poisoned = _poisoned(torch.empty_like(buffer, dtype=dtype, device=device))
                 module._buffers[name] = computed[f"{names[id(module)]}.{name}"] = poisoned
+    inside = set(text_decoder(model).modules())  # what lies around a decoder lacks what its initialiser fills
     for module, owner in owners:
-        if module._non_persistent_buffers_set or isinstance(module, PreTrainedModel):  # some models fill those of their layers
+        fills = isinstance(module, PreTrainedModel) and module in inside  # some models fill the buffers of their layers
+        if module._non_persistent_buffers_set or fills:
             owner._init_weights(module)
     left = [name for name, buffer in computed.items() if _is_poisoned(buffer)]
     if left:

@@ -35,6 +35,13 @@ def published_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     return None
 
 
+def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """The class of a base of one model that generates text. None: there is none."""
+    found = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    published = published_class(config)  # transformers lists some under several models alone
+    return found or (published if published is not None and published.__name__.endswith("ForCausalLM") else None)
+
+
 def text_only(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The published class of a wrapped config on meta, with nothing in it but its text decoder and head.
 

@@ -136,6 +136,9 @@ class Targets:
             found = self.adapter.shape(f"{module}.lora_A.weight"), self.adapter.shape(f"{module}.lora_B.weight")
             if stack not in pieces or found != expected_shapes(parameter.shape, parameter.shape[0], r, transposed):
                 raise SpecError(f"The adapter changes {stack}, which the base does not hold in this shape.", param="base")
+            of_file = pieces[stack][0]
+            if of_file.transposed and tensors.shape(of_file.tensor) != tuple(parameter.shape):
+                transposed = not transposed
             whole = partial(self.adapter.experts_update, module, stack, parameter.shape[0], transposed)
             updates |= updates_by_tensor(pieces[stack], lambda name: tensors.shape(name)[0], whole)
         return updates

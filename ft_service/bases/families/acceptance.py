@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from ft_service.bases.families.config_values import refuse_values
 from ft_service.bases.families.tested import TESTED
 from ft_service.bases.wrapped import NO_DECODER, NOT_ALONE, generates, not_tunable, text_config, text_section
 from ft_service.errors import SpecError
@@ -49,8 +50,19 @@ OTHERS = {
     "hrm_text": "it goes through its layers several times",
     **dict.fromkeys(("inkling_text", "inkling_mm_model"), "its shared experts are stacks"),
     **dict.fromkeys(("inkling2_text", "inkling2"), "its experts are stored in a layout of their own"),
+    "zamba": "its time steps come from stacks of matrices that are no experts",
+    "blt": "it groups bytes into patches by a model of its own",
     "recurrent_gemma": "its recurrence holds stacks of matrices that are no experts",
     "laguna": "PEFT renames the adapters of its shared experts as it loads them, and then misses them",
+    **dict.fromkeys(
+        ("deepseek_ocr2", "unlimited_ocr", "mistral_large4", "mistral_large4_text"),
+        "PEFT renames the adapters of its text part as it loads them, and then misses them",
+    ),
+    **dict.fromkeys(
+        ("ernie4_5_vl_moe", "ernie4_5_vl_moe_text"), "its experts for text and those for images are stored in one row"
+    ),
+    "voxtral_realtime": "its text part is told how far it lags behind what it hears",
+    **dict.fromkeys(("molmo2", "molmo2_text"), "its files hold queries, keys and values as one"),
     "jetmoe": "its attention is a mixture of experts as well",
     **dict.fromkeys(
         ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), "it has no attention at all, which memory and time are planned by"
@@ -63,8 +75,8 @@ _OTHER_HEAD = re.compile(
 
 
 def refuse_untunable(config: Mapping[str, Any]) -> None:
-    """Raises SpecError for a base that, by its config.json, cannot be tuned: it does not read from left to right, or is made of
-    what is not known here.
+    """Raises SpecError for a base that, by its config.json, cannot be tuned: it does not read from left to right, is made of
+    what is not known here, or of values that make no model.
     """
     kind = str(config.get("model_type"))[:80]
     named = config.get("architectures")
@@ -86,6 +98,7 @@ def refuse_untunable(config: Mapping[str, Any]) -> None:
     heads = [name for name in classes if _OTHER_HEAD.search(name)]
     if heads and len(heads) == len(classes):
         raise _refusal(kind, f"published as {heads[0]}, whose head writes no text")
+    refuse_values(of_text)
 
 
 def untested(config: Mapping[str, Any]) -> str | None:

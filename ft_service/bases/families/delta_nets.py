@@ -19,3 +19,11 @@ KIMI = Family(
         r"\bself_attn\.(f_a_proj|f_b_proj|dt_bias|A_log)\b": r"self_attn.forget_gate.\1",
     },
 )
+GLM_5_NEXT = Family(
+    types=("glm5_next", "glm5_next_text"),
+    renamed={
+        **_CONVOLUTIONS,
+        r"\bself_attn\.(f_a_proj|f_b_proj|dt_bias|A_log)\b": r"self_attn.forget_gate.\1",
+        r"\.hc_(attn|ffn)_(fn|base|scale)$": r".\1_hc.\2",
+    },
+)

@@ -13,6 +13,8 @@ class Family:
     types: tuple[str, ...]
     experts_transposed: bool = False
     """Whether the base's files stack experts as [experts, in, out]."""
+    experts_either_way: bool = False
+    """Whether they stack them so or the other way round, and only their shapes say which."""
     renamed: Mapping[str, str] = field(default_factory=lambda: {r"\.block_sparse_moe\.": ".mlp.", r"^backbone\.": "model."})
     """Regex on a tensor's name in the files → what the model has there. Tensors of one name then follow each other by rows."""
     parameters: tuple[str, ...] = ()

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ft_service.bases.families import aria, deepseek_v4, delta_nets, ernie, gpt_oss, granite, llama4, mamba, renamed
+from ft_service.bases.families import aria, deepseek_v4, delta_nets, ernie, gpt_oss, granite, llama4, mamba, qwen, renamed
 from ft_service.bases.families.family import DEFAULT, Family
 
 _FAMILIES = (
     *renamed.FAMILIES,
     aria.FAMILY,
     deepseek_v4.FAMILY,
+    delta_nets.GLM_5_NEXT,
     delta_nets.KIMI,
     delta_nets.OLMO,
     ernie.FAMILY,
@@ -19,6 +20,7 @@ _FAMILIES = (
     granite.FAMILY,
     llama4.FAMILY,
     mamba.FAMILY,
+    qwen.FAMILY,
 )
 _BY_TYPE = {name: family for family in _FAMILIES for name in family.types}
 

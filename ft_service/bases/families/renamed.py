@@ -1,6 +1,6 @@
 """Families whose files only call things by other names than their model does."""
 
-from ft_service.bases.families.family import Family
+from ft_service.bases.families.family import DEFAULT, Family
 
 AXK2 = Family(
     types=("axk2",),
@@ -36,4 +36,17 @@ LAGUNA = Family(
 )
 LFM3 = Family(types=("lfm3",), renamed={r"\bself_attn\.gate_proj\.": "self_attn.g_proj."})
 KOLIBRI = Family(types=("kolibri1",), renamed={r"\bmoe\.router\.expert_bias$": "mlp.gate.e_score_correction_bias"})
-FAMILIES = (AXK2, BAILING, HUNYUAN_3, HUNYUAN_4, KOLIBRI, LAGUNA, LFM3)
+COSMOS_3 = Family(
+    types=("cosmos3_edge", "cosmos3_omni"),
+    renamed={r"\.to_([qkv])\.": r".\1_proj.", r"\.to_out\.": ".o_proj.", r"\.norm_([qk])\.": r".\1_norm."},
+)
+COSMOS_3_EDGE = Family(
+    types=("cosmos3_edge_text",),
+    renamed={**COSMOS_3.renamed, r"\bmlp\.up_proj\.": "mlp.fc1.", r"\bmlp\.down_proj\.": "mlp.fc2."},
+)
+MINIMAX_3 = Family(
+    types=("minimax_m3_vl",),
+    renamed={**DEFAULT.renamed, r"\bshared_experts\.(gate|up)_proj\.": "shared_experts.gate_up_proj."},
+)
+QIANFAN = Family(types=("qianfan_ocr",), renamed={r"\bencoder\.layers\.": "layers."})
+FAMILIES = (AXK2, BAILING, COSMOS_3, COSMOS_3_EDGE, MINIMAX_3, QIANFAN, HUNYUAN_3, HUNYUAN_4, KOLIBRI, LAGUNA, LFM3)

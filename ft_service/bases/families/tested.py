@@ -1,9 +1,10 @@
-"""The model types of decoders that tests hold to the published class (test_causal_types.py); see docs/models.md."""
+"""The model types of decoders that tests hold to the published class (test_causal_types.py,
+test_composite_types.py); see docs/models.md."""
 
 TESTED = frozenset(
     {
         *("afmoe", "apertus", "arcee", "aria_text", "axk1", "axk2", "bailing_hybrid", "bamba", "beam", "biogpt", "bitnet"),
-        *("bloom", "codegen", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "cwm", "deepseek_v2"),
+        *("bloom", "codegen", "ctrl", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "cwm", "dbrx", "deepseek_v2"),
         *("deepseek_v3", "deepseek_v32", "deepseek_v4", "diffllama", "doge", "dots1", "dots3_note_text", "ernie4_5"),
         *("ernie4_5_moe", "exaone4", "exaone_moe", "falcon_h1", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text"),
         *("gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_bigcode"),
@@ -13,8 +14,21 @@ TESTED = frozenset(
         *("lfm2_moe", "lfm3", "llama", "llama4_text", "mellum", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2"),
         *("minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral", "modernbert-decoder", "moshi", "mpt"),
         *("nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "persimmon", "phi"),
-        *("phi3", "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe"),
+        *(
+            "phi3",
+            "qwen2",
+            "qwen2_5_vl_text",
+            "qwen2_moe",
+            "qwen3",
+            "qwen3_5_moe_text",
+            "qwen3_5_text",
+            "qwen3_moe",
+            "qwen4_exp_text",
+        ),
         *("qwen3_next", "qwen3_vl_text", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2"),
-        *("vaultgemma", "xglm", "youtu", "zamba2"),
+        *("cosmos3_edge_text", "glm4v_moe_text", "glm4v_text", "glm5_next_text", "glm_ocr_text", "granite4_vision_text"),
+        *("granite_docling_text", "hunyuan_vl_text", "mistral4", "muse_glimmer_text", "muse_spark_text", "paddleocr_vl_text"),
+        *("qwen2_5_omni_text", "qwen2_vl_text", "qwen3_omni_moe_text", "qwen3_vl_moe_text", "step3p5"),
+        *("vaultgemma", "xglm", "youtu", "zamba2", "zaya"),
     }
 )

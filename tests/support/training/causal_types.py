@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # pyright: ignore[reportPrivateImportUsage]
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.support.training.models import COMMON, FAMILIES, VOCABULARY
 
+LARGEST = 20_000_000
+"""Parameters of a base that is still tiny."""
 SMALL: dict[str, Any] = {
     **COMMON,
     "num_key_value_heads": 2,
@@ -33,6 +37,7 @@ SMALL: dict[str, Any] = {
     "word_embed_proj_dim": 48,
     "embedding_size": 48,
     "head_dim": 16,
+    "global_head_dim": 16,
     "num_experts": 4,
     "num_local_experts": 4,
     "n_routed_experts": 4,
@@ -101,7 +106,11 @@ SMALL_TYPES: dict[str, dict[str, Any]] = {
         "laurel_rank": 8,
         "activation_sparsity_pattern": [0.0] * 4,
     },
-    "gemma4_unified_text": {"initializer_range": 0.05},
+    "gemma4_unified_text": {"initializer_range": 0.03},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "glm_moe_dsa": {**_INDEXED, "indexer_types": ["full", "shared"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 6},
     "gptj": {"rotary_dim": 8},
@@ -112,53 +121,66 @@ SMALL_TYPES: dict[str, dict[str, Any]] = {
     "lfm3": {"layer_types": ["conv", "full_attention"]},
     "minimax": {"block_size": 8},
     "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "opt": {"init_std": 0.2},
     "stablelm": {"partial_rotary_factor": 0.5},
     "xglm": {"init_std": 0.2},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1},
 }
 """What a type needs beside them."""
-_SEVERAL = "made of several models, of which tests of wrapped and of published bases have those that people tune"
-_LARGE = "no small model of it: its parts have sizes of their own"
-NOT_MADE: dict[str, str] = {
-    **dict.fromkeys(("gemma3", "gemma3n", "gemma4", "gemma4_unified", "llama4", "phi4_multimodal", "qwen3_5"), _SEVERAL),
-    **dict.fromkeys(("qwen3_5_moe", "qwen4_exp", "mllama", "dots3_note", "moss_transcribe_diarize"), _SEVERAL),
-    **dict.fromkeys(("emu3", "fuyu", "git", "got_ocr2", "musicgen", "musicgen_melody"), _SEVERAL),
-    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "drafts for another model, and is none by itself"),
-    **dict.fromkeys(("blt", "dbrx", "mamba2", "xlm", "zamba"), _LARGE),
-    "reformer": "is no decoder unless its config says so",
-}
-"""Types of which no base is made here, and why."""
-TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() & CONFIG_MAPPING_NAMES.keys())
+_SEVERAL = ("MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
+OF_SEVERAL = sorted({kind for name in _SEVERAL for kind in getattr(modeling_auto, name, {})} & CONFIG_MAPPING_NAMES.keys())
+"""Types that are made of several models, as far as this version of transformers knows them."""
+TYPES = sorted((modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() & CONFIG_MAPPING_NAMES.keys()) - set(OF_SEVERAL))
+"""Types of one model."""
 
 
-def save_type(kind: str, folder: Path) -> Path | None:
-    """A tiny random base in the published layout. None: these values make no model of this type."""
+def small_values(kind: str, known: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes a small decoder of a type. `known`: what its config says by itself."""
+    latent = {"num_key_value_heads": 4, "head_dim": 8} if "qk_rope_head_dim" in known else {}
+    common = {key: value for key, value in {**SMALL, **latent}.items() if key in known}
+    values = {**COMMON, **FAMILIES[kind]} if kind in FAMILIES else common
+    return {**values, **SMALL_TYPES.get(kind, {}), "vocab_size": VOCABULARY}
+
+
+def save_type(kind: str, folder: Path) -> bool:
+    """A tiny random base in the published layout; returns whether these values make a model of this type.
+
+    Where they do not, there is a config and one tensor: enough to refuse it.
+    """
     torch.manual_seed(0)
     try:
-        known = AutoConfig.for_model(kind).to_dict()
-        latent = {"num_key_value_heads": 4, "head_dim": 8} if "qk_rope_head_dim" in known else {}
-        values = (
-            {**COMMON, **FAMILIES[kind]} if kind in FAMILIES else {k: v for k, v in {**SMALL, **latent}.items() if k in known}
-        )
-        config = AutoConfig.for_model(kind, **{**values, **SMALL_TYPES.get(kind, {}), "vocab_size": VOCABULARY})
+        config = AutoConfig.for_model(kind, **small_values(kind, AutoConfig.for_model(kind).to_dict()))
         with torch.device("meta"):
-            AutoModelForCausalLM.from_config(config)
-        if sum(p.numel() for p in _on_meta(config).parameters()) > 20_000_000:
-            return None
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+            parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16) if parameters <= LARGEST else None
     except Exception:  # configs check themselves in many ways
-        return None
+        model = None
+    if model is None:
+        save_config_only(kind, folder)
+        return False
+    show_vectors(model)
+    model.save_pretrained(folder)
     if kind == "deepseek_v4":  # published without it, and saving leaves it
         _without_prefix(folder / "model.safetensors", "model.")
-    return folder
+    return True
+
+
+def save_config_only(kind: str, folder: Path) -> None:
+    """A base of which nothing but its config can be looked at."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+    save_file({"model.norm.weight": torch.ones(8)}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def show_vectors(model: PreTrainedModel) -> None:
+    """Give norms, biases and scales, which start as ones and zeros, values that show whether they are used."""
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.ndim == 1 and tensor.is_floating_point():
+                tensor += 0.2 * torch.randn_like(tensor)
 
 
 def _without_prefix(file: Path, prefix: str) -> None:
     held = {name.removeprefix(prefix): tensor for name, tensor in load_file(file).items()}
     save_file(held, file, metadata={"format": "pt"})
-
-
-def _on_meta(config: Any) -> Any:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)

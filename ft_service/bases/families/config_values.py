@@ -1,0 +1,138 @@
+"""Values in a config.json that no model can be built with, whatever the weights: what is known of them before any is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ft_service.bases.experts import CHOSEN, COUNTS
+from ft_service.errors import SpecError
+
+ACTIVATIONS = frozenset(
+    {
+        *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh", "gelu_pytorch_tanh"),
+        *("hardswish", "laplace", "leaky_relu", "linear", "mish", "prelu", "quick_gelu", "relu", "relu2", "relu6", "sigmoid"),
+        *("silu", "sqrtsoftplus", "swish", "tanh", "xielu"),
+    }
+)
+"""Activations that transformers knows by name."""
+ROTATIONS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("default", "axial", "mrope", "proportional"), ()),
+    **dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",)),
+    **dict.fromkeys(("longrope", "su"), ("short_factor", "long_factor")),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+"""Kind of rotary embedding → the numbers that it needs, beside those that the config has elsewhere. `mrope` and `su` are what
+older bases call `default` with sections, and `longrope`."""
+
+_ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")
+_COUNTED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+_MAY_BE_LEFT_OUT = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+_SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias")
+_NUMBERS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "initializer_range", "rope_theta")
+_LISTS = ("short_factor", "long_factor")
+_OWN_HEAD_SIZES = ("head_dim", "qk_nope_head_dim", "attention_head_dim", "kv_channels")
+_DTYPE = re.compile(r"(torch\.)?(auto|bfloat16|half|double|float(16|32|64|8_e4m3fn|8_e5m2)?)")
+_SHOWN = 80
+"""Characters of a value in a message."""
+
+
+def refuse_values(text: Mapping[str, Any]) -> None:
+    """Raises SpecError naming the first value of a decoder's config that makes no model, and what it may be."""
+    for look in (_sizes, _kinds, _heads, _layers, _rotations, _experts):
+        for fault in look(text):
+            raise fault
+
+
+def _sizes(text: Mapping[str, Any]) -> Iterator[SpecError]:
+    for key in (*_COUNTED, *_MAY_BE_LEFT_OUT):
+        value = text.get(key)
+        if value is None:
+            continue
+        least = 1 if key in _COUNTED else 0
+        if not _is_whole(value) or value < least:
+            yield _fault(key, value, "it is a whole number" + (" above zero" if least else ""))
+
+
+def _kinds(text: Mapping[str, Any]) -> Iterator[SpecError]:
+    expected: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
+        (_SWITCHES, lambda value: isinstance(value, bool), "it is true or false"),
+        (_NUMBERS, lambda value: isinstance(value, (int, float)) and not isinstance(value, bool), "it is a number"),
+        (_ACTIVATION_KEYS, lambda value: value in ACTIVATIONS, f"transformers has {', '.join(sorted(ACTIVATIONS))}"),
+        (("dtype", "torch_dtype"), _is_dtype, "it is bfloat16, float16 or float32"),
+    ]
+    for keys, fits, wanted in expected:
+        for key in keys:
+            value = text.get(key)
+            if value is not None and not (isinstance(value, (str, bool, int, float)) and fits(value)):
+                yield _fault(key, value, wanted)
+
+
+def _heads(text: Mapping[str, Any]) -> Iterator[SpecError]:
+    heads, groups, hidden = (text.get(key) for key in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
+    latent = bool(text.get("kv_lora_rank"))  # keys and values of all heads from one: the number of groups says nothing
+    if heads and groups and heads % groups and not latent:
+        yield _fault("num_key_value_heads", groups, f"num_attention_heads, {heads}, is a multiple of it")
+    if heads and hidden and hidden % heads and not any(text.get(key) for key in _OWN_HEAD_SIZES):
+        yield _fault(
+            "num_attention_heads", heads, f"hidden_size, {hidden}, is a multiple of it, or head_dim says how wide a head is"
+        )
+
+
+def _layers(text: Mapping[str, Any]) -> Iterator[SpecError]:
+    kinds, layers = text.get("layer_types"), text.get("num_hidden_layers")
+    if kinds is not None and (not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds)):
+        yield _fault("layer_types", kinds, "it is a list of names, one for each layer")
+    elif kinds and layers and len(kinds) < layers:
+        yield _fault("layer_types", kinds, f"it names {len(kinds)} layers of num_hidden_layers = {layers}: one for each")
+
+
+def _rotations(text: Mapping[str, Any]) -> Iterator[SpecError]:
+    for key in ("rope_parameters", "rope_scaling"):
+        given = text.get(key)
+        if given is None:
+            continue
+        if not isinstance(given, Mapping):
+            yield _fault(key, given, "it is an object with rope_type and what that needs, or null")
+            continue
+        parts = {f"{key}.{kind}": part for kind, part in given.items() if isinstance(part, Mapping)}
+        for name, part in (parts or {key: given}).items():
+            yield from _rotation(name, part)
+
+
+def _rotation(key: str, given: Mapping[str, Any]) -> Iterator[SpecError]:
+    kind = given.get("rope_type", given.get("type", "default"))
+    if not isinstance(kind, str) or kind not in ROTATIONS:
+        yield _fault(f"{key}.rope_type", kind, f"transformers has {', '.join(sorted(ROTATIONS))}")
+        return
+    for needed in ROTATIONS[kind]:
+        value = given.get(needed)
+        if needed in _LISTS and not isinstance(value, list):
+            yield _fault(f"{key}.{needed}", value, f"with rope_type {kind!r} it is a list of numbers")
+        elif needed not in _LISTS and not isinstance(value, (int, float)):
+            yield _fault(f"{key}.{needed}", value, f"with rope_type {kind!r} it is a number")
+
+
+def _experts(text: Mapping[str, Any]) -> Iterator[SpecError]:
+    held, chosen = (next((key for key in keys if _is_whole(text.get(key))), None) for keys in (COUNTS, CHOSEN))
+    if held and chosen and 1 < text[held] < text[chosen]:
+        yield _fault(chosen, text[chosen], f"a token meets at most the {text[held]} experts that {held} says there are")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_dtype(value: object) -> bool:
+    return isinstance(value, str) and _DTYPE.fullmatch(value) is not None
+
+
+def _fault(key: str, value: object, wanted: str) -> SpecError:
+    shown = repr(value)
+    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
+    return SpecError(
+        f"The base's config.json says {key} = {shown}, with which no model can be built: {wanted}. Compare it with the one "
+        "that the base was published with.",
+        param="model",
+    )

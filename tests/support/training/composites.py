@@ -1,0 +1,208 @@
+"""Tiny bases of every type of transformers that is made of several models, from the names that their configs have in common.
+
+The text part is what `causal_types` makes of its type; towers get small numbers by name. What still makes no small model is
+saved as a config and one tensor: enough to refuse it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from tests.support.training.causal_types import save_config_only, show_vectors, small_values
+from tests.support.training.checks import published_auto
+from tests.support.training.models import HIDDEN
+
+ROWS = 272
+"""Of the embedding: no token of the samples stands for an image or a sound."""
+IMAGE, OTHER = 270, 271
+LARGEST = 60_000_000
+"""Parameters of a base that a test can load: not all towers get small by their numbers' names."""
+
+TOWER: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "embed_dim", "d_model", "width", "projection_dim", "hidden_dim", "vision_hidden_size"), 16),
+    **dict.fromkeys(("intermediate_size", "mlp_dim", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim"), 24),
+    **dict.fromkeys(("moe_intermediate_size", "projector_hidden_size", "projection_hidden_size", "adapter_input_size"), 24),
+    **dict.fromkeys(
+        ("num_hidden_layers", "depth", "num_layers", "encoder_layers", "decoder_layers", "n_layers", "num_blocks"), 2
+    ),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "attention_heads", "encoder_attention_heads", "n_heads"), 2),
+    **dict.fromkeys(("num_key_value_heads", "decoder_attention_heads", "resampler_depth", "resampler_n_heads"), 2),
+    **dict.fromkeys(("head_dim", "dim_head", "resampler_head_dim", "resampler_dim_head"), 8),
+    **dict.fromkeys(("out_hidden_size", "output_dim", "text_hidden_size", "adapter_out_dim", "output_proj_dims"), HIDDEN),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 2),
+    **dict.fromkeys(("vocab_size", "codebook_size", "codebook_vocab_size", "num_embeddings"), 32),
+    **dict.fromkeys(("base_channels", "latent_channels", "output_channels", "downsample_hidden_size"), 16),
+    "image_size": 28,
+    "patch_size": 14,
+    "num_position_embeddings": 16,
+    "position_embedding_size": 16,
+    "deepstack_visual_indexes": [0],
+    "fullatt_block_indexes": [1],
+    "global_attn_indexes": [1],
+    "alignment_intermediate_size": 32,
+    "num_experts_per_tok": 1,
+    "max_source_positions": 16,
+    "layer_types": None,
+    "mlp_layer_types": None,
+}
+"""Of a key's value only what the config knows is taken."""
+_MROPE = {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}}}
+_WIDE_MROPE = {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}}
+_HALF_MROPE = {"text_config": {"rope_parameters": {**_MROPE["text_config"]["rope_parameters"], "mrope_section": [1, 1, 1]}}}
+_SMALL_ENCODER = {"num_filters": 4, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]}
+BESIDE: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("glm46v", "glm4v", "glm_ocr", "glmga", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl"), _MROPE),
+    "glm4v_moe": _HALF_MROPE,
+    **dict.fromkeys(("hunyuan_vl", "paddleocr_vl"), _WIDE_MROPE),
+    "chameleon": {"vocabulary_map": {"<image>": 9}, "vq_config": {"base_channels": 32}},
+    "deepseek_ocr2": {
+        "text_config": {"mlp_layer_types": ["dense", "sparse"], "num_key_value_heads": 4},
+        "vision_config": {"sam_config": {"downsample_channels": [16, 16]}},
+    },
+    "mistral4": {"head_dim": 16},
+    "dots3_note": {
+        "vision_config": {"per_layer_config": {}, "adapter_in_dim": 16},
+        "audio_config": {"adapter_input_size": 16},
+    },
+    "ernie4_5_vl_moe": {
+        "text_config": {**_MROPE["text_config"], "moe_intermediate_size": [32, 32], "moe_k": 2},
+    },
+    "fun_asr_nano": {"adaptor_config": {"hidden_size": HIDDEN, "intermediate_size": HIDDEN // 4}},
+    "glm5_next": {
+        "text_config": {
+            **{"qk_rope_head_dim": 0, "head_dim": 0, "linear_num_heads": 2, "linear_head_dim": 16},
+            **{"index_n_heads": 2, "index_head_dim": 16},
+        },
+    },
+    "granite4_vision": {
+        "vision_config": {"hidden_size": 64, "projection_dim": 64},
+        "deepstack_layer_map": [[0, 0]],
+        "spatial_target_layers": [0],
+        "downsample_rate": "1/2",
+    },
+    "granite_docling": {"text_config": {"logits_scaling": 1.0}},
+    "muse_spark": {"audio_config": {"num_hidden_layers": 4, "hidden_sizes": [8, 8, 16, 16]}},
+    "nemo_speechlm": {"audio_config": {"diarization_config": {"head_config": {"audio_hidden_size": 16}}}},
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "ovis2": {"hidden_size": HIDDEN, "vocab_size": ROWS},
+    "step3p7": {"text_config": {"sliding_window": 6}},
+    "vibevoice_asr": {
+        "acoustic_tokenizer_encoder_config": _SMALL_ENCODER,
+        "semantic_tokenizer_encoder_config": _SMALL_ENCODER,
+    },
+}
+"""What a type needs beside them: its config's values by key, of parts below their names."""
+
+
+def _turned_experts(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: tensor.mT.contiguous() if tensor.ndim == 3 and ".experts." in name else tensor for name, tensor in held.items()
+    }
+
+
+AS_PUBLISHED: dict[str, Callable[[Mapping[str, Tensor]], dict[str, Tensor]]] = {
+    "kimi_k25": lambda held: {
+        name.replace("language_model.model.blocks.", "language_model.model.layers."): t for name, t in held.items()
+    },
+    "qwen3_vl_moe": _turned_experts,
+}
+"""Type → its files as they were published, where saving writes them otherwise."""
+
+
+EXACT = frozenset(
+    {
+        *("aria", "aya_vision", "cohere2_vision", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "deepseek_vl"),
+        *("deepseek_vl_hybrid", "dots3_note", "exaone4_5", "fun_asr_nano", "fuyu", "gemma3", "gemma4", "gemma4_unified"),
+        *("glm46v", "glm4v", "glm4v_moe", "glm5_next", "glm_ocr", "glmasr", "glmga", "got_ocr2", "granite4_vision"),
+        *("granite_docling", "granite_speech", "granite_speech_plus", "hunyuan_vl", "hyperclovax_vision_v2", "idefics2"),
+        *("idefics3", "internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava", "llava_next"),
+        *("llava_next_video", "llava_onevision", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mistral3"),
+        *("mistral4", "moss_transcribe_diarize", "muse_glimmer", "muse_spark", "nemo_speechlm", "ovis2", "paddleocr_vl"),
+        *("pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_5"),
+        *("qwen3_5_moe", "qwen3_asr", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "smolvlm"),
+        *("step3p7", "vibevoice_asr", "video_llama_3", "video_llava", "vipllava", "voxtral"),
+    }
+)
+"""Types whose text part trains exactly; all others are refused."""
+
+
+def save_composite(kind: str, folder: Path) -> bool:
+    """A random base in bf16, in the layout in which its type is published; returns whether these values make one.
+
+    Where they do not, there is a config and one tensor: enough to refuse it.
+    """
+    torch.manual_seed(0)
+    try:
+        model = small_model(small_config(kind))
+    except Exception:  # configs check themselves in many ways, and some classes need packages that are not here
+        model = None
+    if model is None:
+        save_config_only(kind, folder)
+        return False
+    show_vectors(model)
+    model.save_pretrained(folder)
+    if kind in AS_PUBLISHED:
+        file = folder / "model.safetensors"
+        save_file(AS_PUBLISHED[kind](load_file(file)), file, metadata={"format": "pt"})
+    return True
+
+
+def small_config(kind: str) -> PreTrainedConfig:
+    """A config of a type of several models with small numbers in all its parts."""
+    known = AutoConfig.for_model(kind)
+    text = known.get_text_config(decoder=True)
+    values = _small(known, text)
+    return AutoConfig.for_model(kind, **_joined(values, BESIDE.get(kind, {})))
+
+
+def small_model(config: PreTrainedConfig) -> PreTrainedModel | None:
+    """A random model of the class that a config is published as. None: it is too large."""
+    with torch.device("meta"):
+        model = published_auto().from_config(config, dtype=torch.bfloat16)
+    if sum(p.numel() for p in model.parameters()) > LARGEST:
+        return None
+    return published_auto().from_config(config, dtype=torch.bfloat16)
+
+
+def _small(config: PreTrainedConfig, text: PreTrainedConfig) -> dict[str, Any]:
+    known = config.to_dict()
+    if config is text:
+        values = {**small_values(config.model_type, known), "vocab_size": ROWS}
+    else:
+        values = {key: _like(known[key], value) for key, value in TOWER.items() if key in known}
+    for key, value in known.items():
+        if isinstance(value, int) and value >= ROWS and key.endswith(("token_id", "token_index", "_id")):
+            values[key] = min(IMAGE if "image" in key else OTHER, values.get("vocab_size", ROWS) - 1)
+    for part in config.sub_configs:
+        inner = getattr(config, part, None)
+        if isinstance(inner, PreTrainedConfig):
+            values[part] = {"model_type": inner.model_type, **_small(inner, text)}
+    if "tie_word_embeddings" in known:
+        values.setdefault("tie_word_embeddings", False)
+    rope = known.get("rope_parameters")
+    if isinstance(rope, dict) and "mrope_section" in rope:
+        width = values.get("head_dim") or HIDDEN // 4
+        values["rope_parameters"] = {**rope, "mrope_section": [width // 2 - 4, 2, 2]}
+    return values
+
+
+def _like(known: Any, value: Any) -> Any:
+    """A value in the form that a config has it in."""
+    if isinstance(known, (list, tuple)) and isinstance(value, int):
+        return [value] * len(known)
+    return value
+
+
+def _joined(values: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Values with others, part by part, in their place."""
+    joined = dict(values)
+    for key, value in other.items():
+        joined[key] = _joined(joined.get(key) or {}, value) if isinstance(value, Mapping) else value
+    return joined

@@ -61,6 +61,7 @@ OTHERS = {
     **dict.fromkeys(
         ("ernie4_5_vl_moe", "ernie4_5_vl_moe_text"), "its experts for text and those for images are stored in one row"
     ),
+    "nemo_speechlm": "its files call its text part by names of their own",
     "voxtral_realtime": "its text part is told how far it lags behind what it hears",
     **dict.fromkeys(("molmo2", "molmo2_text"), "its files hold queries, keys and values as one"),
     "jetmoe": "its attention is a mixture of experts as well",

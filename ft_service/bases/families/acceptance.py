@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ft_service.bases.families.config_values import refuse_values
+from ft_service.bases.config_values import refuse_values
 from ft_service.bases.families.tested import TESTED
 from ft_service.bases.wrapped import NO_DECODER, NOT_ALONE, generates, not_tunable, text_config, text_section
 from ft_service.errors import SpecError
@@ -99,7 +99,7 @@ def refuse_untunable(config: Mapping[str, Any]) -> None:
     heads = [name for name in classes if _OTHER_HEAD.search(name)]
     if heads and len(heads) == len(classes):
         raise _refusal(kind, f"published as {heads[0]}, whose head writes no text")
-    refuse_values(of_text)
+    refuse_values(of_text, tested=inner in TESTED)
 
 
 def untested(config: Mapping[str, Any]) -> str | None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ft_service.bases.experts import CHOSEN, COUNTS
-from ft_service.bases.families.tested import TESTED
 from ft_service.errors import SpecError
 
 ACTIVATIONS = frozenset(
@@ -57,9 +56,13 @@ _SHOWN = 80
 """Characters of a value in a message."""
 
 
-def refuse_values(text: Mapping[str, Any]) -> None:
-    """Raises SpecError naming the first value of a decoder's config that makes no model, and what it may be."""
-    for look in (_sizes, _kinds, _heads, _layers, _rotations, _experts):
+def refuse_values(text: Mapping[str, Any], *, tested: bool) -> None:
+    """Raises SpecError naming the first value of a decoder's config that makes no model, and what it may be.
+
+    `tested`: whether its type is one that tests know; of others it is not known what they do with some values.
+    """
+    looks = (_sizes, _kinds, _heads, _layers, _rotations, _experts, *((_padding, _kinds_of_layers) if tested else ()))
+    for look in looks:
         for fault in look(text):
             raise fault
 
@@ -76,8 +79,11 @@ def _sizes(text: Mapping[str, Any]) -> Iterator[SpecError]:
         value = text.get(key)
         if value is not None and not _is_whole(value) and not (key == "intermediate_size" and isinstance(value, list)):
             yield _fault(key, value, "it is a whole number")
+
+
+def _padding(text: Mapping[str, Any]) -> Iterator[SpecError]:
     padding, words = text.get("pad_token_id"), text.get("vocab_size")
-    if padding is not None and words is not None and padding >= words and text.get("model_type") in TESTED - _NO_PADDING:
+    if padding is not None and words is not None and padding >= words and text.get("model_type") not in _NO_PADDING:
         yield _fault("pad_token_id", padding, f"it is one of the {words} tokens of vocab_size, or null")
 
 
@@ -110,17 +116,23 @@ def _heads(text: Mapping[str, Any]) -> Iterator[SpecError]:
 
 def _layers(text: Mapping[str, Any]) -> Iterator[SpecError]:
     kinds, layers = text.get("layer_types"), text.get("num_hidden_layers")
-    if kinds is None:
-        return
-    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+    if kinds is not None and (not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds)):
         yield _fault("layer_types", kinds, "it is a list of names, one for each layer")
-        return
+    elif kinds is not None and layers and len(kinds) < layers:
+        yield _too_few_or_many(kinds, layers)
+
+
+def _kinds_of_layers(text: Mapping[str, Any]) -> Iterator[SpecError]:
+    kinds, layers = text.get("layer_types") or [], text.get("num_hidden_layers")
     unknown = next((kind for kind in kinds if kind not in LAYERS), None)
-    if unknown is not None and text.get("model_type") in TESTED:
+    if unknown is not None:
         yield _fault("layer_types", unknown, f"transformers has {', '.join(sorted(LAYERS))}")
-    more = text.get("model_type") not in TESTED - _LISTS_MORE
-    if layers and (len(kinds) < layers or (len(kinds) > layers and not more)):
-        yield _fault("layer_types", kinds, f"it names {len(kinds)} layers and num_hidden_layers is {layers}: one for each")
+    if layers and len(kinds) > layers and text.get("model_type") not in _LISTS_MORE:
+        yield _too_few_or_many(kinds, layers)
+
+
+def _too_few_or_many(kinds: list[str], layers: int) -> SpecError:
+    return _fault("layer_types", kinds, f"it names {len(kinds)} layers and num_hidden_layers is {layers}: one for each")
 
 
 def _rotations(text: Mapping[str, Any]) -> Iterator[SpecError]:

@@ -14,6 +14,7 @@ from api.routes.permissions import PermissionRequest
 from api.routes.uploads import CompleteRequest, UploadRequest
 from api.routes.webhooks import RotateRequest, WebhookRequest, WebhookTest, WebhookUpdate
 from api.wire.export_views import ExportRequest
+from api.wire.job_views import ResumeBody
 from ft_service.spec import JobOptions, JobRequest, Strict
 from ft_service.sweeps.asked import SweepRequest
 
@@ -38,6 +39,7 @@ _BODIES: tuple[type[Strict], ...] = (
     ExportRequest,
     GraderRun,
     GraderValidation,
+    ResumeBody,
 )
 _JOBS = "/v1/fine_tuning/jobs"
 _OPERATIONS = (

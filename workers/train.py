@@ -215,7 +215,7 @@ def construct(
     options = spec.distributed
     compute_dtype = COMPUTE_DTYPE[spec.precision.compute]
     built = build(spec, device)  # on meta: formats and adapters are in place before any memory is taken
-    checkpoint_activations(built.layers, options.checkpointing, spec.lora.r)  # compiled too: it decides what is kept
+    checkpoint_activations(built.layers, options.checkpointing, spec.lora.r, compiled=options.compile is True)
     if options.compile is True:
         compile_layers(built.layers, warn)  # before sharding: FSDP2's hooks, and so the collectives, stay outside
     # Still on meta: the largest allocation that a rank ever makes is one of its own shards.

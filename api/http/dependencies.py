@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+import math
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Annotated, Any, TypeVar
@@ -31,6 +32,8 @@ Body = TypeVar("Body", bound=Strict)
 SCHEMAS = "#/components/schemas/{model}"
 MAX_JSON_BYTES = 1024**2
 """Largest JSON body."""
+MAX_DEPTH = 100
+"""Objects and lists within each other in one: what is deeper can be read and not be written again."""
 _DRAINED_BYTES = 64 * 1024**2
 """How much of a refused body is read and thrown away, so that the client gets to read the refusal."""
 
@@ -88,6 +91,16 @@ async def services(request: Request) -> Services:  # async: it waits for nothing
 
 async def json_body(request: Request) -> Any:
     """The body as JSON. Raises SpecError if it is too large or no JSON; the core checks its contents."""
+    return parse_json(await _read(request))
+
+
+async def optional_json_body(request: Request) -> Any:
+    """The same; None without a body."""
+    body = await _read(request)
+    return parse_json(body) if body else None
+
+
+async def _read(request: Request) -> bytes:
     body = b""
     stream = request.stream()
     async for chunk in stream:
@@ -95,7 +108,7 @@ async def json_body(request: Request) -> Any:
         if len(body) > MAX_JSON_BYTES:
             await drain(stream, _DRAINED_BYTES)
             raise SpecError(f"The body is larger than {MAX_JSON_BYTES} bytes.", code="request_too_large")
-    return parse_json(body)
+    return body
 
 
 async def drain(stream: AsyncIterator[bytes], limit: int) -> None:
@@ -107,15 +120,18 @@ async def drain(stream: AsyncIterator[bytes], limit: int) -> None:
 
 
 def parse_json(body: bytes) -> Any:
-    """Strict JSON: no NaN, no key twice in an object. Raises SpecError."""
+    """Strict JSON: no NaN, no number beyond those of a float, no key twice in an object. Raises SpecError."""
     if not body:
         raise SpecError("The body is empty: send a JSON object.", code="invalid_json")
     try:
-        return json.loads(body, object_pairs_hook=_unique, parse_constant=_no_constant)
+        found = json.loads(body, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
     except RecursionError:
-        raise SpecError("The body is not usable JSON: nested too deeply.", code="invalid_json") from None
+        raise _too_deep() from None
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors too
         raise SpecError(f"The body is not JSON: {error}.", code="invalid_json") from None
+    if _is_deeper(found, MAX_DEPTH):
+        raise _too_deep()
+    return found
 
 
 def parse_body(body: Any, model: type[Body]) -> Body:
@@ -128,10 +144,10 @@ def parse_body(body: Any, model: type[Body]) -> Body:
         raise spec_error(error, model) from None
 
 
-def body_schema(model: type[Strict]) -> dict[str, Any]:
+def body_schema(model: type[Strict], *, required: bool = True) -> dict[str, Any]:
     """A route's `openapi_extra`: its JSON body is not checked by FastAPI, so `app.py` adds the schema that this refers to."""
     schema = {"$ref": SCHEMAS.format(model=model.__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}
 
 
 def binary(*media_types: str) -> dict[int | str, dict[str, Any]]:
@@ -158,5 +174,32 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON number")
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:80]} is a number larger than any that can be kept")
+    return value
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether more objects and lists than that are within each other."""
+    layer = [value]
+    for _ in range(levels + 1):
+        layer = [inner for outer in layer for inner in _members(outer)]
+        if not layer:
+            return False
+    return True
+
+
+def _members(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def _too_deep() -> SpecError:
+    message = f"The body is not usable JSON: nested too deeply, at most {MAX_DEPTH} objects and lists within each other."
+    return SpecError(message, code="invalid_json")
+
+
 Svc = Annotated[Services, Depends(services)]
 JsonBody = Annotated[Any, Depends(json_body)]
+OptionalJsonBody = Annotated[Any, Depends(optional_json_body)]

@@ -13,6 +13,7 @@ from typing import Any
 
 from ft_service.control.sweeps.admission import PREFIX
 from ft_service.errors import NotFoundError, SpecError
+from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Job
 from ft_service.store.records import File, Principal, UploadPart
 from ft_service.store.sql import Store
@@ -49,8 +50,9 @@ def repeated_job(store: Store, principal: Principal, body: Any) -> Job | None:
     """The job that an earlier try of a request (`is_retry`) created."""
     since = store.now() - WINDOW_SECONDS
     jobs = store.list_jobs(principal.project_id, limit=_LOOKED_AT).data
-    alone = (job for job in jobs if job.sweep_id is None)
-    return next((job for job in alone if job.created_at >= since and job.request == body), None)
+    # Whoever has cancelled a job has seen it: what comes now is a new wish, whose first try did not get here.
+    open_ones = (job for job in jobs if job.sweep_id is None and job.reason is not Reason.USER_CANCELLED)
+    return next((job for job in open_ones if job.created_at >= since and job.request == body), None)
 
 
 def keyed_sweep_id(key: str | None, principal: Principal) -> str | None:
@@ -71,7 +73,8 @@ def earlier_sweep(
             return None
         since = store.now() - WINDOW_SECONDS
         sweeps = store.list_sweeps(principal.project_id, limit=_LOOKED_AT).data
-        return next((sweep for sweep in sweeps if sweep.created_at >= since and sweep.request == body), None)
+        open_ones = (sweep for sweep in sweeps if sweep.cancelled_at is None)
+        return next((sweep for sweep in open_ones if sweep.created_at >= since and sweep.request == body), None)
     try:
         sweep = store.get_sweep(principal.project_id, sweep_id)
     except NotFoundError:

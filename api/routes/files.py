@@ -24,7 +24,7 @@ from ft_service.control.checks.file_statistics import file_statistics
 from ft_service.control.checks.samples import file_samples
 from ft_service.control.housekeeping import free
 from ft_service.data.formats.recognise import DATA_ENDINGS, may_hold_data
-from ft_service.data.samples import Page
+from ft_service.data.samples import MOST_LINES, Page
 from ft_service.data.statistics import Measure
 from ft_service.data.token_options import TokenOptions
 from ft_service.errors import NotFoundError, SpecError
@@ -145,7 +145,7 @@ def samples(
     chat_template: str | None = None,
     train_on: TrainOn = "all_assistant",
     max_length: Annotated[int, Query(ge=8, le=1_048_576)] = TrainingOptions().max_length,
-    after: Annotated[int, Query(ge=0)] = 0,
+    after: Annotated[int, Query(ge=0, le=MOST_LINES)] = 0,
     limit: Annotated[int, Query(ge=1, le=100)] = 10,
 ) -> SamplesView:
     """Not in OpenAI's API. Samples of a file as a base would see them, before any job: behind the line `after`, every token

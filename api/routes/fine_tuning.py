@@ -13,7 +13,16 @@ from starlette.concurrency import run_in_threadpool
 
 from api.http import idempotency
 from api.http.auth import Caller, known_project
-from api.http.dependencies import JsonBody, Services, Svc, binary, body_schema, server_sent
+from api.http.dependencies import (
+    JsonBody,
+    OptionalJsonBody,
+    Services,
+    Svc,
+    binary,
+    body_schema,
+    parse_body,
+    server_sent,
+)
 from api.http.routing import BareRoute, keyed_router, written
 from api.transfer import adapter_download, event_stream, log_tail
 from api.wire.evaluation_views import EvaluationView, evaluation_id, evaluation_view
@@ -32,7 +41,7 @@ from ft_service.control import tuned_models
 from ft_service.control.admission import read, slots_to_resume_with, takes_time
 from ft_service.control.checks.file_statistics import job_statistics
 from ft_service.control.checks.samples import job_samples
-from ft_service.data.samples import Page
+from ft_service.data.samples import MOST_LINES, Page
 from ft_service.data.statistics import Measure
 from ft_service.errors import ConflictError, NotFoundError, SpecError
 from ft_service.jobs.states import Job, State
@@ -107,13 +116,14 @@ def pause(job_id: str, caller: Caller, services: Svc) -> JobView:
     return _view(services.store.request(caller.project_id, job_id, Verb.PAUSE), caller, services)
 
 
-@router.post("/{job_id}/resume")
-def resume(job_id: str, caller: Caller, services: Svc, body: ResumeBody | None = None) -> JobView:
+@router.post("/{job_id}/resume", openapi_extra=body_schema(ResumeBody, required=False))
+def resume(job_id: str, caller: Caller, services: Svc, body: OptionalJsonBody) -> JobView:
     """Go on from the last checkpoint; with a body, which OpenAI's API has not, on another number of ranks."""
     slots = None
-    if body is not None and body.distributed is not None:
+    asked = ResumeBody() if body is None else parse_body(body, ResumeBody)
+    if asked.distributed is not None:
         job = services.store.get_job(caller.project_id, job_id)
-        slots = slots_to_resume_with(job, body.distributed.nproc_per_node, services.store, services.settings, caller.limits)
+        slots = slots_to_resume_with(job, asked.distributed.nproc_per_node, services.store, services.settings, caller.limits)
     return _view(services.store.request(caller.project_id, job_id, Verb.RESUME, slots), caller, services)
 
 
@@ -141,7 +151,7 @@ def samples(
     job_id: str,
     caller: Caller,
     services: Svc,
-    after: Annotated[int, Query(ge=0)] = 0,
+    after: Annotated[int, Query(ge=0, le=MOST_LINES)] = 0,
     limit: Annotated[int, Query(ge=1, le=100)] = 10,
     file: Literal["training", "validation"] = "training",
 ) -> SamplesView:

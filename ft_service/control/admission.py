@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from ft_service.bases.catalogue import Catalogue
+from ft_service.bases.catalogue import Base, Catalogue
+from ft_service.bases.contents import BaseContents
 from ft_service.control import tuned_models
 from ft_service.control.capacity import Capacity, capacity_now, refuse_too_many
 from ft_service.control.limits import allowed_priority, refuse_beyond, refuse_too_many_ranks
@@ -23,7 +24,8 @@ from ft_service.errors import ConflictError, LimitError, NotFoundError, SpecErro
 from ft_service.ids import new_id
 from ft_service.jobs.line import Shape
 from ft_service.jobs.states import Job, State
-from ft_service.plan.admit import admit_on
+from ft_service.plan.admit import admit_on, trainable_contents
+from ft_service.plan.machines import Machine, this_host
 from ft_service.settings import Settings
 from ft_service.spec import (
     AUTO,
@@ -126,6 +128,28 @@ def takes_time(body: object) -> bool:
     return counts or is_tuned(str(body.get("model")))
 
 
+@dataclass(frozen=True)
+class Door:
+    """What jobs that arrive together are checked against, looked at once for all of them."""
+
+    settings: Settings
+    capacity: Capacity
+    machines: tuple[Machine, ...]
+    """All kinds of nodes, the commonest first."""
+    files: Mapping[str, File]
+    """Those that they name, as far as there are any."""
+    find_base: Callable[[str], Base]
+    read_base: Callable[[Path], BaseContents]
+
+
+def door_for(asked: Sequence[Asked], *, store: Store, settings: Settings, catalogue: Catalogue) -> Door:
+    """What they are checked against now. Raises UnavailableError if the store does not answer."""
+    capacity = capacity_now(settings, store)
+    machines = capacity.machines or (capacity.machine or this_host(),)
+    files = store.find_files({file_id for one in asked for file_id in file_ids(one.request)})
+    return Door(settings, capacity, machines, files, cache(catalogue.find), cache(trainable_contents))
+
+
 def create(asked: Sequence[Asked], *, store: Store, settings: Settings, catalogue: Catalogue) -> list[Job | Exception]:
     """Check and store jobs, together but each for itself: the job, or why there is none.
 
@@ -133,9 +157,8 @@ def create(asked: Sequence[Asked], *, store: Store, settings: Settings, catalogu
     that cannot fit this host (the contents of data files are looked at later, by the reconciler); ConflictError if an id is
     taken. Raises UnavailableError if the store does not answer.
     """
-    capacity = capacity_now(settings, store)
-    files = store.find_files({file_id for one in asked for file_id in file_ids(one.request)})
-    outcomes = [new_job(one, files, settings, catalogue, capacity) for one in asked]
+    door = door_for(asked, store=store, settings=settings, catalogue=catalogue)
+    outcomes = [new_job(one, door) for one in asked]
     created = iter(_create(store, [outcome for outcome in outcomes if isinstance(outcome, NewJob)]))
     return [next(created) if isinstance(outcome, NewJob) else outcome for outcome in outcomes]
 
@@ -147,14 +170,12 @@ def _create(store: Store, new: Sequence[NewJob]) -> list[Job | Exception]:
         return [error] if len(new) == 1 else [outcome for one in new for outcome in _create(store, [one])]
 
 
-def new_job(
-    asked: Asked, files: Mapping[str, File], settings: Settings, catalogue: Catalogue, capacity: Capacity
-) -> NewJob | Exception:
+def new_job(asked: Asked, door: Door) -> NewJob | Exception:
     """The job to store, with its first events, or why there is none."""
     try:
-        resolved = resolve_asked(asked, files, settings, catalogue, capacity)
-        size = files[asked.request.training_file].bytes
-        admitted = admit_on(capacity.machines or (capacity.machine,), resolved, size)
+        resolved = resolve_asked(asked, door)
+        size = door.files[asked.request.training_file].bytes
+        admitted = admit_on(door.machines, resolved, size, door.read_base)
         spec, told = admitted.spec, [NewEvent(level=level, message=message) for level, message in admitted.told]
     except Exception as error:
         return error
@@ -167,7 +188,7 @@ def new_job(
             f"Its priority is {priority}, the highest that this project's jobs may have; {asked.request.priority} was asked."
         )
         told.append(NewEvent(level="warn", message=message))
-    if priority and capacity.ignores_priority:
+    if priority and door.capacity.ignores_priority:
         told.append(
             NewEvent(
                 level="warn",
@@ -185,7 +206,7 @@ def new_job(
         priority=priority,
         slots=spec.world_size,
         nodes=spec.distributed.nnodes,
-        shapes=_shapes(spec, capacity, limits),
+        shapes=_shapes(spec, door.capacity, limits),
         memory=admitted.memory,
         max_seconds=asked.request.max_seconds,
         key_id=asked.principal.key_id,
@@ -206,15 +227,14 @@ def _shapes(spec: JobSpec, capacity: Capacity, limits: Limits) -> tuple[Shape, .
     return tuple(shapes) if len(shapes) > 1 else ()
 
 
-def resolve_asked(
-    asked: Asked, files: Mapping[str, File], settings: Settings, catalogue: Catalogue, capacity: Capacity, *, data: bool = True
-) -> JobSpec:
+def resolve_asked(asked: Asked, door: Door, *, data: bool = True) -> JobSpec:
     """The job's spec, with what is "auto" still open. `data` False: its training file is not known yet.
 
     Raises SpecError for a base or a file that there is not, and for ranks that it could never get.
     """
     request, project = asked.request, asked.principal.project_id
-    model = catalogue.find(asked.base)
+    settings, files, capacity = door.settings, door.files, door.capacity
+    model = door.find_base(asked.base)
     training = _NO_FILE
     if data:
         training = _data_file(request.training_file, "training_file", project, files, settings)

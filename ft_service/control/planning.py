@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ft_service.bases.catalogue import Catalogue
-from ft_service.control.admission import file_ids, read, resolve_asked
+from ft_service.control.admission import door_for, read, resolve_asked
 from ft_service.control.capacity import capacity_now
+from ft_service.data.formats.reading import estimate_samples, open_data
+from ft_service.data.formats.recognise import Container
 from ft_service.errors import SpecError
 from ft_service.jobs.states import Job
 from ft_service.plan.job import Plan, bounded, plan_job, training_time
@@ -17,6 +19,7 @@ from ft_service.plan.machines import Machine, this_host
 from ft_service.plan.text import change_text
 from ft_service.settings import Settings
 from ft_service.spec import JobSpec
+from ft_service.spec.rates import COUNTED
 from ft_service.storage.locations import Places
 from ft_service.store.records import Principal
 from ft_service.store.sql import Store
@@ -37,12 +40,11 @@ def plan_body(
     if isinstance(body, dict) and not known:
         body = body | {"training_file": _UNKNOWN}
     asked = read(body, principal=principal, store=store, settings=settings)
-    capacity = capacity_now(settings, store)
-    files = store.find_files(set(file_ids(asked.request)))
-    spec = resolve_asked(asked, files, settings, catalogue, capacity, data=known)
-    size = files[asked.request.training_file].bytes if known else None
+    door = door_for([asked], store=store, settings=settings, catalogue=catalogue)
+    spec = resolve_asked(asked, door, data=known)
+    size = door.files[asked.request.training_file].bytes if known else None
     path = places.file(asked.request.training_file) if known else None
-    return _document(bounded(spec), capacity.machine or this_host(), path, size)
+    return _document(bounded(spec), door.capacity.machine or this_host(), path, size)
 
 
 def plan_of_job(job: Job, store: Store, settings: Settings, places: Places) -> dict[str, Any]:
@@ -53,7 +55,9 @@ def plan_of_job(job: Job, store: Store, settings: Settings, places: Places) -> d
 
 
 def _document(spec: JobSpec, machine: Machine, path: Path | None, size: int | None) -> dict[str, Any]:
-    samples = None if path is None or size is None or not path.is_file() else _lines(path, size)
+    samples = None if path is None or size is None or not path.is_file() else _samples(path, size)
+    if samples is not None and spec.validation_split is not None:
+        samples -= int(samples * spec.validation_split)
     lengths = None if size is None else Lengths(size // BYTES_PER_TOKEN, samples or None)
     try:
         plan = plan_job(spec, machine, lengths, to_train=False)
@@ -72,7 +76,11 @@ def _shown(plan: Plan) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=256)
-def _lines(path: Path, size: int) -> int:
-    """Lines of a file, which never changes."""
+def _samples(path: Path, size: int) -> int:
+    """Of a file, which never changes: of JSON lines all lines, of others about."""
+    reader = open_data(path)
+    reader.look()
+    if reader.shape.container is not Container.LINES or reader.shape.compression is not None:
+        return estimate_samples(path, most=COUNTED)
     with path.open("rb") as file:
         return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(_CHUNK), b""))

@@ -166,7 +166,7 @@ def refuse_impossible(grader: Grader) -> None:
             _calculated(grader.calculate_output, dict.fromkeys(grader.graders, 1.0))
         except FormulaError as error:
             raise ValueError(f"calculate_output: {error}") from None
-        except ArithmeticError:
+        except (ArithmeticError, ValueError):
             pass  # of these numbers; others may do
 
 
@@ -258,7 +258,10 @@ def _calculated(formula: str, scores: Mapping[str, float]) -> float:
         tree = ast.parse(formula.replace("^", "**").strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise FormulaError(f"{formula!r} is no formula of + - * / ^ and functions") from None
-    value = float(_evaluated(tree.body, scores))
+    try:
+        value = float(_evaluated(tree.body, scores))
+    except RecursionError:
+        raise FormulaError("it is nested too deeply") from None
     if not math.isfinite(value):
         raise OverflowError("it is not finite")
     return value

@@ -8,6 +8,8 @@ from typing import Literal
 Role = Literal["learned", "words", "template", "cut"]
 """learned: the model is trained to produce it; words: of a message or a prompt, only read; template: written by the chat
 template, only read; cut: behind training.max_length, not seen."""
+MOST_LINES = 10**12
+"""No file has more, so that nobody needs to ask for what is behind them."""
 Answer = Literal["", "preferred", "rejected"]
 """Which one of a preference pair's two; empty: it is no pair."""
 

@@ -125,6 +125,11 @@ class Measure:
     validation_split: float | None = None
     seed: int = 0
 
+    @property
+    def is_of_one_file(self) -> bool:
+        """Whether the two files are the same."""
+        return self.validation_file is not None and self.validation_file.sha256 == self.training_file.sha256
+
     @classmethod
     def of(cls, spec: JobSpec) -> Measure:
         return cls(spec.training_data, spec.validation_data, spec.training, spec.validation_split, spec.seed)
@@ -232,7 +237,12 @@ def _about(file: FileStatistics) -> Iterator[str]:
 
 def _about_both(found: Statistics, asked: Measure) -> Iterator[str]:
     validation = found.validation
-    if found.overlap.count and validation is not None:
+    if validation is not None and asked.is_of_one_file:
+        yield (
+            f"{validation.name} is the training file, so that the validation loss says nothing of new samples. Give another "
+            "validation_file, or validation_split in its place."
+        )
+    elif found.overlap.count and validation is not None:
         yield (
             f"{validation.name}: {found.overlap.text(validation.word)} in {found.training.name} too, so that the validation "
             "loss looks better than it is. Remove them from one of the two."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -40,14 +40,26 @@ class Admitted:
     """Whether all that it may take fits the machine; None: not known."""
 
 
-def admit_on(machines: Sequence[Machine | None], spec: JobSpec, data_bytes: int | None = None) -> Admitted:
+def trainable_contents(folder: Path) -> BaseContents:
+    """A base as its files are now. Raises SpecError for one that cannot be read, or whose tokenizer is another's."""
+    contents = read_contents(folder)
+    refuse_ids_without_row(base_shape(contents), folder)  # here too, since the tokenizer may change without the weights
+    return contents
+
+
+def admit_on(
+    machines: Sequence[Machine],
+    spec: JobSpec,
+    data_bytes: int | None = None,
+    read_base: Callable[[Path], BaseContents] = trainable_contents,
+) -> Admitted:
     """`admit` for whichever of several machines will train: the first that it fits, with what it needs where it needs least.
     Raises SpecError if it fits none."""
     found: list[Admitted] = []
     refused: list[SpecError] = []
     for machine in machines:
         try:
-            found.append(admit(spec, machine, data_bytes))
+            found.append(admit(spec, machine, data_bytes, read_base))
         except SpecError as error:
             refused.append(error)
     if not found:
@@ -57,8 +69,14 @@ def admit_on(machines: Sequence[Machine | None], spec: JobSpec, data_bytes: int 
     return replace(fitting[0], memory=min(needs, default=None))
 
 
-def admit(spec: JobSpec, machine: Machine | None = None, data_bytes: int | None = None) -> Admitted:
+def admit(
+    spec: JobSpec,
+    machine: Machine | None = None,
+    data_bytes: int | None = None,
+    read_base: Callable[[Path], BaseContents] = trainable_contents,
+) -> Admitted:
     """Plan a job for a machine (None: this host). `data_bytes`: of the training file, which has not been read yet.
+    `read_base`: for who admits many at once.
 
     Raises SpecError for a base that cannot be read or whose tokenizer is another's, for patterns and names that match nothing
     in it, for a job that cannot fit, and for a format to be chosen where the memory is not known. Terms that depend on the data
@@ -68,9 +86,7 @@ def admit(spec: JobSpec, machine: Machine | None = None, data_bytes: int | None 
     of_no_effect = {"job_id": "", "tuned_name": "", "seed": 0, "training_data": no_file, "parent": None}
     options = spec.model_copy(update=of_no_effect | {"validation_data": spec.validation_data and no_file})
     given = options.model_dump_json(exclude_unset=True)  # some warnings are only for what the user has set
-    folder = Path(spec.model.path)
-    contents = read_contents(folder)
-    refuse_ids_without_row(base_shape(contents), folder)  # here too, since the tokenizer may change without the weights
+    contents = read_base(Path(spec.model.path))
     lengths = None if data_bytes is None else Lengths.of_size(data_bytes)
     admitted = _admitted(contents, given, machine or this_host(), lengths)
     sections = {name: getattr(admitted.spec, name) for name in ("precision", "training", "distributed", "chosen")}

@@ -146,7 +146,12 @@ class Preview:
         """Start and end processes as they are needed, until `stop` is set."""
         try:
             while not stop.is_set():
-                self._look()
+                try:
+                    self._look()
+                except Exception:  # a disk that cannot be read, a process that cannot be started: the next one may get on
+                    log.exception("the preview cannot do what it is asked")
+                    self._expected = None
+                    self._refuse(list(self._waiting), stepped_aside("The preview has failed; the service's log says how."))
                 self._stirred.wait(POLL_SECONDS if self._process or self._waiting else 2 * POLL_SECONDS)
                 self._stirred.clear()
         finally:

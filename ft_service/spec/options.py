@@ -23,6 +23,9 @@ DPO_EPOCHS = 1
 """training.n_epochs of direct preference optimisation unless it is given: further passes learn the pairs by heart."""
 
 
+NEVER = 10**12
+"""Optimizer steps, of which no job has so many: the most that may be between two of what comes again and again."""
+
 _RANGE = re.compile(r"([0-9]{1,6}):([0-9]{1,6})")
 
 
@@ -130,7 +133,7 @@ class TrainingOptions(Strict):
     """How the rate falls after the warm-up: to 0 at the last step, not at all, or only in the last decay_ratio of the steps."""
     warmup_ratio: Annotated[Number, Field(ge=0, le=1)] = 0.03
     """Share of all steps in which the rate rises from 0."""
-    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    warmup_steps: Annotated[int, Field(ge=0, le=NEVER)] | None = None
     """The same as a number of steps, in place of warmup_ratio; None: that decides. More than the job's steps, and it only
     rises."""
     decay_ratio: Annotated[Number, Field(gt=0, le=1)] | None = None
@@ -149,9 +152,9 @@ class TrainingOptions(Strict):
     max_grad_norm: Annotated[Number, Field(ge=0)] = 1.0
     """Gradients are scaled down to this global 2-norm; 0: never."""
     optim: Literal["adamw_torch"] = "adamw_torch"
-    eval_steps: Annotated[int, Field(ge=1)] | None = None
+    eval_steps: Annotated[int, Field(ge=1, le=NEVER)] | None = None
     """Optimizer steps between validations; None: at the end of every epoch. Ignored without a validation file."""
-    early_stopping_patience: Annotated[int, Field(ge=1)] | None = None
+    early_stopping_patience: Annotated[int, Field(ge=1, le=NEVER)] | None = None
     """Validations in a row without progress after which training ends, as a success; None: never. Needs a validation file."""
     early_stopping_threshold: Annotated[Number, Field(ge=0)] = 0.0
     """Progress is a validation loss (nats) lower by more than this than the one that last was progress."""
@@ -276,12 +279,12 @@ class DistributedOptions(Strict):
 class CheckpointOptions(Strict):
     """When checkpoints are written, and which of them stay."""
 
-    save_steps: Annotated[int, Field(ge=1)] | None = None
+    save_steps: Annotated[int, Field(ge=1, le=NEVER)] | None = None
     """Optimizer steps between checkpoints; None: at the end of every epoch. One is always written at the last step."""
     save_total_limit: Annotated[int, Field(ge=1, le=1000)] = 3
     """Complete checkpoints kept; older ones are removed once a newer one is complete, unless keep_every or keep_best keeps
     them."""
-    keep_every: Annotated[int, Field(ge=1)] | None = None
+    keep_every: Annotated[int, Field(ge=1, le=NEVER)] | None = None
     """Optimizer steps: a checkpoint is written at every multiple, and stays. None: none stays for its step."""
     keep_best: bool = False
     """A checkpoint is written at every validation that is the best so far, and stays until there is a better one. Needs a
@@ -352,6 +355,12 @@ class JobOptions(Strict):
             raise ValueError(
                 "training.group_by_length saves padding, and packed rows have none: give packing: false, or leave it out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _something_to_train(self) -> JobOptions:
+        if self.lora.target_modules == [] and not self.lora.target_parameters:
+            raise ValueError("lora.target_modules = []: nothing would be trained. Name modules, or leave it out (all-linear)")
         return self
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from ft_service.errors import SpecError
 from ft_service.spec.faults import OptionFault, joined, option_faults
@@ -32,6 +32,8 @@ NOT_YET_VALUES: Mapping[tuple[str, object], str] = {
 
 SWEEP = "sweep"
 """The key of a body or a SPEC file that asks for several jobs (ft_service/sweeps/asked.py)."""
+
+_HYPERPARAMETERS = set(Hyperparameters.model_fields)
 
 Suffix = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")]
 Metadata = Annotated[
@@ -87,6 +89,15 @@ class JobRequest(JobOptions):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _only_answers_are_preferred(self) -> JobRequest:
+        if self.method.type == "dpo" and self.training.train_on == "everything":
+            raise ValueError(
+                "training.train_on = 'everything' with method dpo: of a pair only the answers are compared, and what "
+                "stands before them is the same. Leave it out"
+            )
+        return self
+
     def given_hyperparameters(self) -> dict[str, tuple[str, Any]]:
         """Values in OpenAI's fields: name → (where it was given, value), "auto" left out. Given twice is a ValueError."""
         places = {
@@ -95,7 +106,7 @@ class JobRequest(JobOptions):
         }
         given: dict[str, tuple[str, Any]] = {}
         for place, values in places.items():
-            for name, value in values.model_dump(exclude_unset=True, include=set(Hyperparameters.model_fields)).items():
+            for name, value in values.model_dump(exclude_unset=True, include=_HYPERPARAMETERS).items():
                 if value == AUTO:
                     continue
                 if name in given:
@@ -103,8 +114,18 @@ class JobRequest(JobOptions):
                 given[name] = (place, value)
         return given
 
+    _resolved: tuple[tuple[object, ...], TrainingOptions] | None = PrivateAttr(default=None)
+    """What `resolved_training` was made of, and what it is."""
+
     def resolved_training(self) -> TrainingOptions:
         """`training` with OpenAI's hyperparameters folded in. Raises ValueError when one is given in both places."""
+        parts, made = (self.method, self.hyperparameters, self.training), self._resolved
+        # Asked for several times by every submit. A copy (model_copy) may have other parts.
+        if made is None or any(one is not other for one, other in zip(made[0], parts, strict=True)):
+            self._resolved = made = parts, self._resolve_training()
+        return made[1]
+
+    def _resolve_training(self) -> TrainingOptions:
         dpo = self.method.type == "dpo"
         of_one = DPO_LEARNING_RATE if dpo else LEARNING_RATE
         updates: dict[str, Any] = {}

@@ -209,8 +209,8 @@ def by_samples(
 
 
 def inherit(request: JobRequest, parent: JobSpec, name: str) -> JobRequest:
-    """A request that goes on from the adapter `name`, which `parent` trained: the adapter's shape is kept, and so is the base's
-    precision and its chat template unless the request says another.
+    """A request that goes on from the adapter `name`, which `parent` trained: the adapter's shape is kept, and so are the
+    options of precision and the chat template that the request does not give.
 
     Raises SpecError naming an option of lora that asks for another shape.
     """
@@ -224,11 +224,19 @@ def inherit(request: JobRequest, parent: JobSpec, name: str) -> JobRequest:
             )
     given = request.lora.model_fields_set & {"lora_dropout"}
     lora = parent.lora.model_copy(update={field: getattr(request.lora, field) for field in given})
-    precision = request.precision if "precision" in request.model_fields_set else parent.precision
+    precision = _inherited_precision(request.precision, parent.precision)
     chat_template = request.chat_template if request.chat_template is not None else parent.chat_template or None
-    if precision.default == AUTO:
-        precision = precision.model_copy(update={"default": parent.precision.default})
     return request.model_copy(update={"lora": lora, "precision": precision, "chat_template": chat_template})
+
+
+def _inherited_precision(given: PrecisionOptions, parent: PrecisionOptions) -> PrecisionOptions:
+    """The parent's options but for those that are given. Formats belong together: with another default go the overrides."""
+    named = given.model_fields_set
+    if given.default == AUTO:
+        named = named - {"default"}
+    if "default" in named:
+        named = named | {"overrides"}
+    return parent.model_copy(update={name: getattr(given, name) for name in named})
 
 
 def _resolve_distributed(options: DistributedOptions, gpus: int) -> DistributedOptions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
@@ -35,7 +36,8 @@ def _check_pattern(value: object) -> object:
         try:
             compile_pattern(value)
         except re2.error as error:
-            raise ValueError(f"not a pattern that RE2 accepts: {error}") from None
+            why = error.args[0].decode(errors="replace") if error.args and isinstance(error.args[0], bytes) else error
+            raise ValueError(f"must be a pattern that RE2 accepts ({why})") from None
     return value
 
 
@@ -47,14 +49,14 @@ def _number(value: object) -> object:
     """JSON and YAML write 1 for 1.0, and YAML 1.1 reads `2e-4` as a string: take both as the number they mean."""
     if isinstance(value, bool):
         return value
-    if isinstance(value, int):
+    if not isinstance(value, int | str):
+        return value
+    try:
         return float(value)
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+    except ValueError:
+        return value
+    except OverflowError:  # which is told as what it is nearest to
+        return math.inf if isinstance(value, int) and value > 0 else -math.inf
 
 
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]

@@ -329,9 +329,11 @@ _DOCUMENTS = ("request", "error", "sweep_values", "sweep_course")
 def as_stored(job: Job) -> tuple[Job, dict[str, Any]]:
     """A new job as it will be read, and its row as drivers take it."""
     spec, spec_text = storable_json(job.stored_spec.document)
-    stored_spec = job.stored_spec if spec is job.stored_spec.document else StoredSpec(spec)
     documents = {name: storable_json(getattr(job, name)) for name in _DOCUMENTS if getattr(job, name) is not None}
-    job = replace(job, stored_spec=stored_spec, **{name: document for name, (document, _) in documents.items()})
+    changes: dict[str, Any] = {name: kept for name, (kept, _) in documents.items() if kept is not getattr(job, name)}
+    if spec is not job.stored_spec.document:
+        changes["stored_spec"] = StoredSpec(spec)
+    job = replace(job, **changes) if changes else job
     return job, new_job_row(job) | {"spec": spec_text} | {name: text for name, (_, text) in documents.items()}
 
 

@@ -51,6 +51,8 @@ _ASKED = frozenset(
         *("sweep_id", "sweep_values"),
     }
 )
+_FIELDS = [field.name for field in fields(Job)]
+_ENUMERATED = ("state", "phase", "desired", "halt", "reason")
 _FIXED = _ASKED | {"queued_at", "taken_at", "held_seconds", "slot_seconds"}
 
 
@@ -94,7 +96,8 @@ def to_metrics(value: dict[str, Any] | None) -> Metrics | None:
 
 def new_job_row(job: Job) -> dict[str, Any]:
     """Every column but the time of creation, which is the database's. Shapes are JSON, as drivers take it."""
-    row = {field.name: _plain(getattr(job, field.name)) for field in fields(Job) if field.name != "created_at"}
+    row = _plain_row(job)
+    del row["created_at"]
     spec = row.pop("stored_spec").document
     row["shapes"] = json.dumps(row["shapes"]) if row["shapes"] else None
     return row | {"spec": spec, "base": spec.get("model", {}).get("name")}
@@ -102,7 +105,7 @@ def new_job_row(job: Job) -> dict[str, Any]:
 
 def changed_job_row(old: Job, new: Job) -> dict[str, Any]:
     """Every column that may change, `version` raised by one."""
-    row = {field.name: _plain(getattr(new, field.name)) for field in fields(Job) if field.name not in _FIXED}
+    row = {name: value for name, value in _plain_row(new).items() if name not in _FIXED}
     row["shapes"] = [list(shape) for shape in new.shapes] or None
     if new.state is State.QUEUED and old.state is not State.QUEUED:
         row["queued_at"] = database_time()
@@ -160,5 +163,7 @@ def _metrics(metrics: Metrics | None) -> dict[str, Any] | None:
     return None if metrics is None else metrics.model_dump(exclude_none=True)
 
 
-def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, State | Phase | Desired | Halt | Reason) else value
+def _plain_row(job: Job) -> dict[str, Any]:
+    """Every field, words in place of what is one of a few."""
+    row = {name: getattr(job, name) for name in _FIELDS}
+    return row | {name: row[name] and row[name].value for name in _ENUMERATED}

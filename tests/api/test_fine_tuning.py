@@ -17,6 +17,7 @@ from ft_service.store.records import NewEvent
 from ft_service.supervisor import worker_tasks
 from tests.support.creating import create_job
 from tests.support.records import claim_next
+from tests.support.rest.refusals import check_error
 from tests.support.rest.service import METRICS, TRAINING, Service, put, put_state, run_dir, wait_until
 
 
@@ -131,6 +132,13 @@ def test_a_paused_job_goes_on_with_another_number_of_ranks(service: Service, cli
     assert refused.value.param == "distributed.nproc_per_node"
     with pytest.raises(openai.BadRequestError, match=r"distributed\.nproc_per_node = 0"):
         resume(0)
+    for body, says in (
+        (b"[]", "must be an object, not list"),
+        (b'{"ranks": 3}', "ranks: there is no such option"),
+        (b"{", "JSON"),
+    ):
+        answer = service.http("POST", f"/v1/fine_tuning/jobs/{job_id}/resume", content=body)
+        assert says in check_error(answer, 400)["message"], "whatever the client says that it sends"
     assert resume(3) == "queued"
     claim = claim_next(service.store, host="h", host_slots=4)
     assert claim is not None
@@ -473,3 +481,13 @@ def test_what_keeps_a_job_is_shown_as_long_as_it_is_to_run(
     put(service, job_id, state=state, phase=phase, pending="The job cannot be observed now", attempt=1, host="k")
     job: Any = client.fine_tuning.jobs.retrieve(job_id)
     assert job.pending_reason == ("The job cannot be observed now" if shown else None)
+
+
+def test_a_plan_counts_records_and_not_lines(service: Service, client: openai.OpenAI) -> None:
+    table = b"prompt,completion\n" + b'ask,"an answer\nof two lines"\n' * 10
+    file_id = client.files.create(file=("table.csv", table), purpose="fine-tune").id
+    body = {"model": "tiny", "training_file": file_id, "training": {"batch_size": 2, "n_epochs": 1}}
+    time = service.http("POST", "/v1/fine_tuning/plan", json=body).json()["time"]
+    assert (time["examples"], time["steps"]) == (10, 5)
+    time = service.http("POST", "/v1/fine_tuning/plan", json={**body, "validation_split": 0.4}).json()["time"]
+    assert (time["examples"], time["steps"]) == (6, 3)

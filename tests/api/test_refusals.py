@@ -104,6 +104,8 @@ LIST_PARAMETERS = [
     ("fine_tuning/jobs/x/events?stream=perhaps", "stream"),
     ("fine_tuning/jobs?metadata[a]=1&metadata[a]=2", "metadata[a]"),
     ("files?order=up", "order"),
+    (f"files/file-x/samples?model=tiny&after={2**63 - 1}", "after"),
+    (f"fine_tuning/jobs/x/samples?after={10**30}", "after"),
     ("files?limit=10001", "limit"),
     ("files?after=file-none", "after"),
 ]

@@ -76,7 +76,7 @@ def load(
     with Safetensors(folder) as files:
         base = StoredBase.open(files, folder)
         if _has_buffers(model):
-            load_buffers(model, NamedBase(model, base, base_tensor_name).tensors, base_tensor_name, device)
+            load_buffers(model, NamedBase(model, base, base_tensor_name).tensors, base_tensor_name, device, compute_dtype)
         loaded = _load_base(model, weights, Path(folder), base, cache)
         loaded = loaded if loaded.cached else replace(loaded, bytes_read=files.bytes_read)
     for name, weight in weights.items():

@@ -122,8 +122,11 @@ def by_parameter(model: nn.Module, tensors: BaseTensors, plain: Callable[[str], 
     return NamedTensors(tensors, {ours: sources[stock] for stock, ours in wanted.items() if stock in sources})
 
 
-def load_buffers(model: nn.Module, tensors: NamedTensors, plain: Callable[[str], str], device: torch.device) -> None:
-    """Read the buffers that a base's files hold (routers have such); they are small, and whole on every rank.
+def load_buffers(
+    model: nn.Module, tensors: NamedTensors, plain: Callable[[str], str], device: torch.device, compute_dtype: torch.dtype
+) -> None:
+    """Read the buffers that a base's files hold (routers have such); they are small, and whole on every rank. What is made of
+    one, such as the powers of a decay, is to have no less precision than the rest of the arithmetic.
 
     Raises SpecError for one that is missing.
     """
@@ -134,7 +137,9 @@ def load_buffers(model: nn.Module, tensors: NamedTensors, plain: Callable[[str],
             ours = plain(f"{module_name}.{name}")
             if ours not in tensors:
                 raise SpecError(f"The base's safetensors lack {ours}: its layout is not supported.", param="model")
-            module._buffers[name] = tensors.whole(ours).to(device)
+            held = tensors.whole(ours)
+            dtype = torch.promote_types(held.dtype, compute_dtype) if held.is_floating_point() else held.dtype
+            module._buffers[name] = held.to(device, dtype)
 
 
 def find_pieces(base: PreTrainedModel, wanted: Iterable[str], held: Iterable[str]) -> dict[str, list[Piece]]:

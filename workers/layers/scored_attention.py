@@ -1,5 +1,5 @@
-"""Causal attention with its scores written out, a number of queries at a time: for a window, a soft cap or sinks, which fused
-kernels do not have. Forward and backward by hand, since both run inside operators, below autograd.
+"""Causal attention with its scores written out, a number of queries at a time: for a window, a soft cap, sinks or chosen keys,
+which fused kernels do not have. Forward and backward by hand, since both run inside operators, below autograd.
 """
 
 from __future__ import annotations
@@ -14,15 +14,23 @@ ROWS_AT_ONCE = 512
 
 
 def scored(
-    query: Tensor, key: Tensor, value: Tensor, window: int, softcap: float, scale: float, sinks: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int,
+    softcap: float,
+    scale: float,
+    sinks: Tensor | None,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     """query [rows, heads, length, d], key and value [rows, groups, length, d] → [rows, heads, length, d], in the value's dtype.
 
-    `window`: keys that a query sees at most, 0: all before it; `softcap`: 0: none; `sinks`: [heads].
+    `window`: keys that a query sees at most, 0: all before it; `softcap`: 0: none; `sinks`: [heads]; `chosen`: places of the
+    keys that each query sees of those before it, int [rows, length, keys]; None: all.
     """
     key, value = one_a_head(query, key, value)
     parts = []
-    for own, seen, mask in _blocks(query.shape[2], window, query.device):
+    for own, seen, mask in _blocks(query.shape[2], window, query.device, chosen):
         shares, _ = shares_of(query[:, :, own], key[:, :, seen], mask, softcap, scale, sinks)
         parts.append(shares.to(value.dtype) @ value[:, :, seen])
     return torch.cat(parts, dim=2)
@@ -37,6 +45,7 @@ def scored_grad(
     softcap: float,
     scale: float,
     sinks: Tensor | None,
+    chosen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, one key and value a head; the shares are computed again. Sums are in fp32.
 
@@ -45,7 +54,7 @@ def scored_grad(
     wide_key, wide_value = one_a_head(query, key, value)
     of_query = torch.empty_like(query)
     of_key, of_value = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (wide_key, wide_value))
-    for own, seen, mask in _blocks(query.shape[2], window, query.device):
+    for own, seen, mask in _blocks(query.shape[2], window, query.device, chosen):
         q, k, v, g = query[:, :, own], wide_key[:, :, seen], wide_value[:, :, seen], grad[:, :, own]
         shares, slope = shares_of(q, k, mask, softcap, scale, sinks)
         of_value[:, :, seen] += shares.to(g.dtype).transpose(-2, -1) @ g
@@ -63,13 +72,20 @@ def one_a_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
     return key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
 
 
-def _blocks(length: int, window: int, device: torch.device) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Queries of one block, the keys that any of them sees, and which of them each does: bool [queries, keys]."""
+def _blocks(length: int, window: int, device: torch.device, chosen: Tensor | None) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Queries of one block, the keys that any of them sees, and which of them each does: bool [queries, keys], or
+    [rows, 1, queries, keys] where they are chosen.
+    """
     for start in range(0, length, ROWS_AT_ONCE):
         end = min(start + ROWS_AT_ONCE, length)
         first = max(0, start - window + 1) if window else 0
         distance = torch.arange(start, end, device=device)[:, None] - torch.arange(first, end, device=device)
-        yield slice(start, end), slice(first, end), (distance >= 0) & (distance < window) if window else distance >= 0
+        mask = (distance >= 0) & (distance < window) if window else distance >= 0
+        if chosen is not None:
+            places = chosen[:, start:end].long()
+            whole = torch.zeros(*places.shape[:2], length, dtype=torch.bool, device=device).scatter_(-1, places, True)
+            mask = mask & whole[:, None, :, first:end]
+        yield slice(start, end), slice(first, end), mask
 
 
 def shares_of(

@@ -8,6 +8,7 @@ of padded samples are taken the same way: as one segment each, whose padding com
     chunk      tokens of a segment's parts that do not see each other, in some layers (Llama 4); 0: it is whole
     softcap    scores become tanh(score / softcap) * softcap; 0: they stay
     sinks      one more score a head, [heads], that takes part in the softmax and has no value (gpt-oss)
+    chosen     places in their segment of the keys that a query sees, of those before it (workers/layers/indexed_attention.py)
 
 Attention is opaque operators, as the products with frozen weights are: the compiler need not look into lengths that change at
 every step, and selective checkpointing keeps their results by their namespace.
@@ -46,10 +47,11 @@ def segment_attention(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     is_causal: bool | None = None,
+    indices: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """As transformers calls it: query [rows, heads, length, d], key and value [rows, groups, length, ..] →
-    [rows, length, heads, ..].
+    [rows, length, heads, ..]. `indices`: the chosen keys, int32 [rows, length, keys]; without any, all are seen.
 
     Raises NotImplementedError for what only a mask could say.
     """
@@ -57,19 +59,20 @@ def segment_attention(
     if position_bias is not None or not causal or query.shape[2] != key.shape[2]:
         _refuse(f"{type(module).__name__} is not causal, or has a bias by position")
     chunk, window = chunk_of(module), sliding_window or 0
-    if attention_mask is not None:
+    if attention_mask is not None and attention_mask.numel():  # an empty one says nothing: indexed_attention.py
         _compare(module, attention_mask, window, chunk)
     bounds = CURRENT.bounds(query.shape[2], chunk)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     width = value.shape[-1]
     query, key, value = _of_one_width(tempered(module, query), key, value)
-    plain = not softcap and s_aux is None
+    chosen = indices if indices is not None and indices.shape[-1] else None
+    plain = not softcap and s_aux is None and chosen is None
     if plain and CURRENT.fused and _fits_kernel(query):
         out = _varlen(query, key, value, bounds, scale, window)
     elif plain and query.is_cuda and _without_window(bounds, window):
         out = causal_segments(query, key, value, bounds.starts if len(bounds.starts) > 2 else None, scale)
     else:
-        out, _lse = attend(query, key, value, bounds.starts, window, softcap or 0.0, scale, s_aux)
+        out, _lse = attend(query, key, value, bounds.starts, window, softcap or 0.0, scale, s_aux, chosen)
     return (out if out.shape[-1] == width else out[..., :width]), None
 
 
@@ -185,9 +188,11 @@ def attend(
     softcap: float,
     scale: float,
     sinks: Tensor | None,
+    chosen: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """query [rows, heads, length, d], key [rows, groups, length, d], value [rows, groups, length, d] →
     [rows, length, heads, d], in the query's dtype, and the log-sums that the backward wants, fp32 [rows, heads, length].
+    `chosen`: int32 [rows, length, keys]; segments of no more than these keys are seen whole.
     """
     rows, heads, length, _ = query.shape
     out = query.new_empty(rows, length, heads, query.shape[-1])
@@ -195,11 +200,12 @@ def attend(
     assert starts[-1] == length, "the segments are those of another micro-batch"
     for start, end in _bounds(starts):
         q, k, v = (tensor[:, :, start:end] for tensor in (query, key, value))
-        if _by_kernel(query, window, softcap, sinks, end - start):
+        own = _chosen_in(chosen, start, end)
+        if own is None and _by_kernel(query, window, softcap, sinks, end - start):
             k, v = _for_kernel(k, v, heads)
             part, sums[:, :, start:end] = _kernel(q, k, v, 0.0, True, scale=scale)
         else:
-            part = scored(q, k, v, window, softcap, scale, sinks)
+            part = scored(q, k, v, window, softcap, scale, sinks, own)
         out[:, start:end] = part.transpose(1, 2)
     return out, sums
 
@@ -217,22 +223,23 @@ def _attend_grad(
     softcap: float,
     scale: float,
     sinks: Tensor | None,
+    chosen: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     heads = query.shape[1]
     for start, end in _bounds(starts):
         q, k, v = (tensor[:, :, start:end] for tensor in (query, key, value))
         g = grad[:, start:end].transpose(1, 2)
-        if _by_kernel(query, window, softcap, sinks, end - start):
+        own = _chosen_in(chosen, start, end)
+        if own is None and _by_kernel(query, window, softcap, sinks, end - start):
             o, lse = out[:, start:end].transpose(1, 2), sums[:, :, start:end]
             wide_k, wide_v = _for_kernel(k, v, heads)
             parts = _kernel_grad(g, q, wide_k, wide_v, o, lse, 0.0, True, scale=scale)
         else:
-            parts = scored_grad(g, q, k, v, window, softcap, scale, sinks)
+            parts = scored_grad(g, q, k, v, window, softcap, scale, sinks, own)
         for whole, part in zip(grads, parts, strict=True):
             groups = whole.shape[1]
-            own = part if part.shape[1] == groups else part.unflatten(1, (groups, -1)).sum(dim=2)
-            whole[:, :, start:end] = own
+            whole[:, :, start:end] = part if part.shape[1] == groups else part.unflatten(1, (groups, -1)).sum(dim=2)
     return grads
 
 
@@ -246,6 +253,7 @@ def _(
     softcap: float,
     scale: float,
     sinks: Tensor | None,
+    chosen: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     rows, heads, length, _ = query.shape
     out = query.new_empty(rows, length, heads, query.shape[-1])
@@ -265,21 +273,22 @@ def _(
     softcap: float,
     scale: float,
     sinks: Tensor | None,
+    chosen: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, starts, ctx.window, ctx.softcap, ctx.scale, sinks = inputs
-    ctx.save_for_backward(query, key, value, *output, starts, sinks)
+    query, key, value, starts, ctx.window, ctx.softcap, ctx.scale, sinks, chosen = inputs
+    ctx.save_for_backward(query, key, value, *output, starts, sinks, chosen)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     assert grad is not None, "nothing but the output is used"
-    *tensors, starts, sinks = ctx.saved_tensors
-    grads = _attend_grad(grad, *tensors, starts, ctx.window, ctx.softcap, ctx.scale, sinks)
-    return *grads, None, None, None, None, None
+    *tensors, starts, sinks, chosen = ctx.saved_tensors
+    grads = _attend_grad(grad, *tensors, starts, ctx.window, ctx.softcap, ctx.scale, sinks, chosen)
+    return *grads, None, None, None, None, None, None
 
 
 attend.register_autograd(_backward, setup_context=_setup_context)
@@ -287,6 +296,11 @@ attend.register_autograd(_backward, setup_context=_setup_context)
 
 def _bounds(starts: Tensor) -> Iterator[tuple[int, int]]:
     return pairwise(starts.tolist())
+
+
+def _chosen_in(chosen: Tensor | None, start: int, end: int) -> Tensor | None:
+    """The chosen keys of one segment's queries; None where there are no more keys than may be chosen: all of them are."""
+    return None if chosen is None or end - start <= chosen.shape[-1] else chosen[:, start:end]
 
 
 # One segment --------------------------------------------------------------------------------------------------------------

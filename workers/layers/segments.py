@@ -45,6 +45,8 @@ class Segments:
         """Tokens of the sample in each padded row, as far as they are known."""
         self.fused = False
         """Whether the segments are on a GPU that has a fused kernel for them."""
+        self.choosing = False
+        """While an indexer chooses keys: large scores, of which backward wants nothing."""
         self.faults: list[str] | None = None
         """While it is tried whether an architecture can be trained this way: what stands against it."""
 

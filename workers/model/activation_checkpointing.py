@@ -6,13 +6,18 @@ layer is gathered once for its recomputation and its backward together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from workers.layers.segments import CURRENT
 
 aten = torch.ops.aten
 
@@ -31,25 +36,72 @@ KEPT_NAMESPACES = frozenset(("ft_service", "torch_attn"))
 """Of our operators, the products with frozen weights and attention within segments, and of PyTorch's for packed rows."""
 
 
-def checkpoint_activations(layers: Iterable[nn.Module], mode: Literal["none", "full", "selective"], adapter_rank: int) -> None:
+def checkpoint_activations(
+    layers: Iterable[nn.Module], mode: Literal["none", "full", "selective"], adapter_rank: int, *, compiled: bool = False
+) -> None:
     """Replace the layers' forward, in place. "full" keeps only a layer's input; "selective" also what is costly to recompute.
 
     `adapter_rank`: r of the adapters. The product with B sums over no more than r numbers: it is as large as the frozen
-    product beside it and costs next to nothing to compute again.
+    product beside it and costs next to nothing to compute again. `compiled`: whether the layers will be compiled.
     """
     if mode == "none":
         return
     contexts: dict[str, Any] = {}
     if mode == "selective":
-        contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _policy(adapter_rank))
+        costly = partial(_is_costly, adapter_rank)
+        contexts["context_fn"] = partial(_contexts_for_compiling if compiled else _contexts, costly)
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **contexts)
 
 
-def _policy(cheap: int) -> Callable[..., CheckpointPolicy]:
-    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        costly = func in ATTENTION or func.namespace in KEPT_NAMESPACES
-        costly = costly or (func in PRODUCTS and args[-2].shape[-1] > cheap)
-        return CheckpointPolicy.MUST_SAVE if costly else CheckpointPolicy.PREFER_RECOMPUTE
+Costly = Callable[[Any, Sequence[Any]], bool]
+"""Whether what an operator makes of its arguments is kept."""
 
-    return policy
+
+def _is_costly(cheap: int, func: Any, args: Sequence[Any]) -> bool:
+    if CURRENT.choosing:
+        return False
+    if func in ATTENTION or func.namespace in KEPT_NAMESPACES:
+        return True
+    return func in PRODUCTS and args[-2].shape[-1] > cheap
+
+
+def _contexts_for_compiling(costly: Costly) -> tuple[Any, Any]:
+    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if costly(func, args) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def _contexts(costly: Costly) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    kept: deque[Any] = deque()
+    return _Keeping(costly, kept), _Recalling(costly, kept)
+
+
+class _Keeping(TorchDispatchMode):
+    """Around a forward: puts what costly operators make into `kept`.
+
+    PyTorch's own pair of modes counts every operator, and raises an error where the second forward runs others than the first:
+    FSDP2's, where groups lie within a layer, since some of these are gathered still or again.
+    """
+
+    def __init__(self, costly: Costly, kept: deque[Any]) -> None:
+        super().__init__()
+        self._costly, self._kept = costly, kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if self._costly(func, args):
+            self._kept.append(tree_map(_detached, made))
+        return made
+
+
+class _Recalling(_Keeping):
+    """Around the same forward again: takes that from `kept`, in its order."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._kept.popleft() if self._costly(func, args) else func(*args, **(kwargs or {}))
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value

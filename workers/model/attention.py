@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedConfig
 
-from workers.layers import segment_mixers
+from workers.layers import indexed_attention, lightning_attention, sample_positions, segment_mixers
 
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _WITHOUT_MIXING = frozenset({"moe", "mlp", "dense", "sparse"})
@@ -21,10 +22,29 @@ def takes_segments(config: PreTrainedConfig, model: Any) -> bool:
     `model`: its class.
     """
     kinds = set(getattr(config, "layer_types", None) or ()) - _WITHOUT_MIXING
-    if kinds <= _ATTENTION_LAYERS and not segment_mixers.are_known(model):
+    if kinds & indexed_attention.KINDS:
+        if not indexed_attention.are_known(model):
+            return False
+        kinds -= indexed_attention.KINDS
+    if kinds <= _ATTENTION_LAYERS and not mixes_otherwise(model):
         return bool(getattr(model, "_supports_attention_backend", False))
     chosen = "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[model.__module__])  # hybrids do not always declare it
-    return chosen and kinds <= _ATTENTION_LAYERS | _MIXING_LAYERS and segment_mixers.are_known(model)
+    return chosen and kinds <= _ATTENTION_LAYERS | _MIXING_LAYERS and mixes_otherwise(model)
+
+
+def mixes_otherwise(model: type) -> bool:
+    """Whether layers of an architecture mix tokens otherwise than by attention, in ways that are known here."""
+    return segment_mixers.are_known(model) or lightning_attention.are_known(model)
+
+
+def stay_within_segments(model: nn.Module) -> None:
+    """Let every layer of a model that looks at several tokens take each sample of the micro-batch in hand by itself. Attention
+    does so where it is that of segments (`takes_segments`).
+    """
+    segment_mixers.use_segments(model)
+    lightning_attention.begin_anew(model)
+    indexed_attention.choose_by_sample(model)
+    sample_positions.rotate_by_sample(model)
 
 
 def stock_attention(config: PreTrainedConfig) -> str | None:
@@ -32,3 +52,8 @@ def stock_attention(config: PreTrainedConfig) -> str | None:
     a word.
     """
     return "eager" if getattr(config, "attn_logit_softcapping", None) else None
+
+
+def own_attention(decoder: Any) -> str:
+    """The same by its name, for a model that has another one."""
+    return stock_attention(decoder.config) or ("sdpa" if getattr(decoder, "_supports_sdpa", False) else "eager")

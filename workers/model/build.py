@@ -17,11 +17,9 @@ from ft_service.bases.module_rules import refuse_resharding_of_held
 from ft_service.errors import SpecError
 from ft_service.spec import JobSpec, WeightFormat
 from workers.base.frozen import Loaded
-from workers.layers import segment_mixers
 from workers.layers.noise import add_noise
-from workers.layers.sample_positions import rotate_by_sample
 from workers.layers.segment_attention import NAME as SEGMENTS
-from workers.model.attention import stock_attention, takes_segments
+from workers.model.attention import stay_within_segments, stock_attention, takes_segments
 from workers.model.lora import add_adapters
 from workers.model.precision import choose_products, formats_of_base, precision_map, swap
 from workers.model.wrapped import causal_class, text_decoder, text_only
@@ -51,8 +49,7 @@ def build(spec: JobSpec, device: torch.device) -> BuiltModel:
     """Config → modules → storage formats → adapters. Raises SpecError naming the option that does not fit the model."""
     base = base_on_meta(spec.model.path)
     restore_buffers(base, device, COMPUTE_DTYPE[spec.precision.compute])
-    segment_mixers.use_segments(base)
-    rotate_by_sample(base)
+    stay_within_segments(base)
     layers = decoder_layers(base)
     held = formats_of_base(base, layers, spec.model.path)
     refuse_resharding_of_held(spec.distributed.reshard_size, held)

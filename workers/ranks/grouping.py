@@ -87,18 +87,19 @@ def _by_size(model: PeftModel, min_params: int, reshard_after_forward: bool | in
     ]
 
 
-def _choose(module: nn.Module, min_params: int, tied: set[int], chosen: set[int]) -> int:
-    """Add to `chosen`, inner modules first. Returns the number of parameters that are in none of them."""
+def _choose(module: nn.Module, min_params: int, tied: set[int], chosen: set[int]) -> list[nn.Parameter]:
+    """Add to `chosen`, inner modules first. Returns the parameters that are in none of them."""
     whole = isinstance(module, BaseTunerLayer)  # uses its adapters' weights without calling them
-    own = list(module.parameters(recurse=whole))
-    left = sum(p.numel() for p in own)
+    left = list(module.parameters(recurse=whole))
     if not whole:
-        left += sum(_choose(child, min_params, tied, chosen) for child in module.children())
+        for child in module.children():
+            left += _choose(child, min_params, tied, chosen)
     container = isinstance(module, nn.ModuleList | nn.ModuleDict)  # has no forward
-    if left < min_params or container or any(id(p) in tied for p in own):
+    # A group that held one place of a tied weight, and not the other, would part them.
+    if sum(p.numel() for p in left) < min_params or container or any(id(p) in tied for p in left):
         return left
     chosen.add(id(module))
-    return 0
+    return []
 
 
 def _frozen(modules: Sequence[nn.Module]) -> bool:

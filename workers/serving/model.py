@@ -15,10 +15,10 @@ from ft_service.bases.cache_folder import Cache
 from ft_service.errors import SpecError
 from ft_service.spec import PrecisionOptions
 from workers.base.load import load
+from workers.layers import indexed_attention
 from workers.layers.segment_attention import NAME as SEGMENTS
-from workers.layers.segment_mixers import are_known
 from workers.layers.segments import chunk_in
-from workers.model.attention import stock_attention
+from workers.model.attention import mixes_otherwise, own_attention
 from workers.model.build import base_on_meta, decoder_layers, restore_buffers
 from workers.model.precision import choose_products, formats_of_base, precision_map, swap
 from workers.model.wrapped import text_decoder
@@ -56,9 +56,9 @@ class ServedModel:
         model = base_on_meta(path)
         decoder = text_decoder(model)
         own_kind = decoder.config._attn_implementation != SEGMENTS or bool(chunk_in(decoder.config))
-        self.by_state = own_kind or are_known(type(decoder))
-        """Whether layers keep another state than keys and values (convolutions, recurrences), or attention is of its own kind:
-        the architecture then keeps what it knows of a sequence itself. A forward has one sequence, its prompt whole."""
+        self.by_state = own_kind or mixes_otherwise(type(decoder)) or indexed_attention.are_known(type(decoder))
+        """Whether layers keep more than keys and values (of convolutions, recurrences, indexers), or attention is of its own
+        kind: the architecture then keeps what it knows of a sequence itself. A forward has one sequence, its prompt whole."""
         if decoder.config.model_type in _NOT_SERVED:
             raise _answers_otherwise(decoder.config.model_type)
         restore_buffers(model, device, compute)
@@ -68,7 +68,7 @@ class ServedModel:
         formats = precision_map(model, layers, precision, formats_of_base(model, layers, path))
         swap(model, layers, formats)
         choose_products(model, precision, compute, device)
-        decoder.set_attn_implementation((stock_attention(decoder.config) or "sdpa") if self.by_state else NAME)
+        decoder.set_attn_implementation(own_attention(decoder) if self.by_state else NAME)
         model.requires_grad_(False)
         self.loaded = load(model, path, seed=0, compute_dtype=compute, device=device, cache=cache)
         self._model: PreTrainedModel = model.eval()

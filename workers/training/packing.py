@@ -24,7 +24,7 @@ from workers.data.batches import Batch, collate, pack
 from workers.data.sharing import Limits, attention_share
 from workers.layers.segment_attention import NAME, described_mask
 from workers.layers.segments import CURRENT
-from workers.model.attention import stock_attention
+from workers.model.attention import own_attention
 from workers.model.wrapped import text_decoder
 from workers.ranks.runtime import COMPUTE_DTYPE
 from workers.ranks.sharding import reshard
@@ -76,7 +76,7 @@ def settle_attention(model: nn.Module, device: torch.device, compute_dtype: torc
     if base.config._attn_implementation == NAME:
         reason = _tried(model, device, compute_dtype)
         if _anywhere(reason is not None, device):
-            base.set_attn_implementation(stock_attention(base.config) or "sdpa")
+            base.set_attn_implementation(own_attention(base))
             reason = reason or "another rank found that packed samples see each other"
     if reason is not None:
         _refuse_not_causal(model, device, compute_dtype)

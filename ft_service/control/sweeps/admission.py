@@ -5,8 +5,7 @@ from __future__ import annotations
 import secrets
 
 from ft_service.bases.catalogue import Catalogue
-from ft_service.control.admission import Asked, Membership, file_ids, new_job, read_parsed, refuse_unstorable_text
-from ft_service.control.capacity import capacity_now
+from ft_service.control.admission import Asked, Membership, door_for, new_job, read_parsed, refuse_unstorable_text
 from ft_service.errors import SpecError
 from ft_service.ids import new_id
 from ft_service.settings import Settings
@@ -52,9 +51,8 @@ def create_sweep(
 
 def _admitted(members: list[Asked], store: Store, settings: Settings, catalogue: Catalogue) -> list[NewJob]:
     """The jobs. Raises SpecError with every fault once; what is no fault of the body's is raised as it is."""
-    capacity = capacity_now(settings, store)
-    files = store.find_files({file_id for one in members for file_id in file_ids(one.request)})
-    outcomes = [new_job(one, files, settings, catalogue, capacity) for one in members]
+    door = door_for(members, store=store, settings=settings, catalogue=catalogue)
+    outcomes = [new_job(one, door) for one in members]
     faults: dict[str, SpecError] = {}
     for outcome in outcomes:
         if isinstance(outcome, SpecError):

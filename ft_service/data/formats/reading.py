@@ -183,6 +183,15 @@ def count_samples(path: Path, files: Sequence[str] = (), *, most: int) -> int:
         return sum(1 for _ in islice((record for _, record in records if not isinstance(record, Fault)), most))
 
 
+def estimate_samples(path: Path, files: Sequence[str] = (), *, most: int) -> int:
+    """Records, at fault or not: counted up to `most`, and beyond that by the share of the bytes that so many take. Raises
+    OSError.
+    """
+    with open_data(path, files) as reader, closing(iter(reader)) as records:
+        counted = sum(1 for _ in islice(records, most))
+        return counted if counted < most else round(counted / reader.share)
+
+
 def _head(file: BinaryIO) -> bytes:
     head = file.read(HEAD_BYTES)
     file.seek(0)

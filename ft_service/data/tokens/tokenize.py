@@ -47,6 +47,8 @@ times as much."""
 def load_tokenizer(model_path: str, chat_template: str = "") -> PreTrainedTokenizerBase:
     """The base's tokenizer. `chat_template`: in place of its own, which it need not have. Raises SpecError if it cannot be
     loaded, is not a fast one, or this template is none."""
+    if not Path(model_path).is_dir():  # else it is taken for a name on a hub, and the error is about that
+        raise SpecError(f"The base is gone from {model_path}. Put it back.", param="model", code="model_unreadable")
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # it raises what its files make it raise

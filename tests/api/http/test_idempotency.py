@@ -108,6 +108,19 @@ def test_a_second_submit_is_a_second_job_even_when_answers_are_lost(
     assert [found.id for found in service.store.list_jobs("default").data] == [second.id, first.id]
 
 
+def test_a_repeat_is_never_answered_by_a_job_that_was_cancelled(
+    service: Service, client: openai.OpenAI, training_file: str
+) -> None:
+    """Whose first try was turned away, by a limit of requests say, comes as a repeat of nothing."""
+    first = client.fine_tuning.jobs.create(model="tiny", training_file=training_file)
+    client.fine_tuning.jobs.cancel(first.id)
+    repeat = {"x-stainless-retry-count": "1"}
+    second = client.fine_tuning.jobs.create(model="tiny", training_file=training_file, extra_headers=repeat)
+    assert second.id != first.id
+    same = client.fine_tuning.jobs.create(model="tiny", training_file=training_file, extra_headers=repeat)
+    assert same.id == second.id
+
+
 def test_a_file_whose_answer_is_lost_is_one_file(service: Service, proxy: Proxy, through: openai.OpenAI) -> None:
     proxy.drop = 1
     file = through.files.create(file=("a.jsonl", TRAINING), purpose="fine-tune")

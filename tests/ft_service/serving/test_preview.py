@@ -250,6 +250,20 @@ def test_a_base_that_cannot_be_loaded_says_why(make: Make) -> None:
     assert Answer(preview, "loads").text() == "2", "it goes on with another base"
 
 
+def test_a_process_that_cannot_be_started_costs_one_answer(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(preview_module, "PreviewProcess", _no_memory)
+        preview = make()
+        error = Answer(preview).error()
+    assert isinstance(error, UnavailableError)
+    assert "the service's log says how" in error.message
+    assert Answer(preview).text() == "a bf16 None"
+
+
+def _no_memory(*_: object) -> None:
+    raise OSError("Cannot allocate memory")
+
+
 def test_with_all_slots_taken_it_does_not_start(make: Make, store: Store) -> None:
     place(store, create_job(store, new_job(state=State.QUEUED, slots=2)), [0, 1], host_id())
     preview = make()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from ft_service.spec import JobSpec, StoredSpec, inherit, parse_request
+from ft_service.spec import JobSpec, PrecisionOptions, StoredSpec, inherit, parse_request
 from tests.support.reconciling import spec_of
 from tests.support.records import new_job
 
@@ -72,3 +72,22 @@ def test_a_job_on_a_tuned_model_keeps_its_format_where_that_is_left_to_be_chosen
         "default": "nf4",
         "compute": "fp32",
     }
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"compute": "fp32"}, {"default": "nf4", "overrides": {".*down_proj": "bf16"}, "compute": "fp32"}),
+        ({"compare_served": "off"}, {"default": "nf4", "overrides": {".*down_proj": "bf16"}, "compare_served": "off"}),
+        ({"default": "fp8"}, {"default": "fp8"}),
+        ({"overrides": {".*q_proj": "bf16"}}, {"default": "nf4", "overrides": {".*q_proj": "bf16"}}),
+    ],
+)
+def test_a_job_on_a_tuned_model_keeps_of_its_precision_what_it_does_not_give(
+    given: dict[str, Any], kept: dict[str, Any]
+) -> None:
+    parent = spec_of("ftjob-1")
+    precision = PrecisionOptions(default="nf4", overrides={".*down_proj": "bf16"})
+    body = {"model": "ft:x", "training_file": "f", "precision": given}
+    goes_on = inherit(parse_request(body), parent.model_copy(update={"precision": precision}), "ft:x")
+    assert goes_on.precision.model_dump(exclude_defaults=True) == kept

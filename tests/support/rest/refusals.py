@@ -88,6 +88,8 @@ UNREADABLE: list[bytes] = [
     b'{"model": NaN}',
     b'{"model": "tiny", "model": "tiny"}',
     b'{"seed": ' + b"1" * 5000 + b"}",
+    b'{"model": "tiny", "evaluation": {"prompts": [{"prompt": "a", "item": {"x": 1e999}}]}}',
+    b'{"model": "tiny", "evaluation": {"prompts": [{"prompt": "a", "item": ' + b'{"x":' * 100 + b"1" + b"}" * 101 + b"]}}",
     b'{"model": "' + b"x" * 2**20 + b'"}',
 ]
 

@@ -72,7 +72,10 @@ SMALL: dict[str, Any] = {
     "layer_types": None,
 }
 """Of a key's value only what the config knows is taken."""
+_INDEXED = {"index_topk": 6, "index_head_dim": 16, "index_n_heads": 2}
+"""Fewer keys than samples have tokens."""
 SMALL_TYPES: dict[str, dict[str, Any]] = {
+    "axk2": _INDEXED,
     "bailing_hybrid": {"topk_group": 1, "num_expert_group": 1, "num_experts_per_token": 2, "layer_group_size": 2},
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {
@@ -91,7 +94,9 @@ SMALL_TYPES: dict[str, dict[str, Any]] = {
         "o_groups": 2,
         "o_lora_rank": 8,
     },
+    "deepseek_v32": _INDEXED,
     "dots1": {"n_shared_experts": 1},
+    "dots3_note_text": _INDEXED,
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "num_kv_shared_layers": 0,
@@ -106,12 +111,15 @@ SMALL_TYPES: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
         "ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "glm_moe_dsa": {**_INDEXED, "indexer_types": ["full", "shared"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 6},
     "gptj": {"rotary_dim": 8},
     "helium": {"head_dim": 12},
+    "hy_v4": {**_INDEXED, "indexer_types": ["full", "shared"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": {"ffn_hidden_size": 64, "expert_ffn_hidden_size": 32, "zero_expert_num": 2, "moe_topk": 2},
     "lfm3": {"layer_types": ["conv", "full_attention"]},
+    "minimax": {"block_size": 8},
     "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention"]},
     "opt": {"init_std": 0.2},
     "stablelm": {"partial_rotary_factor": 0.5},

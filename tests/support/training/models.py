@@ -209,7 +209,10 @@ RARE = ("ernie4_5_moe", "olmo_hybrid", "kimi_linear", "granitemoehybrid", "bamba
 
 MIXED_IN_FAMILIES = {
     "default": "bf16",
-    "overrides": {r".*(q_proj|q_b_proj|qkv_proj|query_key_value)": "fp8", r".*(down_proj|fc2|dense_4h_to_h)": "nf4"},
+    "overrides": {
+        r".*(q_proj|q_b_proj|qkv_proj|query_key_value)": "fp8",
+        r".*(down_proj|fc2|dense_4h_to_h|feed_forward\.w2)": "nf4",
+    },
 }
 """Every kind of storage in one model, by the names that the families give their layers."""
 

@@ -27,6 +27,7 @@ _MLA = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
 }
+_INDEXED = {"index_topk": 6, "index_head_dim": 16, "index_n_heads": 2}
 _SHARED = {"n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_shared_experts": 1}
 _HYBRID = {**GROUPED, **DELTA_NET, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
 _LLAMA3 = {
@@ -165,6 +166,22 @@ BASES: dict[str, Published] = {
         },
         "model.layers.0.block_sparse_moe.experts.4.w1.weight",
     ),
+    "minimax-text-01": Published(
+        "MiniMax-Text-01-hf",
+        "minimax",
+        {
+            **GROUPED,
+            "head_dim": 16,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 40,
+            "block_size": 8,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_attn_alpha_factor": 1.5,
+            "linear_attn_beta_factor": 0.7,
+        },
+        "model.layers.0.block_sparse_moe.experts.4.w1.weight",
+    ),
     "lfm-2": Published("LFM2", "lfm2", FAMILIES["lfm2"], "model.layers.0.conv.in_proj.weight"),
     "exaone-4": Published(
         "EXAONE 4",
@@ -253,15 +270,13 @@ BASES: dict[str, Published] = {
     "deepseek-v3.2": Published(
         "DeepSeek V3.2",
         "deepseek_v32",
-        {**_SHARED, **_MLA, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
-        | {"index_topk": 64, "index_head_dim": 16, "index_n_heads": 2},
+        {**_SHARED, **_MLA, **_INDEXED, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
         "model.layers.0.self_attn.indexer.wk.weight",
     ),
     "glm-5": Published(
         "GLM-5",
         "glm_moe_dsa",
-        {**_SHARED, **_MLA, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
-        | {"index_topk": 64, "index_head_dim": 16, "index_n_heads": 2},
+        {**_SHARED, **_MLA, **_INDEXED, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
         "model.layers.0.self_attn.indexer.wk.weight",
     ),
     "jamba": Published("Jamba", "jamba", FAMILIES["jamba"], "model.layers.1.feed_forward.experts.4.down_proj.weight"),

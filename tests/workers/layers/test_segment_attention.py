@@ -44,13 +44,24 @@ def drawn(rows: int, length: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def written_out(
-    query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], window: int | None, cap: float | None, sinks: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: tuple[int, ...],
+    window: int | None,
+    cap: float | None,
+    sinks: Any,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     key, value = (tensor.repeat_interleave(2, dim=1) for tensor in (key, value))
     of_segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     position = torch.arange(query.shape[2])
     distance = position[:, None] - position
     seen = (of_segment[:, None] == of_segment) & (distance >= 0) & (distance < (window or 10**9))
+    if chosen is not None:
+        starts = torch.tensor([0, *lengths]).cumsum(0)[of_segment]
+        among = ((position - starts[:, None])[None, :, :, None] == chosen[:, :, None]).any(dim=-1)
+        seen = seen & (among | (position - starts < chosen.shape[-1])[:, None])[:, None]
     scores = query @ key.transpose(-1, -2) * SCALE
     if cap:
         scores = torch.tanh(scores / cap) * cap
@@ -84,6 +95,42 @@ def test_values_and_gradients_are_those_of_whole_scores(
         torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    ("window", "sinks"), [(None, None), (None, torch.arange(4.0)), (20, None)], ids=["plain", "sinks", "window"]
+)
+def test_queries_see_the_keys_that_are_chosen_for_them_and_no_others(
+    packed: bool, window: int | None, sinks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And all before them where there are no more than may be chosen."""
+    monkeypatch.setattr(scored_attention, "ROWS_AT_ONCE", 16)
+    rows, lengths = (1, LENGTHS) if packed else (3, (sum(LENGTHS),))
+    own = drawn(rows, sum(LENGTHS), 8)
+    CURRENT.use(STARTS if packed else None)
+    chosen = choices(rows, lengths, 7)
+    ours, _ = segment_attention(
+        Layer(), *own, torch.empty(1, 1, 1, 0), scaling=SCALE, sliding_window=window, s_aux=sinks, indices=chosen
+    )
+    expected = written_out(*own, lengths, window, None, sinks, chosen)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=2e-6)
+    grad = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1))
+    for found, right in zip(torch.autograd.grad(ours, own, grad), torch.autograd.grad(expected, own, grad), strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+    everything, _ = segment_attention(Layer(), *own, None, scaling=SCALE, sliding_window=window, s_aux=sinks)
+    assert (everything - ours).abs().max() > 0.1
+
+
+def choices(rows: int, lengths: tuple[int, ...], count: int) -> Tensor:
+    """For each query `count` places in its segment, one of them its own; those of queries with fewer keys do not matter."""
+    generator = torch.Generator().manual_seed(2)
+    parts = []
+    for length in lengths:
+        scores = torch.rand(rows, length, max(length, count), generator=generator)
+        scores[:, :, :length] += 2 * torch.eye(length) + torch.ones(length, length).tril()
+        parts.append(scores.topk(count, dim=-1).indices.int())
+    return torch.cat(parts, dim=1)
+
+
 def test_keys_and_values_are_repeated_where_the_kernel_knows_no_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     own = drawn(1, sum(LENGTHS), 16)
     CURRENT.use(STARTS)
@@ -108,7 +155,7 @@ def test_pytorch_s_own_kernels_a_segment_give_the_same(starts: Tensor | None) ->
 
 
 def test_the_operator_is_one_that_the_compiler_can_trust() -> None:
-    torch.library.opcheck(attend, (*drawn(1, sum(LENGTHS), 16), STARTS, 6, 0.0, SCALE, None))
+    torch.library.opcheck(attend, (*drawn(1, sum(LENGTHS), 16), STARTS, 9, 0.0, SCALE, None, choices(1, LENGTHS, 7)))
 
 
 def test_segments_of_another_micro_batch_are_an_error() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
 
 from ft_service.spec import JobSpec
 from tests.support.ranks import run_on_ranks
@@ -28,6 +29,8 @@ from tests.support.training.parity import (
 )
 from workers.base.load import adapters, plain_name
 from workers.data.batches import collate
+from workers.model.build import build
+from workers.ranks.grouping import ShardGroup, grouped
 from workers.ranks.sharding import gather_first
 from workers.training.step import evaluate
 
@@ -94,6 +97,12 @@ OTHERS: dict[str, tuple[int, dict[str, Any], dict[str, Any], int]] = {  # ranks,
         {"wrap": {"min_params": 1}, "activation_checkpointing": "full"},
         0,
     ),
+    "every linear layer a group, checkpointed selectively": (
+        2,
+        MIXED,
+        {"wrap": {"min_params": 1}, "activation_checkpointing": "selective"},
+        0,
+    ),
     "larger groups only": (3, MIXED, {"wrap": {"min_params": 20_000}, "prefetch": {}}, 0),
     "norms and embedding on every rank": (3, MIXED, {"ignored": [r".*norm\.weight", r".*embed_tokens.*"]}, 7),
     "quantised weights on every rank": (2, MIXED, {"ignored": [r".*mlp.*"], **KEPT}, 5),
@@ -111,6 +120,22 @@ def test_other_ways_to_shard_change_no_number(case: str, deep: Path) -> None:
         assert kinds["gather"] == gathers or not gathers
         if "wrap" in options:
             assert kinds["gather"] > 8, "smaller groups than layers"
+
+
+@pytest.mark.parametrize("base", ["deep", "tied"])
+def test_no_group_by_size_holds_one_place_of_a_tied_weight(base: str, request: pytest.FixtureRequest) -> None:
+    spec = job(request.getfixturevalue(base), 2, BF16, wrap={"min_params": 1000})
+    built = build(spec, CPU)
+    model = built.peft_model.get_base_model()
+    assert isinstance(model, PreTrainedModel)
+    held = [id(p) for group in grouped(built.peft_model, built.layers, spec.distributed) for p in _parameters_of(group)]
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    assert (embedding is head) == (base == "tied")
+    assert (id(embedding) in held, id(head) in held) == (base == "deep", base == "deep")
+
+
+def _parameters_of(group: ShardGroup) -> list[nn.Parameter]:
+    return [parameter for module in group.modules for parameter in module.parameters()]
 
 
 def test_resharding_to_fewer_ranks_gathers_over_those_in_backward(deep: Path) -> None:

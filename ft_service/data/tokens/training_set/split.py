@@ -77,7 +77,7 @@ def _drawn(values: np.ndarray, seed: int) -> np.ndarray:
 
 
 def _too_few(split: Split, name: str, why: str) -> DataError:
-    least = math.ceil(1 / split.share - _EPSILON)
+    least = math.ceil(1 / max(split.share, _EPSILON) - _EPSILON)
     return DataError(
         f"validation_split = {split.share:g}: {name} has {why}. Give at least {max(2, least)} different samples, a "
         "validation_file, or neither.",

@@ -21,7 +21,7 @@ from ft_service.data.chat_line import MAX_LINE_BYTES
 from ft_service.data.data_file import check_lines
 from ft_service.data.formats import containers
 from ft_service.data.formats.folders import dataset_files
-from ft_service.data.formats.reading import open_data
+from ft_service.data.formats.reading import estimate_samples, open_data
 from ft_service.data.formats.recognise import Container, Format, container_of, recognise
 from ft_service.data.formats.writing import line_of
 from ft_service.data.line_errors import Fault
@@ -325,3 +325,15 @@ class TestFolders:
         (tmp_path / "train/state.json").write_text('{"_data_files": [{"filename": "../a.arrow"}]}')
         with pytest.raises(DataError, match="which the folder does not hold"):
             dataset_files(tmp_path, "train")
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
+def test_records_of_any_container_are_counted_and_beyond_that_estimated(path: Path) -> None:
+    assert estimate_samples(path, most=6) == 5
+    assert estimate_samples(path, most=2) >= 2
+
+
+def test_what_is_not_counted_is_estimated_by_the_share_of_the_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "many.csv"
+    path.write_text("prompt,completion\n" + 'ask,"an answer\nof two lines"\n' * 100_000)
+    assert estimate_samples(path, most=50_000) == pytest.approx(100_000, rel=0.2)

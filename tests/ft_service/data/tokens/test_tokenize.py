@@ -186,3 +186,8 @@ def test_calls_are_learned_and_definitions_and_results_are_not(tokenizer: PreTra
     assert isinstance(tokens, Tokens)
     assert decoded(knowing, tokens.ids).startswith("<tool>add</tool><|im_start|>user\nsum?")
     assert tokenizer.decode(tokens.ids[tokens.targets]) == '<call>add {"a": 2}</call><|im_end|>\nIt is four.<|im_end|>\n'
+
+
+def test_a_base_that_is_gone_is_told_as_that(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"The base is gone from .*/moved\. Put it back"):
+        load_tokenizer(str(tmp_path / "moved"))

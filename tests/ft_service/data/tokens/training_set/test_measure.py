@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,8 +42,9 @@ def part(samples: Sequence[Tokens], name: str = "a.jsonl", *, pairs: bool = Fals
 
 
 def asked(split: float | None = None, validation: bool = False, **training: Any) -> Measure:
-    file = DataFileRef(name="a.jsonl", path="a.jsonl", sha256="")
-    return Measure(file, file if validation else None, TrainingOptions(**training), split, seed=3)
+    file = DataFileRef(name="a.jsonl", path="a.jsonl", sha256="a")
+    other = DataFileRef(name="b.jsonl", path="b.jsonl", sha256="b")
+    return Measure(file, other if validation else None, TrainingOptions(**training), split, seed=3)
 
 
 FEW = [
@@ -178,6 +180,12 @@ def test_nothing_is_said_where_all_is_well() -> None:
             asked(validation=True),
             "b.jsonl: 2 samples (lines 5, 6) in a.jsonl too, so that the validation loss looks better than it is. Remove them "
             "from one of the two.",
+        ),
+        (
+            found(validation=like_fine(name="c.jsonl"), overlap=Lines(400, (1, 2, 3, 4, 5))),
+            replace(asked(), validation_file=DataFileRef(name="c.jsonl", path="c.jsonl", sha256="a")),
+            "c.jsonl is the training file, so that the validation loss says nothing of new samples. Give another "
+            "validation_file, or validation_split in its place.",
         ),
         (
             found(validation=like_fine(samples=3)),

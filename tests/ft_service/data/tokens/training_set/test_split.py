@@ -79,6 +79,7 @@ def test_where_one_sample_is_half_of_the_file_another_is_set_aside() -> None:
         (range(9), 0.1, "a.jsonl has 9 samples, of which that is less than one. Give at least 10 different samples"),
         ([5] * 40, 0.1, "a.jsonl has 40 samples that are all the same"),
         ([], 0.5, "a.jsonl has 0 samples"),
+        (range(9), 1e-310, "a.jsonl has 9 samples, of which that is less than one"),
     ],
 )
 def test_too_few_are_refused_with_what_to_do(numbers: list[int], share: float, reason: str) -> None:

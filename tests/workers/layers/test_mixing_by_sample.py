@@ -1,0 +1,124 @@
+"""Indexers and lightning attention: packed and padded, each sample is computed as its class computes it alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.deepseek_v32 import modeling_deepseek_v32
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32ForCausalLM
+
+from tests.support.training.causal_types import save_type
+from tests.support.training.models import spec_for
+from tests.support.training.parity import CPU, samples
+from workers.base.load import load
+from workers.data.batches import collate, pack
+from workers.layers import indexed_attention
+from workers.model import activation_checkpointing
+from workers.model.attention import takes_segments
+from workers.model.build import build
+from workers.training.packing import settle_attention
+from workers.training.step import logits_of
+
+INDEXED = ["deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note_text"]
+QUICK = ("deepseek_v32", "glm_moe_dsa", "minimax")
+
+
+def loaded(base: Path) -> nn.Module:
+    spec = spec_for(base, precision={"default": "bf16", "compute": "fp32"}, lora={"r": 2})
+    model = build(spec, CPU).peft_model
+    load(model, base, seed=1, compute_dtype=torch.float32, device=CPU)
+    return model.eval()
+
+
+def alone(base: Path) -> list[Tensor]:
+    """The answers of the class as transformers loads it, to one sample after the other."""
+    stock: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return [stock(input_ids=collate([sample], CPU).ids).logits[0] for sample in shuffled()]
+
+
+def shuffled() -> list[Any]:
+    """Long samples, some that are no longer than what is chosen or a block, and a long one again."""
+    data = samples(5)
+    short = samples(2, longest=6)
+    return [data[0], short[0], data[3], short[1], data[1]]
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in ("minimax", *INDEXED)]
+)
+def test_a_sample_is_computed_as_it_is_alone(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token by token in fp32, with an indexer's scores made for three queries at a time."""
+    monkeypatch.setattr(indexed_attention, "SCORES_AT_ONCE", 2 * 24 * 3)
+    base = save_type(kind, tmp_path / "base")
+    assert base is not None
+    model = loaded(base)
+    assert settle_attention(model, CPU, torch.float32) is None, "packed"
+    model.eval()
+    data = shuffled()
+    lengths = [len(sample.ids) for sample in data]
+    with torch.no_grad():
+        packed = logits_of(model, pack(data, CPU))[0].split(lengths)
+        padded = [row[:length] for row, length in zip(logits_of(model, collate(data, CPU)), lengths, strict=True)]
+    for own, apart, truth in zip(packed, padded, alone(base), strict=True):
+        assert error(own, apart) < 1.5e-6
+        assert error(own, truth) < 1.5e-6
+
+
+def error(own: Tensor, truth: Tensor) -> float:
+    """Of the token whose answer is farthest from the truth, relative."""
+    return float(((own - truth).norm(dim=-1) / truth.norm(dim=-1)).max())
+
+
+def test_an_indexer_is_asked_only_where_there_is_a_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what it answers matters."""
+    base = save_type("deepseek_v32", tmp_path / "base")
+    assert base is not None
+    model = loaded(base)
+    asked: list[int] = []
+    policy, product = activation_checkpointing._policy(2), torch.ones(3, 3)
+
+    def kept(factor: Tensor) -> CheckpointPolicy:
+        return policy(None, torch.ops.aten.mm.default, factor, factor)
+
+    assert kept(product) == CheckpointPolicy.MUST_SAVE
+    choose = indexed_attention._BySample._chosen
+
+    def watched(self: Any, given: Any, row: int, span: slice) -> Any:
+        asked.append(span.stop - span.start)
+        assert kept(product) == CheckpointPolicy.PREFER_RECOMPUTE, "backward wants nothing of its scores"
+        return choose(self, given, row, span)
+
+    monkeypatch.setattr(indexed_attention._BySample, "_chosen", watched)
+    data = shuffled()
+    with torch.no_grad():
+        chosen = logits_of(model, pack(data, CPU))
+        assert asked == [24, 18, 22] * 2, "of two layers; samples of 6 and 4 tokens have no choice"
+        indexers: list[Any] = [module for module in model.modules() if hasattr(module, "index_topk")]
+        for indexer in indexers:
+            indexer.index_topk = 24
+        asked.clear()
+        assert (logits_of(model, pack(data, CPU)) - chosen).abs().max() > 1e-2
+    assert not asked
+    assert kept(product) == CheckpointPolicy.MUST_SAVE
+
+
+class BlockIndexer(nn.Module):
+    """One that chooses blocks of keys takes no positions, or a mask of another kind."""
+
+    def forward(self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Tensor, past_key_values: Any) -> Tensor:
+        raise NotImplementedError
+
+
+def test_indexers_of_another_kind_are_left_to_padded_rows() -> None:
+    config = AutoConfig.for_model("deepseek_v32")
+    assert takes_segments(config, DeepseekV32ForCausalLM)
+    with patch.object(modeling_deepseek_v32, "BlockIndexer", BlockIndexer, create=True):
+        assert not takes_segments(config, DeepseekV32ForCausalLM)

@@ -213,7 +213,11 @@ class Installation(RuleBasedStateMachine):
         return all(job.state in TERMINAL and job.phase is None for job in self.jobs())
 
 
-@pytest.mark.parametrize(("examples", "steps"), [(4, 30), pytest.param(200, 50, marks=pytest.mark.slow)])
+MANY = pytest.param(200, 50, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])
+"""10,000 steps: each waits for the disk."""
+
+
+@pytest.mark.parametrize(("examples", "steps"), [(4, 30), MANY])
 def test_whatever_happens_slots_and_limits_hold_and_every_accepted_job_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, examples: int, steps: int
 ) -> None:

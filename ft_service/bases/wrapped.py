@@ -13,22 +13,13 @@ NOT_ALONE = frozenset(
     {
         *("paligemma", "colpali", "kosmos-2", "kosmos-2.5", "pix2struct", "blip", "blip-2", "instructblip"),
         *("instructblipvideo", "mllama", "florence2", "t5gemma2", "gemma3n", "qwen2_5_omni", "qwen3_omni_moe", "janus", "emu3"),
-        *(
-            "phi4_multimodal",
-            "chameleon",
-            "idefics",
-            "git",
-            "evolla",
-            "pi0",
-            "kyutai_speech_to_text",
-            "shieldgemma2",
-            "fast_vlm",
-        ),
-        *("perception_lm", "diffusion_gemma", "gemma4_assistant", "gemma4_unified_assistant"),
+        *("phi4_multimodal", "chameleon", "idefics", "git", "evolla", "pi0", "kyutai_speech_to_text", "shieldgemma2"),
+        *("fast_vlm", "perception_lm", "diffusion_gemma", "gemma4_assistant", "gemma4_unified_assistant", "nemotron_h_omni"),
     }
 )
 """Model types of several models whose text part does not read a text from left to right, or not without the others: a prefix
-that is seen both ways, images through layers inside the decoder, several decoders, towers that need further packages."""
+that is seen both ways, images through layers inside the decoder, several decoders, one that its class does not name, a draft
+for another model, towers that need further packages."""
 
 NO_DECODER = "has no text part that reads from left to right on its own"
 _GENERATES = ("ForConditionalGeneration", "ForCausalLM")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ft_service.bases.families.acceptance import BOTH_WAYS, untested
 from ft_service.bases.families.tested import TESTED
 from ft_service.errors import SpecError
-from tests.support.training.causal_types import TYPES, save_type
+from tests.support.training.causal_types import TYPES, save_type, small_values
 from tests.support.training.checks import check_here, refusal, refused_by_config
 from tests.support.training.composites import EXACT, small_config
 from tests.support.training.models import spec_for
@@ -58,6 +59,48 @@ def test_what_is_refused_for_reading_both_ways_does(kind: str, tmp_path: Path) -
     with torch.no_grad():
         one, other = (model(input_ids=own).logits[0, :4] for own in (ids, ids.masked_fill(ids > 12, 99)))
     assert (one - other).abs().max() > 1e-3 * (one - one.mean()).abs().max()
+
+
+NO_MODEL: list[dict[str, Any]] = [
+    *({key: "none such"} for key in ("hidden_act", "hidden_activation", "activation_function", "dtype", "tie_word_embeddings")),
+    *(
+        {key: "many"}
+        for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_experts")
+    ),
+    *({key: "many"} for key in ("vocab_size", "head_dim", "intermediate_size", "sliding_window", "max_position_embeddings")),
+    *({key: "small"} for key in ("rms_norm_eps", "layer_norm_eps", "initializer_range", "rope_theta", "pad_token_id")),
+    {"attention_bias": "yes"},
+    {"vocab_size": -1},
+    {"head_dim": -2},
+    {"num_attention_heads": 0},
+    {"pad_token_id": 10**6},
+    {"layer_types": "all"},
+    *({"layer_types": kinds} for kinds in (["full_attention"] * 9, ["full_attention"], ["none such"] * 2)),
+    {"rope_scaling": "linear"},
+    *({"rope_scaling": {"rope_type": kind}} for kind in ("none such", "linear", "yarn", "longrope", "llama3")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", sorted(TESTED & set(TYPES)))
+def test_what_a_class_cannot_be_built_with_is_refused_by_the_config_alone(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A value that transformers takes no model from is no surprise to the worker."""
+    monkeypatch.setattr(building, "refuse_untunable", lambda _: None)
+    AutoConfig.for_model(kind, **small_values(kind, AutoConfig.for_model(kind).to_dict())).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert not refused_by_config(tmp_path)
+    for values in NO_MODEL:
+        if not values.keys() <= config.keys() | {"rope_scaling", "dtype"}:
+            continue
+        older = {} if "rope_scaling" not in values else {"rope_parameters": None}
+        (tmp_path / "config.json").write_text(json.dumps({**config, **older, **values}))
+        try:
+            building.base_on_meta(str(tmp_path))
+        except SpecError:
+            assert refused_by_config(tmp_path), values
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -12,11 +12,13 @@ from tests.support.training.causal_types import OF_SEVERAL
 from tests.support.training.checks import check_here, refused_by_config
 from tests.support.training.composites import EXACT, save_composite
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+PAGE = Path(__file__).parents[2] / "docs/models.md"
 NOISY = ("gemma4_unified", "qwen4_exp")
 """Types whose own gradients in fp32 are further than 1e-5 from those in fp64."""
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", OF_SEVERAL)
 def test_a_type_of_several_models_is_refused_or_trains_as_its_class_with_plain_peft(kind: str, tmp_path: Path) -> None:
     """Sizes and names as planned; loss, every gradient, and the exported adapter on the published class."""
@@ -26,3 +28,9 @@ def test_a_type_of_several_models_is_refused_or_trains_as_its_class_with_plain_p
     assert found.refused or found.exact, found.faults()
     assert found.exact == (kind in EXACT), found.refused
     assert found.noise == 0 or kind in NOISY
+
+
+def test_the_page_names_the_types_that_are_tuned() -> None:
+    assert f"the text part of {', '.join(f'`{kind}`' for kind in sorted(EXACT))}. All others" in " ".join(
+        PAGE.read_text().split()
+    )

@@ -37,7 +37,7 @@ def published_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """The class of a base of one model that generates text. None: there is none."""
-    found = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    found: Any = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     published = published_class(config)  # transformers lists some under several models alone
     return found or (published if published is not None and published.__name__.endswith("ForCausalLM") else None)
 

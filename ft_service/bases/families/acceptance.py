@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ft_service.bases.families.config_values import refuse_values
+from ft_service.bases.config_values import refuse_values
 from ft_service.bases.families.tested import TESTED
 from ft_service.bases.wrapped import NO_DECODER, NOT_ALONE, generates, not_tunable, text_config, text_section
 from ft_service.errors import SpecError
@@ -61,6 +61,7 @@ OTHERS = {
     **dict.fromkeys(
         ("ernie4_5_vl_moe", "ernie4_5_vl_moe_text"), "its experts for text and those for images are stored in one row"
     ),
+    "nemo_speechlm": "its files call its text part by names of their own",
     "voxtral_realtime": "its text part is told how far it lags behind what it hears",
     **dict.fromkeys(("molmo2", "molmo2_text"), "its files hold queries, keys and values as one"),
     "jetmoe": "its attention is a mixture of experts as well",
@@ -98,7 +99,7 @@ def refuse_untunable(config: Mapping[str, Any]) -> None:
     heads = [name for name in classes if _OTHER_HEAD.search(name)]
     if heads and len(heads) == len(classes):
         raise _refusal(kind, f"published as {heads[0]}, whose head writes no text")
-    refuse_values(of_text)
+    refuse_values(of_text, tested=inner in TESTED)
 
 
 def untested(config: Mapping[str, Any]) -> str | None:

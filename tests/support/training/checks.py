@@ -221,7 +221,9 @@ def published_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Modu
         options["quantization_config"] = (Mxfp4Config if method == "mxfp4" else FineGrainedFP8Config)(dequantize=True)
     if dtype == torch.float64:
         options["experts_implementation"] = "eager"  # the grouped products know no fp64
-    stock = published_auto() if several or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForCausalLM
+    stock: Any = (
+        published_auto() if several or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForCausalLM
+    )
     return stock.from_pretrained(folder, dtype=dtype, **options).to(dtype)
 
 

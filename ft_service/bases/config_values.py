@@ -26,9 +26,27 @@ ROTATIONS: dict[str, tuple[str, ...]] = {
 """Kind of rotary embedding → the numbers that it needs, beside those that the config has elsewhere. `mrope` and `su` are what
 older bases call `default` with sections, and `longrope`."""
 
+LAYERS = frozenset(
+    {
+        *("full_attention", "sliding_attention", "chunked_attention", "window_attention", "indexed_attention", "conv", "moe"),
+        *("compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse", "hybrid", "hybrid_sliding"),
+        *("reference_sliding_attention", "linear_attention", "sparse", "dense", "mlp"),
+        *("mamba", "attention", "deepseek_sparse_attention", "qwen_sparse_attention"),  # older names
+    }
+)
+"""Kinds of layers that transformers knows by name."""
+_ITS_OWN_ACTIVATION = frozenset({"gpt_oss", "minimax_m3_vl_text"})
+"""Types that do not look at what activation their config names."""
+_NO_PADDING = frozenset(
+    {"bloom", "ctrl", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj", "mpt", "nemotron_h"}
+)
+"""Types whose embedding has no row for padding."""
+_LISTS_MORE = frozenset({"step3p5"})
+"""Types whose files list layers that predict further tokens, and that their classes take off the list."""
+
 _ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")
 _COUNTED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-_MAY_BE_LEFT_OUT = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+_MAY_BE_LEFT_OUT = ("num_key_value_heads", "head_dim", "max_position_embeddings", *COUNTS)
 _SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias")
 _NUMBERS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "initializer_range", "rope_theta")
 _LISTS = ("short_factor", "long_factor")
@@ -38,9 +56,13 @@ _SHOWN = 80
 """Characters of a value in a message."""
 
 
-def refuse_values(text: Mapping[str, Any]) -> None:
-    """Raises SpecError naming the first value of a decoder's config that makes no model, and what it may be."""
-    for look in (_sizes, _kinds, _heads, _layers, _rotations, _experts):
+def refuse_values(text: Mapping[str, Any], *, tested: bool) -> None:
+    """Raises SpecError naming the first value of a decoder's config that makes no model, and what it may be.
+
+    `tested`: whether its type is one that tests know; of others it is not known what they do with some values.
+    """
+    looks = (_sizes, _kinds, _heads, _layers, _rotations, _experts, *((_padding, _kinds_of_layers) if tested else ()))
+    for look in looks:
         for fault in look(text):
             raise fault
 
@@ -50,9 +72,19 @@ def _sizes(text: Mapping[str, Any]) -> Iterator[SpecError]:
         value = text.get(key)
         if value is None:
             continue
-        least = 1 if key in _COUNTED else 0
+        least = 1 if key in _COUNTED or (key == "head_dim" and not text.get("kv_lora_rank")) else 0
         if not _is_whole(value) or value < least:
             yield _fault(key, value, "it is a whole number" + (" above zero" if least else ""))
+    for key in ("sliding_window", "intermediate_size", "pad_token_id"):
+        value = text.get(key)
+        if value is not None and not _is_whole(value) and not (key == "intermediate_size" and isinstance(value, list)):
+            yield _fault(key, value, "it is a whole number")
+
+
+def _padding(text: Mapping[str, Any]) -> Iterator[SpecError]:
+    padding, words = text.get("pad_token_id"), text.get("vocab_size")
+    if padding is not None and words is not None and padding >= words and text.get("model_type") not in _NO_PADDING:
+        yield _fault("pad_token_id", padding, f"it is one of the {words} tokens of vocab_size, or null")
 
 
 def _kinds(text: Mapping[str, Any]) -> Iterator[SpecError]:
@@ -64,6 +96,8 @@ def _kinds(text: Mapping[str, Any]) -> Iterator[SpecError]:
     ]
     for keys, fits, wanted in expected:
         for key in keys:
+            if keys is _ACTIVATION_KEYS and text.get("model_type") in _ITS_OWN_ACTIVATION:
+                continue
             value = text.get(key)
             if value is not None and not (isinstance(value, (str, bool, int, float)) and fits(value)):
                 yield _fault(key, value, wanted)
@@ -84,8 +118,21 @@ def _layers(text: Mapping[str, Any]) -> Iterator[SpecError]:
     kinds, layers = text.get("layer_types"), text.get("num_hidden_layers")
     if kinds is not None and (not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds)):
         yield _fault("layer_types", kinds, "it is a list of names, one for each layer")
-    elif kinds and layers and len(kinds) < layers:
-        yield _fault("layer_types", kinds, f"it names {len(kinds)} layers of num_hidden_layers = {layers}: one for each")
+    elif kinds is not None and layers and len(kinds) < layers:
+        yield _too_few_or_many(kinds, layers)
+
+
+def _kinds_of_layers(text: Mapping[str, Any]) -> Iterator[SpecError]:
+    kinds, layers = text.get("layer_types") or [], text.get("num_hidden_layers")
+    unknown = next((kind for kind in kinds if kind not in LAYERS), None)
+    if unknown is not None:
+        yield _fault("layer_types", unknown, f"transformers has {', '.join(sorted(LAYERS))}")
+    if layers and len(kinds) > layers and text.get("model_type") not in _LISTS_MORE:
+        yield _too_few_or_many(kinds, layers)
+
+
+def _too_few_or_many(kinds: list[str], layers: int) -> SpecError:
+    return _fault("layer_types", kinds, f"it names {len(kinds)} layers and num_hidden_layers is {layers}: one for each")
 
 
 def _rotations(text: Mapping[str, Any]) -> Iterator[SpecError]:

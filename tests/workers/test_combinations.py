@@ -167,8 +167,8 @@ def check_outcome(job: Job, run: RunDir) -> None:
     if spec.evaluation is not None:
         steps = evaluated_steps(run)
         assert {0, probes.step} <= steps.keys()
-        asked = [read_evaluation(run, key) for key in steps.values()]
-        assert all(own is not None and own.metrics.keys() == asked[0].metrics.keys() for own in asked)
+        asked: list[Any] = [read_evaluation(run, key) for key in steps.values()]
+        assert all(own.metrics.keys() == asked[0].metrics.keys() for own in asked)
     in_peft = loaded_by_peft(run, spec)
     if set(spec.precision.overrides.values()) | {spec.precision.default} == {"bf16"} and spec.precision.compute == "fp32":
         for probe in probes.probes:

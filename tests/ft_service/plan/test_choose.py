@@ -24,7 +24,14 @@ AUTO: dict[str, Any] = {"replicate": "auto", "activation_checkpointing": "auto",
 CHATS = Lengths(20_000_000, 40_000, 2048)
 """Of 500 tokens on average."""
 LLAMA_70B = {**LLAMA_8B, "hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80, "num_attention_heads": 64}
-SMALL = {**LLAMA_8B, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
+SMALL = {
+    **LLAMA_8B,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+}
 BASES = {"70b": LLAMA_70B, "8b": LLAMA_8B, "0.5b": SMALL, "tiny": TINY}
 HOST = Machine(CPU, 16 * GIB, 50e9, 10e9, 1e9, shared_memory=True)
 MACHINE = {**MACHINES, "cpu": HOST}

@@ -47,7 +47,7 @@ def choose_by_sample(model: nn.Module) -> None:
     for module in list(model.modules()):
         indexer = getattr(module, "indexer", None)
         if isinstance(indexer, nn.Module) and _is_known(type(indexer)):
-            indexer.forward = _BySample(indexer, indexer.forward)
+            indexer.forward = _BySample(indexer, indexer.forward, module)
             module.register_forward_pre_hook(_with_mask, with_kwargs=True)
 
 
@@ -63,10 +63,11 @@ def _is_ours(module: Any) -> bool:
 
 
 class _BySample:
-    """In place of an indexer's forward. It holds the module as no submodule: that one keeps its one name."""
+    """In place of an indexer's forward. It holds the modules as no submodules: these keep their one name."""
 
-    def __init__(self, module: nn.Module, stock: Callable[..., Tensor]) -> None:
+    def __init__(self, module: nn.Module, stock: Callable[..., Tensor], attention: nn.Module) -> None:
         self._module: Any = module
+        self._attention = attention  # in a base of several models the indexer's config is another, which says less
         self._stock = stock
         self._names = list(inspect.signature(stock).parameters)
 
@@ -74,7 +75,7 @@ class _BySample:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Places of the chosen keys in their sample, int32 [rows, length, index_topk]; [rows, length, 0]: all are."""
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        if not _is_ours(self._module) or given.get("past_key_values") is not None:
+        if not _is_ours(self._attention) or given.get("past_key_values") is not None:
             return self._stock(*args, **kwargs)
         hidden, most = given["hidden_states"], self._module.index_topk
         rows, length, _ = hidden.shape

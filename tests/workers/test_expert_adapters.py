@@ -23,6 +23,7 @@ from tests.support.training.composites import save_composite
 from tests.support.training.models import save_tiny, spec_for
 from tests.support.training.parity import CPU, Step, assert_parity, reference_steps, set_adapters, train_steps
 from workers.base.load import adapters, load
+from workers.layers.segments import CURRENT
 from workers.model.build import build
 from workers.output.export import new_folder, write_adapter
 from workers.tasks.merge import merge
@@ -79,6 +80,7 @@ def save_adapter(model: Any, base: Path, folder: Path) -> dict[str, Tensor]:
 
 
 def logits(model: nn.Module) -> Tensor:
+    CURRENT.use(None)
     with torch.no_grad():
         return model(input_ids=IDS).logits
 

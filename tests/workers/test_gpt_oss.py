@@ -27,6 +27,7 @@ from workers.base.mxfp4 import dequantize
 from workers.base.named_base import NamedBase
 from workers.base.source import Safetensors
 from workers.base.stored import StoredBase
+from workers.layers.segments import CURRENT
 from workers.model.build import build
 from workers.output.export import new_folder, write_adapter
 from workers.tasks.merge import merge
@@ -58,6 +59,7 @@ def published(base: Path) -> nn.Module:
 
 
 def logits(model: nn.Module) -> Tensor:
+    CURRENT.use(None)
     with torch.no_grad():
         return model(input_ids=IDS).logits
 

@@ -224,7 +224,12 @@ def published_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Modu
     stock: Any = (
         published_auto() if several or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForCausalLM
     )
-    return stock.from_pretrained(folder, dtype=dtype, **options).to(dtype)
+    return _in(dtype, stock.from_pretrained(folder, dtype=dtype, **options))
+
+
+def _in(dtype: torch.dtype, model: Any) -> Any:
+    """Unlike `to`, this leaves complex numbers whole."""
+    return model.double() if dtype == torch.float64 else model.float()
 
 
 def published_auto() -> Any:
@@ -253,7 +258,7 @@ def published_step(folder: Path, adapter_folder: Path, dtype: torch.dtype = torc
     """Of the published class with an adapter, put on it by plain PEFT: loss and gradients; its logits without it and with."""
     model = published_model(folder, dtype)
     before = logits_of(model.eval())
-    stock = PeftModel.from_pretrained(model, adapter_folder, is_trainable=True).to(dtype).eval()
+    stock = _in(dtype, PeftModel.from_pretrained(model, adapter_folder, is_trainable=True)).eval()
     after = logits_of(stock)
     trained = {plain_name(n): p for n, p in stock.named_parameters() if p.requires_grad}
     batch = collate(samples(), CPU)

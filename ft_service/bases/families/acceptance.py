@@ -55,8 +55,11 @@ OTHERS = {
     "recurrent_gemma": "its recurrence holds stacks of matrices that are no experts",
     "laguna": "PEFT renames the adapters of its shared experts as it loads them, and then misses them",
     **dict.fromkeys(
-        ("deepseek_ocr2", "unlimited_ocr", "mistral_large4", "mistral_large4_text"),
+        ("deepseek_ocr2", "unlimited_ocr"),
         "PEFT renames the adapters of its text part as it loads them, and then misses them",
+    ),
+    **dict.fromkeys(
+        ("mistral_large4", "mistral_large4_text"), "its adapters do not compute in PEFT what they did while they were trained"
     ),
     **dict.fromkeys(
         ("ernie4_5_vl_moe", "ernie4_5_vl_moe_text"), "its experts for text and those for images are stored in one row"

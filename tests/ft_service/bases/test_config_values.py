@@ -27,6 +27,7 @@ LLAMA: dict[str, Any] = {
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 WORKS: list[dict[str, Any]] = [
     {},
+    {"rope_theta": [1e4, 1e6]},
     {"head_dim": None, "num_key_value_heads": None, "pad_token_id": None, "rope_scaling": None},
     {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 16},
     {"hidden_act": "gelu_pytorch_tanh", "dtype": "torch.float32"},

@@ -29,6 +29,7 @@ TESTED = frozenset(
         *("cosmos3_edge_text", "glm4v_moe_text", "glm4v_text", "glm5_next_text", "glm_ocr_text", "granite4_vision_text"),
         *("granite_docling_text", "hunyuan_vl_text", "mistral4", "muse_glimmer_text", "muse_spark_text", "paddleocr_vl_text"),
         *("qwen2_5_omni_text", "qwen2_vl_text", "qwen3_omni_moe_text", "qwen3_vl_moe_text", "step3p5"),
+        *("chameleon", "emu3_text_model", "evolla", "git", "mllama_text_model", "phi4_multimodal"),
         *("vaultgemma", "xglm", "youtu", "zamba2", "zaya"),
     }
 )

@@ -14,7 +14,7 @@ import torch
 import transformers
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
@@ -47,6 +47,11 @@ CHANGE = 1e-2
 """What an adapter changes in a logit, at least."""
 
 
+READS_TEXT = {
+    **dict.fromkeys(("qwen2_5_omni", "qwen3_omni_moe"), "thinker"),
+    **dict.fromkeys(("blip-2", "instructblip", "instructblipvideo"), "language_model"),
+}
+"""Type → the part of its published class that is asked with text alone: the whole has no forward, or wants an image."""
 REREAD_BY_PEFT = patch("workers.output.export._check_in_fresh_process")
 """A process that reads the adapter again takes longer than all the rest; here the published class reads it."""
 
@@ -222,9 +227,13 @@ def published_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Modu
     if dtype == torch.float64:
         options["experts_implementation"] = "eager"  # the grouped products know no fp64
     stock: Any = (
-        published_auto() if several or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForCausalLM
+        published_as(config) if several or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForCausalLM
     )
-    return _in(dtype, stock.from_pretrained(folder, dtype=dtype, **options))
+    model = stock.from_pretrained(folder, dtype=dtype, **options)
+    part = READS_TEXT.get(config.model_type)
+    if part is not None:
+        model.forward = model.get_submodule(part).forward
+    return _in(dtype, model)
 
 
 def _in(dtype: torch.dtype, model: Any) -> Any:
@@ -232,9 +241,10 @@ def _in(dtype: torch.dtype, model: Any) -> Any:
     return model.double() if dtype == torch.float64 else model.float()
 
 
-def published_auto() -> Any:
-    """The class of transformers that finds the one which a base of several models is published as."""
-    return getattr(transformers, "AutoModelForMultimodalLM", AutoModelForImageTextToText)
+def published_as(config: PreTrainedConfig) -> Any:
+    """The class that a base of several models is published as."""
+    auto: Any = getattr(transformers, "AutoModelForMultimodalLM", AutoModelForImageTextToText)
+    return auto._model_mapping[type(config)]  # itself, it misses classes whose config has two model types
 
 
 def against_published(folder: Path, adapter_folder: Path, ours: OnRank) -> dict[str, Any]:

@@ -11,15 +11,14 @@ from ft_service.errors import SpecError
 
 _RETRIEVES = "gives embeddings to search by, and writes no text"
 _DRAFTS = "only drafts for another model, whose hidden states it reads"
-_NOT_ALONE = "reads no text without an image"
 NOT_TEXT = {
     **dict.fromkeys(("colpali", "colqwen2", "colmodernvbert"), _RETRIEVES),
-    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), _DRAFTS),
-    **dict.fromkeys(("idefics", "kosmos-2"), _NOT_ALONE),
-    "blip": "its text part is an encoder that was given a head",
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant", "muse_glimmer_assistant"), _DRAFTS),
+    **dict.fromkeys(("kosmos-2", "kosmos-2.5"), "counts its positions from the number of its padding token on"),
+    "blip": "its text part reads an image in every layer",
     "diffusion_gemma": "writes whole blocks at once, by diffusion",
     "gemma3n": "its layers take turns in predicting each other, by parts of which some get no gradient",
-    "kosmos-2.5": "counts its positions from the number of its padding token on",
+    "idefics": "reads no text without an image",
     "kyutai_speech_to_text": "reads the codes of a sound beside every token",
     "paligemma": "sees its prompts both ways: a token of a prompt sees those behind it",
     "pi0": "gives movements of a robot, and writes no text",

@@ -7,16 +7,18 @@ sharded or adapted, and every name is the one that PEFT and vLLM find on the mod
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from ft_service.bases.wrapped import NO_DECODER, generates, is_within, layers_of_images, not_tunable
 
-_DECODER, _TOWERS = "_ft_decoder", "_ft_towers"
+_DECODER, _TOWERS, _UNSEEN = "_ft_decoder", "_ft_towers", "_ft_unseen"
 UNTOLD = "does not say where its text decoder or its head is"
 _CLASSES = (
     "MODEL_FOR_MULTIMODAL_LM_MAPPING",
@@ -52,11 +54,11 @@ def text_only(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     if published is None:
         raise not_tunable(config.model_type, NO_DECODER)
     try:
-        with torch.device("meta"):
-            model: Any = published._from_config(config, dtype=dtype)
+        model: Any = _on_meta(published, config, dtype)
     except (ImportError, ValueError, TypeError, AttributeError) as error:  # classes check their configs in many ways
         raise not_tunable(config.model_type, f"cannot be built from its config.json ({error})") from None
     whole = [name for name, _ in model.named_modules()]
+    unseen = any(isinstance(module, NotHere) for module in model.modules())
     decoder, head = _decoder_and_head(model, config.get_text_config(decoder=True))
     _take_out(model, {id(decoder), id(head)})
     if decoder.config is config:
@@ -68,7 +70,46 @@ def text_only(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     left = set(dict(model.named_modules()))
     object.__setattr__(model, _DECODER, decoder)
     object.__setattr__(model, _TOWERS, tuple(name for name in whole if name not in left))
+    object.__setattr__(model, _UNSEEN, unseen)
     return model
+
+
+class NotHere(nn.Module):
+    """The place of a tower whose package is not installed: nothing of it is read, sharded or adapted."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.config = config
+
+
+def _on_meta(published: Any, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    """A model of a class, every tensor on meta; if need be with `NotHere` in place of towers."""
+    with torch.device("meta"):
+        try:
+            return published._from_config(config, dtype=dtype)
+        except ImportError:
+            with _towers_may_lack(type(config.get_text_config(decoder=True))):
+                return published._from_config(config, dtype=dtype)
+
+
+@contextmanager
+def _towers_may_lack(text: type) -> Iterator[None]:
+    """While it lasts, AutoModel makes `NotHere` of what needs packages that are not here, but for configs of type `text`."""
+    stock = AutoModel.__dict__["from_config"]
+
+    def made(config: PreTrainedConfig, **options: Any) -> nn.Module:
+        try:
+            return stock.__get__(None, AutoModel)(config, **options)
+        except ImportError:
+            if isinstance(config, text):
+                raise
+            return NotHere(config)
+
+    AutoModel.from_config = made
+    try:
+        yield
+    finally:
+        AutoModel.from_config = stock
 
 
 def text_decoder(model: nn.Module) -> Any:
@@ -81,6 +122,11 @@ def names_of_towers(model: nn.Module) -> tuple[str, ...]:
     return getattr(model, _TOWERS, ())
 
 
+def has_unseen_towers(model: nn.Module) -> bool:
+    """Whether the published class has modules whose names are not known here."""
+    return getattr(model, _UNSEEN, False)
+
+
 def _decoder_and_head(model: PreTrainedModel, text: PreTrainedConfig) -> tuple[Any, nn.Linear]:
     """The text decoder and the head that takes its hidden states, as the classes say; and let the whole say so too.
 
@@ -89,7 +135,7 @@ def _decoder_and_head(model: PreTrainedModel, text: PreTrainedConfig) -> tuple[A
     writer: Any = model
     while writer.get_output_embeddings() is None:
         parts = [child for child in writer.children() if isinstance(child, PreTrainedModel)]
-        writer = next((part for part in parts if part.config.get_text_config(decoder=True) is text), None)
+        writer = next((part for part in parts if type(part.config.get_text_config(decoder=True)) is type(text)), None)
         if writer is None:
             raise not_tunable(model.config.model_type, UNTOLD)
     head = writer.get_output_embeddings()

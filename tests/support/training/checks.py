@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -229,7 +230,8 @@ def published_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Modu
     stock: Any = (
         published_as(config) if several or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForCausalLM
     )
-    model = stock.from_pretrained(folder, dtype=dtype, **options)
+    with small_timm():
+        model = stock.from_pretrained(folder, dtype=dtype, **options)
     part = READS_TEXT.get(config.model_type)
     if part is not None:
         model.forward = model.get_submodule(part).forward
@@ -239,6 +241,13 @@ def published_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Modu
 def _in(dtype: torch.dtype, model: Any) -> Any:
     """Unlike `to`, this leaves complex numbers whole."""
     return model.double() if dtype == torch.float64 else model.float()
+
+
+def small_timm() -> Any:
+    """Lets transformers make towers of timm, which the tests do not install: any such tower is one linear layer."""
+    module = "transformers.models.timm_wrapper.modeling_timm_wrapper"
+    timm = SimpleNamespace(create_model=lambda *_, **__: nn.Sequential(nn.Linear(8, 8)))
+    return patch.multiple(module, timm=timm, requires_backends=lambda *_: None, create=True)
 
 
 def published_as(config: PreTrainedConfig) -> Any:

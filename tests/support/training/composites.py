@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from tests.support.training.causal_types import save_config_only, show_vectors, small_values
-from tests.support.training.checks import published_as
+from tests.support.training.checks import published_as, small_timm
 from tests.support.training.models import HIDDEN
 
 ROWS = 272
@@ -70,6 +70,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "mistral4": {"head_dim": 16},
     "emu3": {"vq_config": _SMALL_CODES, "vocabulary_map": {"<image>": 9}},
     "janus": {"vq_config": _SMALL_CODES},
+    "perception_lm": {"vision_config": {"model_args": {"embed_dim": 16}}},
     "qwen2_5_omni": {
         "thinker_config": _MROPE,
         "talker_config": {"rope_parameters": _MROPE["text_config"]["rope_parameters"]},
@@ -130,13 +131,13 @@ AS_PUBLISHED: dict[str, Callable[[Mapping[str, Tensor]], dict[str, Tensor]]] = {
 EXACT = frozenset(
     {
         *("aria", "aya_vision", "blip-2", "chameleon", "cohere2_vision", "cohere_compass", "cosmos3_edge", "cosmos3_omni"),
-        *("deepseek_vl", "deepseek_vl_hybrid", "dots3_note", "emu3", "evolla", "exaone4_5", "fun_asr_nano", "fuyu", "gemma3"),
-        *("gemma4", "gemma4_unified", "git", "glm46v", "glm4v", "glm4v_moe", "glm5_next", "glm_ocr", "glmasr", "glmga"),
-        *("got_ocr2", "granite4_vision", "granite_docling", "granite_speech", "granite_speech_plus", "hunyuan_vl"),
+        *("deepseek_vl", "deepseek_vl_hybrid", "dots3_note", "emu3", "evolla", "exaone4_5", "fast_vlm", "fun_asr_nano", "fuyu"),
+        *("gemma3", "gemma4", "gemma4_unified", "git", "glm46v", "glm4v", "glm4v_moe", "glm5_next", "glm_ocr", "glmasr"),
+        *("glmga", "got_ocr2", "granite4_vision", "granite_docling", "granite_speech", "granite_speech_plus", "hunyuan_vl"),
         *("hyperclovax_vision_v2", "idefics2", "idefics3", "instructblip", "instructblipvideo", "internvl", "janus"),
         *("kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava", "llava_next", "llava_next_video"),
         *("llava_onevision", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mistral3", "mistral4", "mllama"),
-        *("moss_transcribe_diarize", "muse_glimmer", "muse_spark", "nemotron_h_omni", "ovis2", "paddleocr_vl"),
+        *("moss_transcribe_diarize", "muse_glimmer", "muse_spark", "nemotron_h_omni", "ovis2", "paddleocr_vl", "perception_lm"),
         *("phi4_multimodal", "pp_chart2table", "qianfan_ocr", "qwen2_5_omni", "qwen2_5_omni_thinker", "qwen2_5_vl"),
         *("qwen2_audio", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_asr", "qwen3_omni_moe", "qwen3_omni_moe_thinker"),
         *("qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "smolvlm", "step3p7", "vibevoice_asr", "video_llama_3", "video_llava"),
@@ -180,11 +181,12 @@ def small_config(kind: str) -> PreTrainedConfig:
 def small_model(config: PreTrainedConfig) -> PreTrainedModel | None:
     """A random model of the class that a config is published as. None: it is too large."""
     published = published_as(config)
-    with torch.device("meta"):
-        model = published._from_config(config, dtype=torch.bfloat16)
-    if sum(p.numel() for p in model.parameters()) > LARGEST:
-        return None
-    return published._from_config(config, dtype=torch.bfloat16)
+    with small_timm():
+        with torch.device("meta"):
+            model = published._from_config(config, dtype=torch.bfloat16)
+        if sum(p.numel() for p in model.parameters()) > LARGEST:
+            return None
+        return published._from_config(config, dtype=torch.bfloat16)
 
 
 def _small(config: PreTrainedConfig, text: PreTrainedConfig) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from tests.support.training.composites import save_composite
 from tests.support.training.models import COMMON, DELTA_NET, EXPERTS, FAMILIES, GROUPED, save_tokenizer
 from tests.support.training.prequantized import fp8_by_blocks
 from tests.support.training.wrapped import WRAPPERS
@@ -46,6 +47,7 @@ _LONG = {
     "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
     "original_max_position_embeddings": 16,
 }
+_PARTLY_LONG = {**_LONG, "partial_rotary_factor": 0.5, "short_factor": [1.0, 1.2, 1.4], "long_factor": [1.0, 2.0, 4.0]}
 _VISION_TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO}
 
 
@@ -281,10 +283,29 @@ BASES: dict[str, Published] = {
     ),
     "jamba": Published("Jamba", "jamba", FAMILIES["jamba"], "model.layers.1.feed_forward.experts.4.down_proj.weight"),
     "gemma-3n": Published("Gemma 3n", "gemma3n", {}, ""),
-    "phi-4-multimodal": Published("Phi-4 multimodal", "phi4_multimodal", {}, ""),
+    "phi-4-multimodal": Published(
+        "Phi-4 multimodal",
+        "phi4_multimodal",
+        {"vision_config": {}, "rope_parameters": _PARTLY_LONG, "original_max_position_embeddings": 16},
+        "model.embed_tokens_extend.image_embed.img_projection_up.weight",
+    ),
+    "llama-3.2-vision": Published(
+        "Llama 3.2 Vision 11B, 90B",
+        "mllama",
+        {"text_config": {"model_type": "mllama_text_model", "rope_parameters": _LLAMA3}},
+        "language_model.model.layers.1.cross_attn.q_proj.weight",
+    ),
+    "qwen-2.5-omni": Published(
+        "Qwen2.5-Omni",
+        "qwen2_5_omni",
+        {"thinker_config": {"text_config": {"model_type": "qwen2_5_omni_text"}}},
+        "thinker.model.layers.0.self_attn.q_proj.weight",
+    ),
 }
 """Every base that a user is told works, and those that are refused."""
 WRAPPED = frozenset(WRAPPERS) | {"qwen3_5_moe"}
+COMPOSITES = frozenset({"mllama", "phi4_multimodal", "qwen2_5_omni"})
+"""Types whose towers are made small by the names of their numbers."""
 
 
 def save_published(name: str, folder: Path) -> Path:
@@ -294,6 +315,11 @@ def save_published(name: str, folder: Path) -> Path:
     if not base.config:  # refused before anything of its files matters
         AutoConfig.for_model(base.kind).save_pretrained(folder)
         save_file({"model.norm.weight": torch.ones(8)}, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+    if base.kind in COMPOSITES:
+        assert save_composite(base.kind, folder, base.config)
+        save_tokenizer(folder)
+        _write_as_published(folder / "config.json", base.extra)
         return folder
     if base.kind in WRAPPED:
         config = AutoConfig.for_model(base.kind, **base.config)

@@ -165,7 +165,8 @@ class AnotherDay(date):
 
 def test_a_job_goes_on_on_another_day_with_the_date_that_it_began_with(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     template = (TEMPLATES / "llama 3.2.jinja").read_text().replace("bos_token + ", "").replace("<|eot_id|>", "<|im_end|>")
-    began = spec_of(run).model_copy(update={"chat_template": template, "date": "2026-03-02"})
+    longer = spec_of(run).training.model_copy(update={"max_length": 500})
+    began = spec_of(run).model_copy(update={"chat_template": template, "date": "2026-03-02", "training": longer})
     first = [content(samples) for samples in job_samples(run, began)]
     text = load_tokenizer(began.model.path).decode(first[0][0][0])
     assert "Today Date: 02 Mar 2026" in text

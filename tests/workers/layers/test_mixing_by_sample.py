@@ -18,7 +18,7 @@ from tests.support.training.models import spec_for
 from tests.support.training.parity import CPU, samples
 from workers.base.load import load
 from workers.data.batches import collate, pack
-from workers.layers import indexed_attention
+from workers.layers.by_sample import indexed_attention
 from workers.model import activation_checkpointing
 from workers.model.attention import takes_segments
 from workers.model.build import build
@@ -26,6 +26,7 @@ from workers.training.packing import settle_attention
 from workers.training.step import logits_of
 
 INDEXED = ["deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note_text"]
+IN_BLOCKS = ["deepseek_v4", "minimax_m3_vl_text", "qwen4_exp_text"]
 QUICK = ("deepseek_v32", "glm_moe_dsa", "minimax")
 
 
@@ -51,7 +52,8 @@ def shuffled() -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in ("minimax", *INDEXED)]
+    "kind",
+    [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in ("minimax", *INDEXED, *IN_BLOCKS)],
 )
 def test_a_sample_is_computed_as_it_is_alone(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Token by token in fp32, with an indexer's scores made for three queries at a time."""
@@ -88,14 +90,14 @@ def test_an_indexer_is_asked_only_where_there_is_a_choice(tmp_path: Path, monkey
         return activation_checkpointing._is_costly(2, torch.ops.aten.mm.default, (factor, factor))
 
     assert kept(product)
-    choose = indexed_attention._BySample._chosen
+    choose = indexed_attention._KeysBySample.chosen_in
 
     def watched(self: Any, given: Any, row: int, span: slice) -> Any:
         asked.append(span.stop - span.start)
         assert not kept(product), "backward wants nothing of its scores"
         return choose(self, given, row, span)
 
-    monkeypatch.setattr(indexed_attention._BySample, "_chosen", watched)
+    monkeypatch.setattr(indexed_attention._KeysBySample, "chosen_in", watched)
     data = shuffled()
     with torch.no_grad():
         chosen = logits_of(model, pack(data, CPU))

@@ -32,7 +32,7 @@ class Shape:
     """Tokens that a chosen place stands for, or that a key behind those of tokens is made of."""
     chosen: Tensor | None = None
     """Places of what a query sees: of keys behind those of tokens where there are any, else of blocks of tokens. int
-    [rows, one or groups, length, places]; those below 0 mean nothing. None: all."""
+    [rows, one or groups, length, places]; those that are not there mean nothing. None: all."""
 
 
 def scored(query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
@@ -123,7 +123,7 @@ def _blocks(query: Tensor, key: Tensor, shape: Shape) -> Iterator[tuple[slice, _
 
 def _picked(chosen: Tensor, count: int) -> Tensor:
     """Which of `count` are among the chosen: bool [.., count]."""
-    places = torch.where(chosen < 0, count, chosen).long()
+    places = torch.where((chosen < 0) | (chosen > count), count, chosen).long()
     return torch.zeros(*places.shape[:-1], count + 1, dtype=torch.bool, device=places.device).scatter_(-1, places, True)[
         ..., :-1
     ]

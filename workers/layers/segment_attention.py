@@ -47,7 +47,7 @@ class Selection:
     block: int = 1
     """Tokens that one chosen place stands for, or that one pooled key is made of."""
     chosen: Tensor | None = None
-    """int [rows, one or groups, length, places]; those below 0 mean nothing. None: all are seen."""
+    """int [rows, one or groups, length, places]; those that are not there mean nothing. None: all are seen."""
     whole: int = 0
     """Tokens of a segment in which nothing is chosen: what stands in `chosen` for its queries does not matter."""
     pooled: Tensor | None = None

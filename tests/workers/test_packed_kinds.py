@@ -13,14 +13,15 @@ from ft_service.spec import JobSpec
 from tests.support.ranks import run_on_ranks
 from tests.support.training.causal_types import save_type
 from tests.support.training.checks import check
-from tests.support.training.models import spec_for
+from tests.support.training.models import save_tokenizer, spec_for
 from tests.support.training.parity import Step, assert_parity, batches_of, constructed, full, samples
 from workers.base.load import adapters
 from workers.layers.by_sample import indexed_attention
 from workers.layers.dropout import key_of
 from workers.training.step import Sums, forward_backward
 
-KINDS = ("deepseek_v4", "minimax_m3_vl_text", "qwen4_exp_text")
+KINDS = {"deepseek_v4": 1e-6, "minimax_m3_vl_text": 1e-6, "qwen4_exp_text": 2e-6}
+"""Type → bound of a gradient's relative error. That of Qwen4's gate of shared experts is the difference of larger sums."""
 
 
 def one_step(rank: int, world: int, spec: JobSpec) -> Step:
@@ -65,7 +66,7 @@ def test_a_step_is_the_same_packed_and_padded(kind: str, tmp_path: Path) -> None
     two = run_on_ranks(steps, 2, {"two ranks": spec_of(base, 2, packing=True)})
     assert all(torch.count_nonzero(grad) for grad in padded.grads.values())
     for step in (*found.values(), *(on_rank["two ranks"] for on_rank in two)):
-        assert_parity([step], [padded], loss=1e-6, gradients=1e-6)
+        assert_parity([step], [padded], loss=1e-6, gradients=KINDS[kind])
 
 
 @pytest.mark.slow
@@ -73,7 +74,9 @@ def test_a_step_is_the_same_packed_and_padded(kind: str, tmp_path: Path) -> None
 def test_jobs_are_packed_and_exact(tmp_path: Path) -> None:
     """Loss and gradients of the published class, two ranks as one, and bitwise the same behind a resume."""
     folders = {kind: tmp_path / "bases" / kind for kind in KINDS}
-    assert all(save_type(kind, folder) for kind, folder in folders.items())
+    for kind, folder in folders.items():
+        assert save_type(kind, folder)
+        save_tokenizer(folder)
     for kind, found in check(folders, tmp_path / "work").items():
         assert found.packed, kind
         assert found.works, found.faults()

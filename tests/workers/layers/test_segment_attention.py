@@ -134,17 +134,14 @@ def test_blocks_of_keys_are_chosen_for_each_query_and_group(
     told[:, :, 40:76:3, 2] = -1
     ours, _ = segment_attention(IndexedLayer(), *own, None, scaling=SCALE, s_aux=sinks, block_indices=told)
     tokens = (blocks.unsqueeze(-1) * 4 + torch.arange(4)).flatten(-2)
-    expected = torch.cat(
-        [
-            written_out(
-                *(tensor[:, part] for tensor, part in zip(own, (heads, [g], [g]), strict=True)), lengths, None, None, s, t
-            )
-            for g, heads in enumerate(([0, 1], [2, 3]))
-            for s, t in [(None if sinks is None else sinks[heads], tokens[:, g % groups])]
-        ],
-        dim=2,
-    )
-    assert_same(ours, expected, own)
+    query, key, value = own
+    parts = []
+    for group in (0, 1):
+        heads, only = slice(2 * group, 2 * group + 2), slice(group, group + 1)
+        sinks_of = None if sinks is None else sinks[heads]
+        of_group = query[:, heads], key[:, only], value[:, only]
+        parts.append(written_out(*of_group, lengths, None, None, sinks_of, tokens[:, group % groups]))
+    assert_same(ours, torch.cat(parts, dim=2), own)
 
 
 class IndexedLayer(Layer):

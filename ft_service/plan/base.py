@@ -31,7 +31,7 @@ Kind = Literal["linear", "embedding", "head", "experts", "router", "norm", "bias
 _NUMBERED = re.compile(r"^(?P<stack>[^0-9]*?)\.?(?P<layer>\d+)\.(?P<inside>.+)$")
 _EXPERT = re.compile(r"^(?P<before>.*\bexperts)\.(?P<expert>\d+)\.(?P<matrix>[^.]+)(\.weight)?$")
 _BUFFERS = re.compile(
-    r"\.(inv_freq|masked_bias|e_score_correction_bias|layer_scalar|act_fn\.beta|act_fn\.eps|balancing_biases|feed_forward\.expert_bias|slope_rate|query_decay|key_decay|diagonal_decay|tid2eid|attention\.bias|attn\.bias)$"
+    r"\.(inv_freq|masked_bias|e_score_correction_bias|layer_scalar|act_fn\.beta|act_fn\.eps|balancing_biases|feed_forward\.expert_bias|slope_rate|query_decay|key_decay|diagonal_decay|tid2eid|layer_multipliers|ngram_heads_vocab_sizes|ngram_heads_offsets|attention\.bias|attn\.bias)$"
 )
 _EMBEDDING = re.compile(r"embed|^wte$|^wpe$|position")
 """In the last name of a table from which rows are taken, among weights outside the decoder layers; others are linear layers."""

@@ -46,7 +46,11 @@ COSMOS_3_EDGE = Family(
 )
 MINIMAX_3 = Family(
     types=("minimax_m3_vl",),
-    renamed={**DEFAULT.renamed, r"\bshared_experts\.(gate|up)_proj\.": "shared_experts.gate_up_proj."},
+    renamed={
+        **DEFAULT.renamed,
+        r"\b(mlp|shared_experts)\.(gate|up)_proj\.": r"\1.gate_up_proj.",
+        r"\bself_attn\.index_([qk])_(proj|norm)\.": r"self_attn.indexer.\1_\2.",
+    },
 )
 QIANFAN = Family(types=("qianfan_ocr",), renamed={r"\bencoder\.layers\.": "layers."})
 FAMILIES = (AXK2, BAILING, COSMOS_3, COSMOS_3_EDGE, MINIMAX_3, QIANFAN, HUNYUAN_3, HUNYUAN_4, KOLIBRI, LAGUNA, LFM3)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel, __version__
 
 from ft_service.bases.contents import read_config
 from ft_service.bases.families.acceptance import refuse_untunable
@@ -116,6 +116,13 @@ def token_rows(path: str) -> int | None:
 
 
 def _config(path: str) -> PreTrainedConfig:
+    kind = read_config(Path(path)).get("model_type")
+    if isinstance(kind, str) and kind not in CONFIG_MAPPING:  # its own words say to install what may be too new for us
+        raise SpecError(
+            f"The base is a {kind[:80]} model, a type that transformers {__version__}, installed where the workers run, does "
+            "not know. A later one may: pip install --upgrade transformers 'ft-service[workers]' takes the latest that works.",
+            param="model",
+        )
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except ValueError as error:

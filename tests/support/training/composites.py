@@ -82,6 +82,7 @@ BESIDE: dict[str, dict[str, Any]] = {
         },
     },
     "granite4_vision": {
+        "text_config": {"model_type": "granite4_vision_text"},  # transformers 5.17 takes another if none is named
         "vision_config": {"hidden_size": 64, "projection_dim": 64},
         "deepstack_layer_map": [[0, 0]],
         "spatial_target_layers": [0],

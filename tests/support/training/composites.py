@@ -15,12 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from tests.support.training.causal_types import save_config_only, show_vectors, small_values
+from tests.support.training.causal_types import ROWS, save_config_only, show_vectors, small_values
 from tests.support.training.checks import published_auto
 from tests.support.training.models import HIDDEN
 
-ROWS = 272
-"""Of the embedding: no token of the samples stands for an image or a sound."""
 IMAGE, OTHER = 270, 271
 LARGEST = 60_000_000
 """Parameters of a base that a test can load: not all towers get small by their numbers' names."""
@@ -174,7 +172,7 @@ def small_model(config: PreTrainedConfig) -> PreTrainedModel | None:
 def _small(config: PreTrainedConfig, text: PreTrainedConfig) -> dict[str, Any]:
     known = config.to_dict()
     if config is text:
-        values = {**small_values(config.model_type, known), "vocab_size": ROWS}
+        values = small_values(config.model_type, known)
     else:
         values = {key: _like(known[key], value) for key, value in TOWER.items() if key in known}
     for key, value in known.items():

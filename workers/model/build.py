@@ -159,6 +159,8 @@ def _without_noise(config: PreTrainedConfig) -> None:
     for name, value in config.to_dict().items():
         if isinstance(value, float) and any(word in name for word in ("dropout", "pdrop", "jitter", "layerdrop")):
             setattr(config, name, 0.0)
+    if getattr(config, "altup_coef_clip", None) is not None:  # in training alone, and past the layers: none is frozen so
+        vars(config)["altup_coef_clip"] = None  # the config checks what it is set to, and its class knows None
 
 
 def restore_buffers(model: PreTrainedModel, device: torch.device, compute_dtype: torch.dtype) -> None:

@@ -31,7 +31,7 @@ Kind = Literal["linear", "embedding", "head", "experts", "router", "norm", "bias
 _NUMBERED = re.compile(r"^(?P<stack>[^0-9]*?)\.?(?P<layer>\d+)\.(?P<inside>.+)$")
 _EXPERT = re.compile(r"^(?P<before>.*\bexperts)\.(?P<expert>\d+)\.(?P<matrix>[^.]+)(\.weight)?$")
 _BUFFERS = re.compile(
-    r"\.(inv_freq|masked_bias|e_score_correction_bias|layer_scalar|act_fn\.beta|act_fn\.eps|balancing_biases|feed_forward\.expert_bias|slope_rate|query_decay|key_decay|diagonal_decay|tid2eid|attention\.bias|attn\.bias)$"
+    r"\.(inv_freq|rotary_emb\.alpha|masked_bias|e_score_correction_bias|layer_scalar|act_fn\.beta|act_fn\.eps|balancing_biases|feed_forward\.expert_bias|slope_rate|query_decay|key_decay|diagonal_decay|tid2eid|attention\.bias|attn\.bias)$"
 )
 _KEYS_AND_VALUES = re.compile(r"self_attn\.[kv]_(proj|norm)\.")
 _EMBEDDING = re.compile(r"embed|^wte$|^wpe$|position")

@@ -52,17 +52,10 @@ OTHERS = {
     "zamba": "its time steps come from stacks of matrices that are no experts",
     "blt": "it groups bytes into patches by a model of its own",
     "recurrent_gemma": "its recurrence holds stacks of matrices that are no experts",
-    "laguna": "PEFT renames the adapters of its shared experts as it loads them, and then misses them",
-    **dict.fromkeys(
-        ("deepseek_ocr2", "unlimited_ocr"),
-        "PEFT renames the adapters of its text part as it loads them, and then misses them",
-    ),
-    **dict.fromkeys(
-        ("mistral_large4", "mistral_large4_text"), "its adapters do not compute in PEFT what they did while they were trained"
-    ),
     **dict.fromkeys(
         ("ernie4_5_vl_moe", "ernie4_5_vl_moe_text"), "its experts for text and those for images are stored in one row"
     ),
+    "unlimited_ocr": "it sees all that it has written while it is trained, and through a window while it answers",
     "nemo_speechlm": "its files call its text part by names of their own",
     "voxtral_realtime": "its text part is told how far it lags behind what it hears",
     **dict.fromkeys(("molmo2", "molmo2_text"), "its files hold queries, keys and values as one"),

@@ -23,6 +23,8 @@ class Family:
     """Last names of parameters that are buffers in other families."""
     other_layers: tuple[str, ...] = ()
     """Last names of matrices that multiply otherwise than a linear layer's: neither adapted nor quantised."""
+    names_in_adapter: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Part of the name of an adapter's tensor → what its file has there, since PEFT would rename it and then miss it."""
     not_adapted: Mapping[str, str] = field(default_factory=dict[str, str])
     """Last name of linear layers that cannot have an adapter → why."""
 

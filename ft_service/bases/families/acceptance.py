@@ -44,7 +44,6 @@ PAIRS = frozenset(
 OTHERS = {
     "phimoe": "its router draws experts at random in training: no step could be repeated, and no resume be exact",
     **dict.fromkeys(("gpt2", "gpt-sw3", "openai-gpt"), "its layers are convolutions of width one in place of linear layers"),
-    "falcon": "its layers are linear layers of a kind of their own",
     "longcat_flash": "some of its experts are the token itself, and each layer holds two",
     "hrm_text": "it goes through its layers several times",
     **dict.fromkeys(("inkling_text", "inkling_mm_model"), "its shared experts are stacks"),

@@ -25,7 +25,7 @@ NO_DECODER = "has no text part that reads from left to right on its own"
 _GENERATES = ("ForConditionalGeneration", "ForCausalLM")
 _OTHER_PARTS = re.compile(r"^(model\.)?(vision|visual|audio|multi_modal|mm_|mtp)", re.I)
 _TEXT_PART = re.compile(r"^(model\.)?(language_model|text_model)\.(model\.)?")
-_BARE_TEXT = re.compile(r"^(model\.)?(embed_tokens|layers|norm|lm_head)\.")
+_BARE_TEXT = re.compile(r"^(model\.)?(embed_tokens|tok_embeddings|layers|norm|lm_head|output|lerope)\.")
 _HEAD = re.compile(r"^(language_model\.)?(lm_head)\.")
 _STEMS = {
     "llama4": ("language_model.model.", "language_model."),

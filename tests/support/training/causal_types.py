@@ -101,12 +101,13 @@ SMALL_TYPES: dict[str, dict[str, Any]] = {
     "dots3_note_text": _INDEXED,
     "gemma3n_text": {
         "num_hidden_layers": 4,
-        "num_kv_shared_layers": 0,
+        "num_kv_shared_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 6,
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": ROWS,
         "laurel_rank": 8,
-        "activation_sparsity_pattern": [0.0] * 4,
+        "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0],
     },
     "gemma4_unified_text": {"initializer_range": 0.03},
     "dbrx": {

@@ -65,6 +65,7 @@ BESIDE: dict[str, dict[str, Any]] = {
         "vision_config": {"sam_config": {"downsample_channels": [16, 16]}},
     },
     "mistral4": {"head_dim": 16},
+    "mistral_large4": {"text_config": {"index_topk": 6, "index_head_dim": 16, "index_n_heads": 2}},
     "dots3_note": {
         "vision_config": {"per_layer_config": {}, "adapter_in_dim": 16},
         "audio_config": {"adapter_input_size": 16},
@@ -117,11 +118,22 @@ AS_PUBLISHED: dict[str, Callable[[Mapping[str, Tensor]], dict[str, Tensor]]] = {
 EXACT = frozenset(
     {
         *("aria", "aya_vision", "cohere2_vision", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "deepseek_vl"),
-        *("deepseek_vl_hybrid", "dots3_note", "exaone4_5", "fun_asr_nano", "fuyu", "gemma3", "gemma4", "gemma4_unified"),
+        *(
+            "deepseek_ocr2",
+            "deepseek_vl_hybrid",
+            "dots3_note",
+            "exaone4_5",
+            "fun_asr_nano",
+            "fuyu",
+            "gemma3",
+            "gemma4",
+            "gemma4_unified",
+        ),
         *("glm46v", "glm4v", "glm4v_moe", "glm5_next", "glm_ocr", "glmasr", "glmga", "got_ocr2", "granite4_vision"),
         *("granite_docling", "granite_speech", "granite_speech_plus", "hunyuan_vl", "hyperclovax_vision_v2", "idefics2"),
         *("idefics3", "internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava", "llava_next"),
         *("llava_next_video", "llava_onevision", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mistral3"),
+        "mistral_large4",
         *("mistral4", "moss_transcribe_diarize", "muse_glimmer", "muse_spark", "ovis2", "paddleocr_vl"),
         *("pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_5"),
         *("qwen3_5_moe", "qwen3_asr", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "smolvlm"),

@@ -132,8 +132,8 @@ EXACT = frozenset(
     {
         *("aria", "aya_vision", "blip-2", "chameleon", "cohere2_vision", "cohere_compass", "cosmos3_edge", "cosmos3_omni"),
         *("deepseek_ocr2", "deepseek_vl", "deepseek_vl_hybrid", "dots3_note", "emu3", "evolla", "exaone4_5", "fast_vlm"),
-        *("fun_asr_nano", "fuyu", "gemma3", "gemma4", "gemma4_unified", "git", "glm46v", "glm4v", "glm4v_moe", "glm5_next"),
-        *("glm_ocr", "glmasr", "glmga", "got_ocr2", "granite4_vision", "granite_docling", "granite_speech"),
+        *("fun_asr_nano", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "git", "glm46v", "glm4v", "glm4v_moe"),
+        *("glm5_next", "glm_ocr", "glmasr", "glmga", "got_ocr2", "granite4_vision", "granite_docling", "granite_speech"),
         *("granite_speech_plus", "hunyuan_vl", "hyperclovax_vision_v2", "idefics2", "idefics3", "instructblip"),
         *("instructblipvideo", "internvl", "janus", "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava"),
         *("llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7"),

@@ -17,7 +17,6 @@ NOT_TEXT = {
     **dict.fromkeys(("kosmos-2", "kosmos-2.5"), "counts its positions from the number of its padding token on"),
     "blip": "its text part reads an image in every layer",
     "diffusion_gemma": "writes whole blocks at once, by diffusion",
-    "gemma3n": "its layers take turns in predicting each other, by parts of which some get no gradient",
     "idefics": "reads no text without an image",
     "kyutai_speech_to_text": "reads the codes of a sound beside every token",
     "paligemma": "sees its prompts both ways: a token of a prompt sees those behind it",
@@ -41,7 +40,7 @@ _WITHIN = re.compile(
 """In names of what reads images, sounds or proteins inside a decoder that has its values beside theirs."""
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _TEXT_PART = re.compile(r"^(model\.)?(language_model|text_model)\.((model|backbone)\.)?")
-_BARE_TEXT = re.compile(r"^(model\.)?(embed_tokens|layers|norm|lm_head)\.")
+_BARE_TEXT = re.compile(r"^(model\.)?(embed_tokens|tok_embeddings|layers|norm|lm_head|output|lerope)\.")
 _HEAD = re.compile(r"^((language_model|text_model)\.)?(lm_head)\.")
 _TEXT_MODEL = ("model.text_model.", "")
 _OWN_HEAD = ("language_model.model.", "language_model.")

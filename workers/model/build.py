@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel, __version__
 
 from ft_service.bases.contents import read_config
 from ft_service.bases.families.acceptance import refuse_untunable
@@ -26,6 +26,8 @@ from workers.model.precision import choose_products, formats_of_base, precision_
 from workers.model.wrapped import Unasked, causal_class, published_class, text_decoder, text_only
 from workers.ranks.runtime import COMPUTE_DTYPE
 
+PLAIN_LINEARS = frozenset({"FalconLinear"})
+"""Classes derived from linear layers that compute what those do."""
 STORAGE_DTYPE = torch.bfloat16
 """What frozen weights without a quantised format are stored in, and the face dtype of the quantised ones."""
 
@@ -93,7 +95,11 @@ def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     assert model is not None
     attention = SEGMENTS if takes_segments(config, model) else stock_attention(config)
     with torch.device("meta"):
-        return model._from_config(config, dtype=STORAGE_DTYPE, attn_implementation=attention)
+        built = model._from_config(config, dtype=STORAGE_DTYPE, attn_implementation=attention)
+    for module in built.modules():
+        if type(module).__name__ in PLAIN_LINEARS:
+            module.__class__ = nn.Linear
+    return built
 
 
 def _from_several(config: PreTrainedConfig) -> PreTrainedModel:
@@ -117,6 +123,13 @@ def token_rows(path: str) -> int | None:
 
 
 def _config(path: str) -> PreTrainedConfig:
+    kind = read_config(Path(path)).get("model_type")
+    if isinstance(kind, str) and kind not in CONFIG_MAPPING:  # its own words say to install what may be too new for us
+        raise SpecError(
+            f"The base is a {kind[:80]} model, a type that transformers {__version__}, installed where the workers run, does "
+            "not know. A later one may: pip install --upgrade transformers 'ft-service[workers]' takes the latest that works.",
+            param="model",
+        )
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except ValueError as error:
@@ -160,6 +173,8 @@ def _without_noise(config: PreTrainedConfig) -> None:
     for name, value in config.to_dict().items():
         if isinstance(value, float) and any(word in name for word in ("dropout", "pdrop", "jitter", "layerdrop")):
             setattr(config, name, 0.0)
+    if getattr(config, "altup_coef_clip", None) is not None:  # in training alone, and past the layers: none is frozen so
+        vars(config)["altup_coef_clip"] = None  # the config checks what it is set to, and its class knows None
 
 
 def restore_buffers(model: PreTrainedModel, device: torch.device, compute_dtype: torch.dtype) -> None:

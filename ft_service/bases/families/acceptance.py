@@ -45,8 +45,6 @@ PAIRS = frozenset(
 OTHERS = {
     "phimoe": "its router draws experts at random in training: no step could be repeated, and no resume be exact",
     **dict.fromkeys(("gpt2", "gpt-sw3", "openai-gpt"), "its layers are convolutions of width one in place of linear layers"),
-    "falcon": "its layers are linear layers of a kind of their own",
-    "gemma3n_text": "its layers take turns in predicting each other, by parts of which some get no gradient",
     "longcat_flash": "some of its experts are the token itself, and each layer holds two",
     "hrm_text": "it goes through its layers several times",
     **dict.fromkeys(("inkling_text", "inkling_mm_model"), "its shared experts are stacks"),
@@ -54,18 +52,11 @@ OTHERS = {
     "zamba": "its time steps come from stacks of matrices that are no experts",
     "blt": "it groups bytes into patches by a model of its own",
     "recurrent_gemma": "its recurrence holds stacks of matrices that are no experts",
-    "laguna": "PEFT renames the adapters of its shared experts as it loads them, and then misses them",
-    **dict.fromkeys(
-        ("deepseek_ocr2", "unlimited_ocr"),
-        "PEFT renames the adapters of its text part as it loads them, and then misses them",
-    ),
-    **dict.fromkeys(
-        ("mistral_large4", "mistral_large4_text"), "its adapters do not compute in PEFT what they did while they were trained"
-    ),
     **dict.fromkeys(
         ("ernie4_5_vl_moe", "ernie4_5_vl_moe_text"), "its experts for text and those for images are stored in one row"
     ),
     "phi4mm": "its code comes with its files, and is not run; the same base in the layout of Transformers is phi4_multimodal",
+    "unlimited_ocr": "it sees all that it has written while it is trained, and through a window while it answers",
     "nemo_speechlm": "its files call its text part by names of their own",
     "voxtral_realtime": "its text part is told how far it lags behind what it hears",
     **dict.fromkeys(("molmo2", "molmo2_text"), "its files hold queries, keys and values as one"),

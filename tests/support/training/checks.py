@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -114,23 +115,28 @@ def check(folders: Mapping[str, Path], work: Path) -> dict[str, Found]:
     taken = {name: folder for name, folder in folders.items() if not refused[name]}
     plain = {name: _spec(folder, "bf16") for name, folder in taken.items()}
     (one,) = run_on_ranks(measure, 1, plain, str(work / "adapters"), timeout=1700)
-    quantized = [
-        run_on_ranks(measure, world, {name: _spec(folder, "nf4", world) for name, folder in taken.items()}, None, timeout=1700)
-        for world in (1, 2)
-    ]
-    resumed = resume_all(taken, work / "runs")
+    ranks, resumed = between_ranks(taken, 2), resume_all(taken, work / "runs")
     found = {name: Found(refused=words) for name, words in refused.items() if words}
     for name, folder in taken.items():
-        ours, ranks = one[name], [on_rank[name] for on_rank in quantized[1]]
-        published = against_published(folder, work / "adapters" / name, ours)
-        between = max(_error(on_rank, quantized[0][0][name]) for on_rank in ranks)
-        found[name] = Found(**_sizes(folder), **published, packed=ours.packed, ranks=between, resumed=resumed[name])
+        published = against_published(folder, work / "adapters" / name, one[name])
+        found[name] = Found(**_sizes(folder), **published, packed=one[name].packed, ranks=ranks[name], resumed=resumed[name])
     return {name: found[name] for name in folders}
+
+
+def between_ranks(folders: Mapping[str, Path], world: int, **weights: Any) -> dict[str, float]:
+    """The largest error of loss or gradient of each base on `world` ranks against one. `weights`: precision other than NF4."""
+    alone, together = (
+        run_on_ranks(
+            measure, n, {name: _spec(f, "nf4", n, precision=weights) for name, f in folders.items()}, None, timeout=1700
+        )
+        for n in (1, world)
+    )
+    return {name: max(_error(on_rank[name], alone[0][name]) for on_rank in together) for name in folders}
 
 
 def _spec(folder: Path, weights: str, ranks: int = 1, **options: Any) -> JobSpec:
     training = {"per_device_train_batch_size": 2, **options.pop("training", {})}
-    precision = {"default": weights, "compute": "fp32"}
+    precision = {"default": weights, "compute": "fp32", **options.pop("precision", {})}
     return spec_for(folder, ranks=ranks, precision=precision, lora=LORA, training=training, **options)
 
 
@@ -170,12 +176,21 @@ def _sizes(folder: Path) -> dict[str, Any]:
 
 def measure(rank: int, world: int, specs: Mapping[str, JobSpec], out: str | None) -> dict[str, OnRank]:
     """A step of each job on this rank. `out`: where to write the adapters that it starts with, and to tell the logits."""
-    with REREAD_BY_PEFT:
-        return {name: _measure(rank, world, name, spec, out) for name, spec in specs.items()}
+    found = {}
+    for name, spec in specs.items():
+        with REREAD_BY_PEFT, _naming(name):
+            found[name] = _step(rank, world, spec, constructed(spec, world), None if out is None else Path(out) / name)
+    return found
 
 
-def _measure(rank: int, world: int, name: str, spec: JobSpec, out: str | None) -> OnRank:
-    return _step(rank, world, spec, constructed(spec, world), None if out is None else Path(out) / name)
+@contextmanager
+def _naming(base: str) -> Iterator[None]:
+    """Add to an error of which base it is: many are looked at in one process."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"The base is {base}.")
+        raise
 
 
 def check_here(folder: Path, work: Path) -> Found:
@@ -339,9 +354,9 @@ def attempts(rank: int, world: int, root: str, names: Iterable[str], attempt: in
             start = Start(job_id="ftjob-test", attempt=attempt, world_size=world, generation=1, checkpoint=checkpoint)
             run.write(f"attempts/{attempt}/start.json", start)
         torch.distributed.barrier()
-        with REREAD_BY_PEFT:
+        with REREAD_BY_PEFT, _naming(name):
             outcome = attempt_on_rank(rank, world, str(run.root), attempt)
-        assert outcome.kind == "succeeded", (name, outcome)
+            assert outcome.kind == "succeeded", outcome
 
 
 def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

@@ -59,9 +59,7 @@ def page(found: Mapping[str, Found]) -> str:
     """The tables of docs/models.md between its two marks."""
     head = ["base", "`model_type`", "rows", "adapters", "loss", "gradient", "1 = 2 ranks", "reloaded", "resumed"]
     lines = [_row(head), _row(["---"] * len(head))]
-    lines += [_row(_cells(BASES[name], one)) for name, one in found.items() if not one.refused]
-    lines += ["", "Refused when the job is created:", "", _row(["base", "in these words"]), _row(["---"] * 2)]
-    lines += [_row([BASES[name].title, one.refused]) for name, one in found.items() if one.refused]
+    lines += [_row(_cells(BASES[name], one)) for name, one in found.items()]
     return "\n".join(lines)
 
 

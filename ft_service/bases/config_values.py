@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ft_service.bases.experts import CHOSEN, COUNTS
+from ft_service.bases.module_rules import CHOSEN, COUNTS
 from ft_service.errors import SpecError
 
 ACTIVATIONS = frozenset(

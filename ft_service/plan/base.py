@@ -14,12 +14,11 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from ft_service.bases.contents import BaseContents
-from ft_service.bases.experts import CHOSEN, COUNTS, projection_of
 from ft_service.bases.families.acceptance import refuse_untunable, untested
 from ft_service.bases.families.family import Family
 from ft_service.bases.families.known import family_of
 from ft_service.bases.logit_chunks import IN_CHUNKS
-from ft_service.bases.module_rules import WeightNames, kept_plain, last_name
+from ft_service.bases.module_rules import CHOSEN, COUNTS, WeightNames, kept_plain, last_name, projection_of
 from ft_service.bases.published_layouts import LARGEST_SIZE
 from ft_service.bases.wrapped import Parts, layers_of_images, text_config
 from ft_service.errors import SpecError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,22 +19,10 @@ LEFT_OUT = frozenset({"router", "dt_proj", "indexer", "altup", "altup_projection
 (Gemma 3n), and what gets no gradient since its weight is used without calling the layer, or it only chooses what is attended
 to."""
 
-COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""Keys of config.json that say how many experts a layer has."""
-CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_k")
-"""Keys that say how many of them a token meets."""
-_DOWN = ("down_proj", "w2")
 EXPERT_WORDS = frozenset({"gate", "gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3", "experts"})
 """Last names that PEFT, in a mixture of experts, takes for the experts or their router wherever they stand."""
 
 Value = TypeVar("Value", int, float)
-
-
-def projection_of(matrix: str, matrices: Collection[str]) -> str:
-    """The stack that a matrix of one expert belongs to. `matrices`: the names of all the matrices of an expert."""
-    if matrix in _DOWN:
-        return "down_proj"
-    return "up_proj" if set(matrices) == {"up_proj", "down_proj"} else "gate_up_proj"
 
 
 def kept_plain(name: str) -> bool:

@@ -36,8 +36,8 @@ _BUFFERS = re.compile(
 _KEYS_AND_VALUES = re.compile(r"self_attn\.[kv]_(proj|norm)\.")
 _EMBEDDING = re.compile(r"embed|^wte$|^wpe$|position")
 """In the last name of a table from which rows are taken, among weights outside the decoder layers; others are linear layers."""
-_NORMS_OF_DOWN = ("down_proj", "w2")
-_HEADS = ("q_norm", "k_norm")
+_DOWN = ("down_proj", "w2")
+_NORMS_OF_HEADS = ("q_norm", "k_norm")
 """Norms with a row for each head, in some families."""
 _HEADS = ("lm_head", "embed_out", "output")
 _STEMS = {"gpt_neox": "gpt_neox.", "gpt2": "transformer.", "falcon": "transformer.", "bloom": "transformer."}

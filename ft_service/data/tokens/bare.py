@@ -27,8 +27,8 @@ def render_bare(tokenizer: PreTrainedTokenizerBase, record: Text | PromptComplet
         if train_on == "last_assistant":
             raise LineError(
                 "text",
-                "has no answers, of which training.train_on = 'last_assistant' learns the last. Leave that out: a text is learned "
-                "whole",
+                "has no answers, of which training.train_on = 'last_assistant' learns the last. Leave that out: a text is "
+                "learned whole",
             )
         text = begin + record.text + end
         return text, [(len(begin), len(text))]

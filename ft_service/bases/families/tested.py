@@ -10,7 +10,7 @@ TESTED = frozenset(
         *("gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_bigcode"),
         *("gpt_neo", "gpt_neox", "gpt_neox_japanese", "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe"),
         *("granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3"),
-        *("hy_v4", "hyperclovax", "internlm3", "iquestcoder", "jais2", "jamba", "kimi_linear", "kolibri1", "lfm2"),
+        *("hy_v4", "hyperclovax", "internlm3", "iquestcoder", "jais2", "jamba", "kimi_k2", "kimi_linear", "kolibri1", "lfm2"),
         *("lfm2_moe", "lfm3", "llama", "llama4_text", "mellum", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2"),
         *("minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral", "modernbert-decoder", "moshi", "mpt"),
         *("nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "persimmon", "phi"),

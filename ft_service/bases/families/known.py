@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ft_service.bases.families import aria, deepseek_v4, delta_nets, ernie, granite, mamba, qwen, renamed, transposed
+from ft_service.bases.families import aria, deepseek_v4, delta_nets, ernie, gemma, granite, mamba, qwen, renamed, transposed
 from ft_service.bases.families.family import DEFAULT, Family
 
 _FAMILIES = (
@@ -16,11 +16,12 @@ _FAMILIES = (
     delta_nets.KIMI,
     delta_nets.OLMO,
     ernie.FAMILY,
+    gemma.FAMILY,
     transposed.GPT_OSS,
     granite.FAMILY,
     transposed.LLAMA_4,
     mamba.FAMILY,
-    qwen.FAMILY,
+    *qwen.FAMILIES,
 )
 _BY_TYPE = {name: family for family in _FAMILIES for name in family.types}
 

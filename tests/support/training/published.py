@@ -139,8 +139,14 @@ BASES: dict[str, Published] = {
     "olmo-3": Published(
         "OLMo 3",
         "olmo3",
-        {**GROUPED, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "rope_parameters": _YARN},
+        {**GROUPED, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
         "model.layers.0.self_attn.q_norm.weight",
+        # Published in the form in which all layers have one; the class gives it to those that see everything.
+        extra={
+            "rope_parameters": None,
+            "rope_theta": 5e5,
+            "rope_scaling": {k: v for k, v in _YARN.items() if k != "rope_theta"},
+        },
     ),
     "granite-4": Published(
         "Granite 4",

@@ -282,7 +282,7 @@ def _flattened(weight: Weight, hidden: int | None) -> Weight:
             param="model",
         )
     experts, rows, cols = weight.shape
-    return Weight(weight.module, weight.parameter, (experts * rows, cols), "experts", weight.layer)
+    return Weight(weight.module, weight.parameter, (experts * rows, cols), "experts", weight.layer, weight.held)
 
 
 def _tie(weights: list[Weight], config: Mapping[str, Any]) -> list[Weight]:

@@ -12,7 +12,7 @@ from ft_service.errors import SpecError
 NOT_ALONE = frozenset(
     {
         *("paligemma", "colpali", "kosmos-2", "kosmos-2.5", "pix2struct", "blip", "blip-2", "instructblip"),
-        *("instructblipvideo", "mllama", "florence2", "t5gemma2", "gemma3n", "qwen2_5_omni", "qwen3_omni_moe", "janus", "emu3"),
+        *("instructblipvideo", "mllama", "florence2", "t5gemma2", "qwen2_5_omni", "qwen3_omni_moe", "janus", "emu3"),
         *("phi4_multimodal", "chameleon", "idefics", "git", "evolla", "pi0", "kyutai_speech_to_text", "shieldgemma2"),
         *("fast_vlm", "perception_lm", "diffusion_gemma", "gemma4_assistant", "gemma4_unified_assistant", "nemotron_h_omni"),
     }

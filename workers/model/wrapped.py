@@ -15,8 +15,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from ft_service.bases.wrapped import NO_DECODER, generates, not_tunable
+from workers.model.towers import absent_where_not_installed, are_all_known
 
-_DECODER, _TOWERS = "_ft_decoder", "_ft_towers"
+_DECODER, _TOWERS, _ALL_KNOWN = "_ft_decoder", "_ft_towers", "_ft_all_known"
 _CLASSES = (
     "MODEL_FOR_MULTIMODAL_LM_MAPPING",
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
@@ -51,10 +52,11 @@ def text_only(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     if published is None:
         raise not_tunable(config.model_type, NO_DECODER)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), absent_where_not_installed():
             model: Any = published._from_config(config, dtype=dtype)
     except (ImportError, ValueError, TypeError, AttributeError) as error:  # classes check their configs in many ways
         raise not_tunable(config.model_type, f"cannot be built from its config.json ({error})") from None
+    all_known = are_all_known(model)
     head = model.get_output_embeddings()
     decoder = _innermost_decoder(model, head)
     if (
@@ -69,6 +71,7 @@ def text_only(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     _take_out(model, {id(decoder), id(head)})
     _pass_through(model, decoder, head)
     left = {name for name, _ in model.named_modules()}
+    object.__setattr__(model, _ALL_KNOWN, all_known)
     object.__setattr__(model, _DECODER, decoder)
     object.__setattr__(model, _TOWERS, tuple(name for name in names if name not in left))
     return model
@@ -77,6 +80,11 @@ def text_only(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 def text_decoder(model: nn.Module) -> Any:
     """The text decoder of a model made by `text_only`; any other model itself."""
     return getattr(model, _DECODER, model)
+
+
+def are_towers_known(model: nn.Module) -> bool:
+    """Whether `names_of_towers` has all there are: what cannot be built here has names that nobody knows."""
+    return getattr(model, _ALL_KNOWN, True)
 
 
 def names_of_towers(model: nn.Module) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ saved as a config and one tensor: enough to refuse it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from tests.support.training.causal_types import save_config_only, show_vectors, small_values
 from tests.support.training.checks import published_auto
 from tests.support.training.models import HIDDEN
+from tests.support.training.stand_in import put_stand_in
 
 ROWS = 272
 """Of the embedding: no token of the samples stands for an image or a sound."""
@@ -76,6 +78,11 @@ BESIDE: dict[str, dict[str, Any]] = {
         "text_config": {**_MROPE["text_config"], "moe_intermediate_size": [32, 32], "moe_k": 2},
     },
     "fun_asr_nano": {"adaptor_config": {"hidden_size": HIDDEN, "intermediate_size": HIDDEN // 4}},
+    "gemma3n": {
+        "vision_config": {"vocab_size": 8, "vocab_offset": ROWS},
+        "audio_config": {"vocab_size": 8, "vocab_offset": ROWS + 8, "hidden_size": 16, "conf_num_attention_heads": 2},
+        "tie_word_embeddings": True,
+    },
     "glm5_next": {
         "text_config": {
             **{"qk_rope_head_dim": 0, "head_dim": 0, "linear_num_heads": 2, "linear_head_dim": 16},
@@ -107,7 +114,16 @@ def _turned_experts(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def _with_keys_of_all_layers(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of layers too that take those of others."""
+    first = "model.language_model.layers.0.self_attn."
+    own = {name.removeprefix(first): t for name, t in held.items() if re.match(rf"{re.escape(first)}[kv]_(proj|norm)\.", name)}
+    layers = [2, 3]
+    return {**held, **{f"{first.replace('.0.', f'.{n}.')}{name}": t.clone() for n in layers for name, t in own.items()}}
+
+
 AS_PUBLISHED: dict[str, Callable[[Mapping[str, Tensor]], dict[str, Tensor]]] = {
+    "gemma3n": _with_keys_of_all_layers,
     "kimi_k25": lambda held: {
         name.replace("language_model.model.blocks.", "language_model.model.layers."): t for name, t in held.items()
     },
@@ -127,6 +143,7 @@ EXACT = frozenset(
             "fun_asr_nano",
             "fuyu",
             "gemma3",
+            "gemma3n",
             "gemma4",
             "gemma4_unified",
         ),
@@ -163,6 +180,9 @@ def save_composite(kind: str, folder: Path) -> bool:
         file = folder / "model.safetensors"
         save_file(AS_PUBLISHED[kind](load_file(file)), file, metadata={"format": "pt"})
     return True
+
+
+put_stand_in()
 
 
 def small_config(kind: str) -> PreTrainedConfig:

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from tests.support.training.models import COMMON, DELTA_NET, EXPERTS, FAMILIES, GROUPED, save_tokenizer
 from tests.support.training.prequantized import fp8_by_blocks
+from tests.support.training.stand_in import put_stand_in
 from tests.support.training.wrapped import WRAPPERS
 
 ROWS = 272
@@ -83,11 +84,42 @@ _GEMMA4_TEXT = {
 }
 
 
+_GEMMA_3N = {
+    "text_config": {
+        **COMMON,
+        **GROUPED,
+        "vocab_size": ROWS,
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 6,
+        "intermediate_size": [112] * 4,
+        "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0],
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": ROWS - 2,
+        "laurel_rank": 8,
+    },
+    "tie_word_embeddings": True,
+    "vision_config": {"hidden_size": 16, "vocab_size": 8, "vocab_offset": ROWS},
+    "audio_config": {
+        "hidden_size": 16,
+        "conf_num_attention_heads": 2,
+        "conf_num_hidden_layers": 1,
+        "sscp_conv_channel_size": [4, 4],
+        "input_feat_size": 16,
+        "vocab_size": 8,
+        "vocab_offset": ROWS + 8,
+    },
+}
+
+
 def _gemma4(**text: Any) -> dict[str, Any]:
     config = _wrapped("gemma4")
     return {**config, "text_config": {**_GEMMA4_TEXT, "vocab_size": ROWS, "vocab_size_per_layer_input": ROWS, **text}}
 
 
+put_stand_in()
 Q, EXPERT = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.experts.4.down_proj.weight"
 BASES: dict[str, Published] = {
     "llama-3": Published("Llama 3.1 to 3.3", "llama", {**GROUPED, "rope_parameters": _LLAMA3}, Q),
@@ -227,6 +259,9 @@ BASES: dict[str, Published] = {
         ),
         "model.language_model.layers.0.per_layer_input_gate.weight",
     ),
+    "gemma-3n": Published(
+        "Gemma 3n E2B, E4B", "gemma3n", _GEMMA_3N, "model.language_model.layers.0.altup.modality_router.weight"
+    ),
     "mistral-small-3": Published(
         "Mistral Small 3.1, 3.2", "mistral3", _wrapped("mistral3"), "language_model.model.layers.0.self_attn.q_proj.weight"
     ),
@@ -280,11 +315,10 @@ BASES: dict[str, Published] = {
         "model.layers.0.self_attn.indexer.wk.weight",
     ),
     "jamba": Published("Jamba", "jamba", FAMILIES["jamba"], "model.layers.1.feed_forward.experts.4.down_proj.weight"),
-    "gemma-3n": Published("Gemma 3n", "gemma3n", {}, ""),
     "phi-4-multimodal": Published("Phi-4 multimodal", "phi4_multimodal", {}, ""),
 }
 """Every base that a user is told works, and those that are refused."""
-WRAPPED = frozenset(WRAPPERS) | {"qwen3_5_moe"}
+WRAPPED = frozenset(WRAPPERS) | {"gemma3n", "qwen3_5_moe"}
 
 
 def save_published(name: str, folder: Path) -> Path:

@@ -4,13 +4,15 @@
 
 Every rank of a case is a process of its own: a base of 6 layers, a packed micro-batch whose every token is a target, three
 steps.
-What the process holds before the model is built (interpreter, libraries) is taken off.
+What the process holds before the model is built (interpreter, libraries) is taken off. The heap's gaps differ from run to run:
+of several runs the median counts.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -58,6 +60,7 @@ CASES: dict[str, dict[str, Any]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of every case")
     parser.add_argument("--save", action="store_true", help="keep the result, also if it is of some cases only")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -70,7 +73,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for case in CASES:
             if options.only in case:
-                result["cases"][case] = row = measured(case, Path(folder))
+                result["cases"][case] = row = repeated(case, Path(folder), options.repeats)
                 print(f"{case:45} planned {row['planned_mib']:7.0f} MiB  taken {row['taken_mib']:7.0f}  {row['ratio']:.2f} x")
     if options.save or not options.only:
         save("memory", result)
@@ -84,9 +87,18 @@ def base_of(case: str, folder: Path) -> Path:
     return base if base.exists() else save_tiny("llama", base, **SHAPE, vocab_size=words)
 
 
-def measured(case: str, folder: Path) -> dict[str, Any]:
-    """Run a case's ranks in processes of their own, watched from here."""
+def repeated(case: str, folder: Path, repeats: int) -> dict[str, Any]:
+    """What is planned, and the median of what was taken, in MiB."""
     base_of(case, folder)
+    runs = [measured(case, folder) for _ in range(repeats)]
+    planned, taken = runs[0][0] / 2**20, sorted(taken / 2**20 for _, taken in runs)
+    median = statistics.median(taken)
+    return {"planned_mib": planned, "taken_mib": median, "runs_mib": taken, "ratio": planned / median}
+
+
+def measured(case: str, folder: Path) -> tuple[int, int]:
+    """Bytes planned and taken. Runs a case's ranks in processes of their own, watched from here."""
+    (folder / case).unlink(missing_ok=True)  # where the ranks of the run before met
     ranks = CASES[case].get("ranks", 1)
     command = [sys.executable, __file__, "--case", case, "--folder", str(folder), "--rank"]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -105,7 +117,7 @@ def measured(case: str, folder: Path) -> dict[str, Any]:
             process.communicate()
     assert not any(process.returncode for process in processes), "a rank has failed"
     taken = max(max(memory.peaks.values()) - start for memory, start in zip(watched, before, strict=True))
-    return {"planned_mib": planned[0] / 2**20, "taken_mib": taken / 2**20, "ratio": planned[0] / taken}
+    return planned[0], taken
 
 
 def measure(case: str, rank: int, folder: Path) -> None:

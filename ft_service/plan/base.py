@@ -21,7 +21,7 @@ from ft_service.bases.families.known import family_of
 from ft_service.bases.logit_chunks import IN_CHUNKS
 from ft_service.bases.module_rules import WeightNames, kept_plain, last_name
 from ft_service.bases.published_layouts import LARGEST_SIZE
-from ft_service.bases.wrapped import Parts, text_config
+from ft_service.bases.wrapped import Parts, layers_of_images, text_config
 from ft_service.errors import SpecError
 from ft_service.plan.logical import LogicalTensor, logical_tensors
 from ft_service.spec import WeightFormat
@@ -31,11 +31,13 @@ Kind = Literal["linear", "embedding", "head", "experts", "router", "norm", "bias
 _NUMBERED = re.compile(r"^(?P<stack>[^0-9]*?)\.?(?P<layer>\d+)\.(?P<inside>.+)$")
 _EXPERT = re.compile(r"^(?P<before>.*\bexperts)\.(?P<expert>\d+)\.(?P<matrix>[^.]+)(\.weight)?$")
 _BUFFERS = re.compile(
-    r"\.(inv_freq|rotary_emb\.alpha|masked_bias|e_score_correction_bias|layer_scalar|act_fn\.beta|act_fn\.eps|balancing_biases|feed_forward\.expert_bias|slope_rate|query_decay|key_decay|diagonal_decay|tid2eid|attention\.bias|attn\.bias)$"
+    r"\.(inv_freq|rotary_emb\.alpha|masked_bias|e_score_correction_bias|layer_scalar|act_fn\.beta|act_fn\.eps|balancing_biases|feed_forward\.expert_bias|slope_rate|query_decay|key_decay|diagonal_decay|tid2eid|layer_multipliers|ngram_heads_vocab_sizes|ngram_heads_offsets|attention\.bias|attn\.bias)$"
 )
 _KEYS_AND_VALUES = re.compile(r"self_attn\.[kv]_(proj|norm)\.")
 _EMBEDDING = re.compile(r"embed|^wte$|^wpe$|position")
 """In the last name of a table from which rows are taken, among weights outside the decoder layers; others are linear layers."""
+_NORMS_OF_HEADS = ("q_norm", "k_norm")
+"""Norms with a row for each head, in some families."""
 _HEADS = ("lm_head", "embed_out", "output")
 _STEMS = {"gpt_neox": "gpt_neox.", "gpt2": "transformer.", "falcon": "transformer.", "bloom": "transformer."}
 """What a causal model calls its trunk, where that is not `model.`."""
@@ -217,7 +219,7 @@ def _kind(
     last = module.rpartition(".")[2]
     if parameter == "bias":
         return "bias"
-    if len(shape) == 1:
+    if len(shape) == 1 or last in _NORMS_OF_HEADS:
         return "norm" if "norm" in last or last.startswith("ln") else "other"
     if len(shape) == 3 and ".experts" in module:
         return "experts"
@@ -297,7 +299,7 @@ def _shape(config: Mapping[str, Any], weights: list[Weight]) -> Shape:
         )
     intermediate = _number(config, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
     return Shape(
-        layers=_layers(config) or 0,
+        layers=(_layers(config) or 0) - len(layers_of_images(config)),
         hidden=hidden,
         heads=heads,
         q=heads * head,

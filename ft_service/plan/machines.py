@@ -42,6 +42,8 @@ class Machine:
     """The same, whatever the tensors, with what the libraries of matrix products allocate for themselves."""
     mapped_above: int | None = None
     """Blocks above so many bytes come from the system and go back to it, beside freed memory that stays. None: none do."""
+    refits_badly: bool = False
+    """A layer that checkpointing computes again does not fit where it lay before."""
 
     def memory_of_rank(self, ranks: int) -> int | None:
         if self.memory is None or not self.shared_memory:
@@ -74,7 +76,7 @@ _CORE_FLOPS = 50e9
 """fp32 matrix products of one server core with 256-bit vectors: an order of magnitude, not a promise."""
 _CORE_MEMORY_BANDWIDTH = 10e9
 _LOOPBACK_BANDWIDTH = 1e9
-_OLD_HEAP_SHARE, _HEAP_SHARE = 0.24, 0.07
+_OLD_HEAP_SHARE, _HEAP_SHARE = 0.3, 0.07
 _HEAP_BYTES = 18 * 2**20
 """What oneDNN's products and the modules of a model take of it beside tensors."""
 _MAPPED_ABOVE = 2**25
@@ -108,16 +110,17 @@ def _bare(name: str) -> str:
 def host_cpu() -> Machine:
     """This host without its GPUs: one core a rank, memory shared by all ranks."""
     figures = (_CORE_FLOPS, _CORE_MEMORY_BANDWIDTH, _LOOPBACK_BANDWIDTH)
-    return Machine(CPU, memory_bytes(), *figures, True, heap_share(glibc_version()), _HEAP_BYTES, _MAPPED_ABOVE)
+    share = heap_share(glibc_version())
+    return Machine(CPU, memory_bytes(), *figures, True, share, _HEAP_BYTES, _MAPPED_ABOVE, share == _OLD_HEAP_SHARE)
 
 
 def heap_share(glibc: tuple[int, int] | None) -> float:
-    """What glibc's heap holds beside live tensors when a step is at its peak, as a share of them. None: another library.
+    """What glibc's heap holds beside live tensors when a step is at its peak, as a share of those in it. None: another library.
 
     To place an aligned block glibc before 2.38 looks for a hole 128 bytes larger than the block, so that none fits where one of
     its size was freed between two that are kept: nearly every tensor that a layer makes and frees leaves a hole for good. Freed
-    memory stays with the process (`workers.ranks.allocator`). Measured over models, types and numbers of tokens: 20 to 33 %;
-    with an allocator that fills such holes 5 to 9 %.
+    memory stays with the process (`workers.ranks.allocator`). Measured over models, types and numbers of tokens: 25 to 35 %,
+    and with checkpointing about one layer more; with an allocator that fills such holes 5 to 9 %.
     """
     return _OLD_HEAP_SHARE if glibc is not None and glibc < (2, 38) else _HEAP_SHARE
 

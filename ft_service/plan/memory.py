@@ -18,7 +18,7 @@ With activation checkpointing L K is what is kept of the layers before, and K of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ft_service.bases.logit_chunks import chunk_rows
 from ft_service.plan.base import BaseShape, Shape
@@ -89,9 +89,14 @@ class RankBytes:
     """What is stored lies in the host's memory, and only what is gathered and computed in the GPU's."""
     allocator_share: float = 0.0
     allocator_bytes: int = 0
-    """What an allocator holds beside live tensors: a share of them, and bytes whatever they are."""
+    """What an allocator holds beside live tensors: a share of those in its heap, and bytes whatever they are."""
     logits_apart: bool = False
     """The allocator takes a chunk's logits from the system, and keeps what the backward before had for the next."""
+    mapped: int = 0
+    """Of what is stored and of a chunk's logits, what comes from the system: beside the heap, and with no gaps."""
+    remade: int = 0
+    """What a layer that is computed again cannot have of the place where it lay the first time."""
+    remade_by_mode: dict[str, int] = field(default_factory=dict)
 
     @property
     def stored(self) -> int:
@@ -112,7 +117,8 @@ class RankBytes:
     def gaps(self) -> int:
         """Bytes that the allocator holds at the peak beside those of tensors."""
         kept = min(self.logits, self.workspace) if self.logits_apart else 0
-        return kept + self.allocator_bytes + int(self.allocator_share * (self.live + kept))
+        heap = max(0, self.live + kept - self.mapped)
+        return kept + self.remade + self.allocator_bytes + int(self.allocator_share * heap)
 
     @property
     def total(self) -> int:
@@ -120,7 +126,12 @@ class RankBytes:
 
     def in_mode(self, mode: str) -> RankBytes:
         """The same with another distributed.activation_checkpointing."""
-        return replace(self, activations=self.activations_by_mode[mode], workspace=self.workspace_by_mode[mode])
+        return replace(
+            self,
+            activations=self.activations_by_mode[mode],
+            workspace=self.workspace_by_mode[mode],
+            remade=self.remade_by_mode[mode],
+        )
 
 
 def planned_micro_batches(spec: JobSpec, layout: Layout, length: int | None = None) -> MicroBatches:
@@ -163,6 +174,9 @@ def rank_bytes(
     backward = _backward_by_mode(base.shape, spec, adapters, layout, batches.tokens, dense + beside)
     workspace = {mode: max(0, backward[mode] - kept[mode]) for mode in kept}
     mode = spec.distributed.activation_checkpointing
+    layer = layer_activation_bytes(base.shape, spec, adapters) * batches.tokens if machine.refits_badly else 0
+    remade = {mode: 0 if mode == "none" else layer for mode in kept}
+    apart = machine.mapped_above is not None and block > machine.mapped_above
     return RankBytes(
         base=by_format,
         adapters=numel * FP32_BYTES,
@@ -179,8 +193,19 @@ def rank_bytes(
         offloaded=spec.distributed.offload,
         allocator_share=machine.allocator_share,
         allocator_bytes=machine.allocator_bytes,
-        logits_apart=machine.mapped_above is not None and block > machine.mapped_above,
+        logits_apart=apart,
+        mapped=_mapped(stored, layout, machine) + (LOGIT_BYTES // FP32_BYTES * block if apart and base.loss_in_chunks else 0),
+        remade=remade[mode],
+        remade_by_mode=remade,
     )
+
+
+def _mapped(stored: Sequence[Stored], layout: Layout, machine: Machine) -> int:
+    """Bytes of the weights that are so large that the allocator takes each from the system."""
+    if machine.mapped_above is None:
+        return 0
+    sizes = [weight.bytes_on_rank(layout) for weight in stored]
+    return sum(size for size in sizes if size > machine.mapped_above)
 
 
 def _logits(base: BaseShape, compute: int, batches: MicroBatches) -> int:

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from ft_service.bases.cache_folder import Cache
 from ft_service.data import token_folder
 from ft_service.data.token_options import TokenOptions
-from ft_service.data.tokens.identity import tokens_key
-from ft_service.data.tokens.keeping import Recording, find
+from ft_service.data.tokens.keeping import Recording, find, tokens_key
 from ft_service.data.tokens.render import writes_date
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.tokenize import file_samples, load_tokenizer, trainable

@@ -8,7 +8,9 @@ of padded samples are taken the same way: as one segment each, whose padding com
     chunk      tokens of a segment's parts that do not see each other, in some layers (Llama 4); 0: it is whole
     softcap    scores become tanh(score / softcap) * softcap; 0: they stay
     sinks      one more score a head, [heads], that takes part in the softmax and has no value (gpt-oss)
-    chosen     places in their segment of the keys that a query sees, of those before it (workers/layers/indexed_attention.py)
+    chosen     places in their segment of the keys that a query sees, of those before it, one by one or in blocks: what
+               an indexer chose (workers/layers/by_sample/)
+    pooled     one more key for each block of a segment's tokens, seen by the queries behind it (DeepSeek V4)
 
 Attention is opaque operators, as the products with frozen weights are: the compiler need not look into lengths that change at
 every step, and selective checkpointing keeps their results by their namespace.
@@ -16,7 +18,8 @@ every step, and selective checkpointing keeps their results by their namespace.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -26,13 +29,29 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from workers.layers.scored_attention import one_a_head, scored, scored_grad
+from workers.layers.scored_attention import Shape, one_a_head, scored, scored_grad
 from workers.layers.segments import CURRENT, VARLEN_OPTIONS, Bounds, chunk_of, tempered, varlen_attn
 
 NAME = "ft_segments"
 """Of this attention among transformers' implementations."""
 _OTHER = (-1, -1)
 """What is told of a mask that neither a window nor a chunk describes."""
+
+
+@dataclass
+class Selection:
+    """What a layer tells its attention beside query, key and value: of keys that are chosen, and of pooled ones."""
+
+    mask: Tensor | None = None
+    """What the layer was given as a mask."""
+    block: int = 1
+    """Tokens that one chosen place stands for, or that one pooled key is made of."""
+    chosen: Tensor | None = None
+    """int [rows, one or groups, length, places]; those that are not there mean nothing. None: all are seen."""
+    whole: int = 0
+    """Tokens of a segment in which nothing is chosen: what stands in `chosen` for its queries does not matter."""
+    pooled: Tensor | None = None
+    """Keys that are values too, [rows, 1, blocks, d]: of all whole blocks of each segment, one segment behind the other."""
 
 
 def segment_attention(
@@ -48,32 +67,48 @@ def segment_attention(
     position_bias: Tensor | None = None,
     is_causal: bool | None = None,
     indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    selection: Selection | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """As transformers calls it: query [rows, heads, length, d], key and value [rows, groups, length, ..] →
-    [rows, length, heads, ..]. `indices`: the chosen keys, int32 [rows, length, keys]; without any, all are seen.
+    [rows, length, heads, ..]. `indices`: the chosen keys, int [rows, length, keys]; `block_indices`: the chosen blocks of them,
+    int [rows, groups, length, blocks]; without any, all are seen. `selection`: the same from layers that our hooks ask.
 
     Raises NotImplementedError for what only a mask could say.
     """
+    told = selection or _selection(module, attention_mask, indices, block_indices)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if position_bias is not None or not causal or query.shape[2] != key.shape[2]:
         _refuse(f"{type(module).__name__} is not causal, or has a bias by position")
     chunk, window = chunk_of(module), sliding_window or 0
-    if attention_mask is not None and attention_mask.numel():  # an empty one says nothing: indexed_attention.py
-        _compare(module, attention_mask, window, chunk)
+    if told.mask is not None and told.mask.numel():  # an empty one says nothing: indexed_attention.py
+        _compare(module, told.mask, window, chunk)
     bounds = CURRENT.bounds(query.shape[2], chunk)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     width = value.shape[-1]
+    if told.pooled is not None:
+        key, value = (torch.cat([tensor, told.pooled], dim=2) for tensor in (key, value))
     query, key, value = _of_one_width(tempered(module, query), key, value)
-    chosen = indices if indices is not None and indices.shape[-1] else None
-    plain = not softcap and s_aux is None and chosen is None
+    plain = not softcap and s_aux is None and told.chosen is None and told.pooled is None
     if plain and CURRENT.fused and _fits_kernel(query):
         out = _varlen(query, key, value, bounds, scale, window)
     elif plain and query.is_cuda and _without_window(bounds, window):
         out = causal_segments(query, key, value, bounds.starts if len(bounds.starts) > 2 else None, scale)
     else:
-        out, _lse = attend(query, key, value, bounds.starts, window, softcap or 0.0, scale, s_aux, chosen)
+        rest = (scale, window, softcap or 0.0, s_aux, told.block, told.chosen, told.whole)
+        out, _lse = attend(query, key, value, bounds.starts, *rest)
     return (out if out.shape[-1] == width else out[..., :width]), None
+
+
+def _selection(module: Any, mask: Tensor | None, indices: Tensor | None, block_indices: Tensor | None) -> Selection:
+    """What an indexer of a layer told in transformers' ways."""
+    if indices is not None and indices.shape[-1]:
+        return Selection(mask, 1, indices.unsqueeze(1), indices.shape[-1])
+    if block_indices is not None and block_indices.shape[-1]:
+        block = module.indexer.block_size
+        return Selection(mask, block, block_indices, block * block_indices.shape[-1])
+    return Selection(mask)
 
 
 def _refuse(what: str) -> None:
@@ -184,29 +219,30 @@ def attend(
     key: Tensor,
     value: Tensor,
     starts: Tensor,
+    scale: float,
     window: int,
     softcap: float,
-    scale: float,
     sinks: Tensor | None,
+    block: int,
     chosen: Tensor | None,
+    whole: int,
 ) -> tuple[Tensor, Tensor]:
-    """query [rows, heads, length, d], key [rows, groups, length, d], value [rows, groups, length, d] →
-    [rows, length, heads, d], in the query's dtype, and the log-sums that the backward wants, fp32 [rows, heads, length].
-    `chosen`: int32 [rows, length, keys]; segments of no more than these keys are seen whole.
+    """query [rows, heads, length, d], key and value [rows, groups, length, d] → [rows, length, heads, d], in the query's dtype,
+    and the log-sums that the backward wants, fp32 [rows, heads, length]. There may be more keys and values than queries: pooled
+    ones. The rest is `Shape`, its fields one by one, and `Selection.whole`.
     """
     rows, heads, length, _ = query.shape
     out = query.new_empty(rows, length, heads, query.shape[-1])
     sums = query.new_zeros(rows, heads, length, dtype=torch.float32)
-    assert starts[-1] == length, "the segments are those of another micro-batch"
-    for start, end in _bounds(starts):
-        q, k, v = (tensor[:, :, start:end] for tensor in (query, key, value))
-        own = _chosen_in(chosen, start, end)
-        if own is None and _by_kernel(query, window, softcap, sinks, end - start):
+    shape = Shape(scale, window, softcap, sinks, block, chosen)
+    for own, seen, shape_of_own in _segments(starts, query, key, shape, whole):
+        q, k, v = query[:, :, own], _taken(key, seen), _taken(value, seen)
+        if _by_kernel(q, k, shape_of_own):
             k, v = _for_kernel(k, v, heads)
-            part, sums[:, :, start:end] = _kernel(q, k, v, 0.0, True, scale=scale)
+            part, sums[:, :, own] = _kernel(q, k, v, 0.0, True, scale=scale)
         else:
-            part = scored(q, k, v, window, softcap, scale, sinks, own)
-        out[:, start:end] = part.transpose(1, 2)
+            part = scored(q, k, v, shape_of_own)
+        out[:, own] = part.transpose(1, 2)
     return out, sums
 
 
@@ -219,88 +255,89 @@ def _attend_grad(
     out: Tensor,
     sums: Tensor,
     starts: Tensor,
+    scale: float,
     window: int,
     softcap: float,
-    scale: float,
     sinks: Tensor | None,
+    block: int,
     chosen: Tensor | None,
+    whole: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     heads = query.shape[1]
-    for start, end in _bounds(starts):
-        q, k, v = (tensor[:, :, start:end] for tensor in (query, key, value))
-        g = grad[:, start:end].transpose(1, 2)
-        own = _chosen_in(chosen, start, end)
-        if own is None and _by_kernel(query, window, softcap, sinks, end - start):
-            o, lse = out[:, start:end].transpose(1, 2), sums[:, :, start:end]
+    shape = Shape(scale, window, softcap, sinks, block, chosen)
+    for own, seen, shape_of_own in _segments(starts, query, key, shape, whole):
+        q, k, v, g = query[:, :, own], _taken(key, seen), _taken(value, seen), grad[:, own].transpose(1, 2)
+        if _by_kernel(q, k, shape_of_own):
             wide_k, wide_v = _for_kernel(k, v, heads)
-            parts = _kernel_grad(g, q, wide_k, wide_v, o, lse, 0.0, True, scale=scale)
+            parts = _kernel_grad(g, q, wide_k, wide_v, out[:, own].transpose(1, 2), sums[:, :, own], 0.0, True, scale=scale)
         else:
-            parts = scored_grad(g, q, k, v, window, softcap, scale, sinks, own)
-        for whole, part in zip(grads, parts, strict=True):
-            groups = whole.shape[1]
-            whole[:, :, start:end] = part if part.shape[1] == groups else part.unflatten(1, (groups, -1)).sum(dim=2)
+            parts = scored_grad(g, q, k, v, shape_of_own)
+        for all_of, part, places in zip(grads, parts, ((own,), seen, seen), strict=True):
+            groups = all_of.shape[1]
+            summed = part if part.shape[1] == groups else part.unflatten(1, (groups, -1)).sum(dim=2)
+            _put(all_of, places, summed)
     return grads
 
 
 @attend.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    starts: Tensor,
-    window: int,
-    softcap: float,
-    scale: float,
-    sinks: Tensor | None,
-    chosen: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    rows, heads, length, _ = query.shape
-    out = query.new_empty(rows, length, heads, query.shape[-1])
-    return out, query.new_empty(rows, heads, length, dtype=torch.float32)
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    rows, heads, length, width = query.shape
+    return query.new_empty(rows, length, heads, width), query.new_empty(rows, heads, length, dtype=torch.float32)
 
 
 @_attend_grad.register_fake
-def _(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    starts: Tensor,
-    window: int,
-    softcap: float,
-    scale: float,
-    sinks: Tensor | None,
-    chosen: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, starts, ctx.window, ctx.softcap, ctx.scale, sinks, chosen = inputs
-    ctx.save_for_backward(query, key, value, *output, starts, sinks, chosen)
+    query, key, value, starts, *rest = inputs
+    ctx.save_for_backward(query, key, value, *output, starts, *(r for r in rest if isinstance(r, Tensor)))
+    ctx.rest = [None if isinstance(r, Tensor) else (r,) for r in rest]
+    """Of what is no tensor, in its place."""
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     assert grad is not None, "nothing but the output is used"
-    *tensors, starts, sinks, chosen = ctx.saved_tensors
-    grads = _attend_grad(grad, *tensors, starts, ctx.window, ctx.softcap, ctx.scale, sinks, chosen)
-    return *grads, None, None, None, None, None, None
+    query, key, value, out, sums, starts, *others = ctx.saved_tensors
+    tensors = iter(others)
+    rest = [next(tensors) if value is None else value[0] for value in ctx.rest]
+    grads = _attend_grad(grad, query, key, value, out, sums, starts, *rest)
+    return *grads, None, *[None] * len(rest)
 
 
 attend.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _bounds(starts: Tensor) -> Iterator[tuple[int, int]]:
-    return pairwise(starts.tolist())
+_Seen = Sequence[slice]
+"""Places of a segment's keys: of its tokens, and of what is pooled of them."""
 
 
-def _chosen_in(chosen: Tensor | None, start: int, end: int) -> Tensor | None:
-    """The chosen keys of one segment's queries; None where there are no more keys than may be chosen: all of them are."""
-    return None if chosen is None or end - start <= chosen.shape[-1] else chosen[:, start:end]
+def _segments(starts: Tensor, query: Tensor, key: Tensor, shape: Shape, whole: int) -> Iterator[tuple[slice, _Seen, Shape]]:
+    """Each segment's queries and keys, and its attention: with the chosen keys of its queries, if there is a choice."""
+    length = query.shape[2]
+    assert starts[-1] == length, "the segments are those of another micro-batch"
+    made = length
+    for start, end in pairwise(starts.tolist()):
+        own = slice(start, end)
+        seen = [own]
+        if key.shape[2] > length:
+            seen.append(slice(made, made + (end - start) // shape.block))
+            made = seen[-1].stop
+        chosen = None if shape.chosen is None or end - start <= whole else shape.chosen[:, :, own]
+        yield own, seen, replace(shape, chosen=chosen)
+
+
+def _taken(tensor: Tensor, places: _Seen) -> Tensor:
+    parts = [tensor[:, :, part] for part in places]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _put(to: Tensor, places: _Seen, tensor: Tensor) -> None:
+    for part, own in zip(places, tensor.split([part.stop - part.start for part in places], dim=2), strict=True):
+        to[:, :, part] = own
 
 
 # One segment --------------------------------------------------------------------------------------------------------------
@@ -309,9 +346,11 @@ _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _kernel_grad = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def _by_kernel(query: Tensor, window: int, softcap: float, sinks: Tensor | None, length: int) -> bool:
+def _by_kernel(query: Tensor, key: Tensor, shape: Shape) -> bool:
     """Whether PyTorch's fused kernel for processors does what is asked for."""
-    return query.device.type == "cpu" and not softcap and sinks is None and (not window or length <= window)
+    length = query.shape[2]
+    plain = not shape.softcap and shape.sinks is None and shape.chosen is None and key.shape[2] == length
+    return plain and query.device.type == "cpu" and (not shape.window or length <= shape.window)
 
 
 def _for_kernel(key: Tensor, value: Tensor, heads: int) -> tuple[Tensor, Tensor]:

@@ -8,12 +8,19 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from workers.layers import indexed_attention, lightning_attention, sample_positions, segment_mixers
+from workers.layers.by_sample import (
+    compressed_attention,
+    indexed_attention,
+    lightning_attention,
+    sample_positions,
+    segment_mixers,
+)
 
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _WITHOUT_MIXING = frozenset({"moe", "mlp", "dense", "sparse"})
 _MIXING_LAYERS = frozenset({"linear_attention", "conv", "mamba", "hybrid"})
 """Convolutions and recurrences."""
+_CHOOSING_LAYERS = indexed_attention.KINDS | compressed_attention.KINDS
 
 
 def takes_segments(config: PreTrainedConfig, model: Any) -> bool:
@@ -22,10 +29,10 @@ def takes_segments(config: PreTrainedConfig, model: Any) -> bool:
     `model`: its class.
     """
     kinds = set(getattr(config, "layer_types", None) or ()) - _WITHOUT_MIXING
-    if kinds & indexed_attention.KINDS:
-        if not indexed_attention.are_known(model):
+    if kinds & _CHOOSING_LAYERS:
+        if not chooses_keys(model):
             return False
-        kinds -= indexed_attention.KINDS
+        kinds -= _CHOOSING_LAYERS
     if kinds <= _ATTENTION_LAYERS and not mixes_otherwise(model):
         return bool(getattr(model, "_supports_attention_backend", False))
     chosen = "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[model.__module__])  # hybrids do not always declare it
@@ -37,6 +44,12 @@ def mixes_otherwise(model: type) -> bool:
     return segment_mixers.are_known(model) or lightning_attention.are_known(model)
 
 
+def chooses_keys(model: type) -> bool:
+    """Whether an architecture has indexers, all of them such as are known here."""
+    indexers = indexed_attention.indexers_of(model)
+    return bool(indexers) and all(indexed_attention.is_known(own) or compressed_attention.is_known(own) for own in indexers)
+
+
 def stay_within_segments(model: nn.Module) -> None:
     """Let every layer of a model that looks at several tokens take each sample of the micro-batch in hand by itself. Attention
     does so where it is that of segments (`takes_segments`).
@@ -44,6 +57,7 @@ def stay_within_segments(model: nn.Module) -> None:
     segment_mixers.use_segments(model)
     lightning_attention.begin_anew(model)
     indexed_attention.choose_by_sample(model)
+    compressed_attention.compress_by_sample(model)
     sample_positions.rotate_by_sample(model)
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel, __version__
 
 from ft_service.bases.contents import read_config
 from ft_service.bases.families.acceptance import refuse_untunable
 from ft_service.bases.module_rules import refuse_resharding_of_held
+from ft_service.bases.wrapped import is_of_several
 from ft_service.errors import SpecError
 from ft_service.spec import JobSpec, WeightFormat
 from workers.base.frozen import Loaded
@@ -22,7 +23,7 @@ from workers.layers.segment_attention import NAME as SEGMENTS
 from workers.model.attention import stay_within_segments, stock_attention, takes_segments
 from workers.model.lora import add_adapters
 from workers.model.precision import choose_products, formats_of_base, precision_map, swap
-from workers.model.wrapped import causal_class, text_decoder, text_only
+from workers.model.wrapped import Unasked, causal_class, published_class, text_decoder, text_only
 from workers.ranks.runtime import COMPUTE_DTYPE
 
 PLAIN_LINEARS = frozenset({"FalconLinear"})
@@ -88,7 +89,7 @@ def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     for part in (config, text):
         part.use_cache = False
         _without_noise(part)
-    if text is not config:
+    if text is not config or is_of_several(config.to_dict()):
         return _from_several(config)
     model = causal_class(config)
     assert model is not None
@@ -122,6 +123,13 @@ def token_rows(path: str) -> int | None:
 
 
 def _config(path: str) -> PreTrainedConfig:
+    kind = read_config(Path(path)).get("model_type")
+    if isinstance(kind, str) and kind not in CONFIG_MAPPING:  # its own words say to install what may be too new for us
+        raise SpecError(
+            f"The base is a {kind[:80]} model, a type that transformers {__version__}, installed where the workers run, does "
+            "not know. A later one may: pip install --upgrade transformers 'ft-service[workers]' takes the latest that works.",
+            param="model",
+        )
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except ValueError as error:
@@ -143,7 +151,7 @@ def _unusable(path: str, error: Exception) -> SpecError:
 
 def _require_text_decoder(config: PreTrainedConfig, text: PreTrainedConfig) -> None:
     refuse_untunable(config.to_dict())
-    if text is config and causal_class(config) is None:
+    if text is config and causal_class(config) is None and published_class(config) is None:
         raise SpecError(f"The base is a {config.model_type} model, which is no causal language model.", param="model")
 
 
@@ -230,10 +238,11 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     names = set(part._no_split_modules or ())
     count = getattr(part.config, "num_hidden_layers", None)
     stacks = [m for m in part.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    named = [stack for stack in stacks if {type(layer).__name__ for layer in stack} <= names]
+    kinds = [{type(layer).__name__ for layer in stack if not isinstance(layer, Unasked)} for stack in stacks]
+    named = [stack for stack, of_stack in zip(stacks, kinds, strict=True) if of_stack <= names]
     chosen = named or (stacks if len(stacks) == 1 else [])
     if not chosen:
         raise SpecError(
             f"{type(model).__name__}: its decoder layers were not found, so it cannot be sharded here.", param="model"
         )
-    return list(chosen[0])
+    return [layer for layer in chosen[0] if not isinstance(layer, Unasked)]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from workers.layers.scored_attention import one_a_head, shares_of
+from workers.layers.scored_attention import Shape, one_a_head, shares_of
 
 NAME = "ft_cached"
 """Of this attention among transformers' implementations."""
@@ -110,7 +110,7 @@ def cached_attention(
     if position_bias is not None or not causal or attention_mask is not None or query.shape[2] != key.shape[2]:
         raise NotImplementedError(f"{type(module).__name__} is not causal, has a bias by position, or needs a mask")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    shape = _Shape(sliding_window or 0, softcap or 0.0, scale, s_aux)
+    shape = Shape(scale, sliding_window or 0, softcap or 0.0, s_aux)
     parts = []
     for span in CURRENT.spans:
         own = slice(span.start, span.end)
@@ -123,15 +123,7 @@ def cached_attention(
 AttentionInterface.register(NAME, cached_attention)
 
 
-@dataclass(frozen=True)
-class _Shape:
-    window: int
-    softcap: float
-    scale: float
-    sinks: Tensor | None
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, shape: _Shape) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
     """The last tokens of a sequence, query [1, heads, n, d], over all of it, key [1, groups, length, d] → [1, heads, n, ..]."""
     new, length = query.shape[2], key.shape[2]
     begin = max(0, length - new - shape.window + 1) if shape.window else 0  # the first key that any of them sees
@@ -140,7 +132,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, shape: _Shape) -> Tensor:
     if shape.softcap or shape.sinks is not None:
         wide_key, wide_value = one_a_head(query, key, value)
         mask = torch.ones(new, length - begin, dtype=torch.bool, device=query.device) if mask is None else mask
-        shares, _ = shares_of(query, wide_key, mask, shape.softcap, shape.scale, shape.sinks)
+        shares, _ = shares_of(query, wide_key, mask, shape)
         return shares.to(value.dtype) @ wide_value
     grouped = query.shape[1] != key.shape[1]
     whole = new > 1 and new == length and (not shape.window or length <= shape.window)

@@ -15,10 +15,9 @@ from ft_service.bases.cache_folder import Cache
 from ft_service.errors import SpecError
 from ft_service.spec import PrecisionOptions
 from workers.base.load import load
-from workers.layers import indexed_attention
 from workers.layers.segment_attention import NAME as SEGMENTS
 from workers.layers.segments import chunk_in
-from workers.model.attention import mixes_otherwise, own_attention
+from workers.model.attention import chooses_keys, mixes_otherwise, own_attention
 from workers.model.build import base_on_meta, decoder_layers, restore_buffers
 from workers.model.precision import choose_products, formats_of_base, precision_map, swap
 from workers.model.wrapped import text_decoder
@@ -56,7 +55,7 @@ class ServedModel:
         model = base_on_meta(path)
         decoder = text_decoder(model)
         own_kind = decoder.config._attn_implementation != SEGMENTS or bool(chunk_in(decoder.config))
-        self.by_state = own_kind or mixes_otherwise(type(decoder)) or indexed_attention.are_known(type(decoder))
+        self.by_state = own_kind or mixes_otherwise(type(decoder)) or chooses_keys(type(decoder))
         """Whether layers keep more than keys and values (of convolutions, recurrences, indexers), or attention is of its own
         kind: the architecture then keeps what it knows of a sequence itself. A forward has one sequence, its prompt whole."""
         if decoder.config.model_type in _NOT_SERVED:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ft_service.bases.config_values import refuse_values
 from ft_service.bases.families.tested import TESTED
-from ft_service.bases.wrapped import NO_DECODER, NOT_ALONE, generates, not_tunable, text_config, text_section
+from ft_service.bases.wrapped import NO_DECODER, NOT_TEXT, generates, not_tunable, text_config, text_section
 from ft_service.errors import SpecError
 
 BOTH_WAYS = frozenset(
@@ -38,6 +38,7 @@ PAIRS = frozenset(
     {
         *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "musicgen", "musicgen_melody", "mvp"),
         *("pegasus", "plbart", "prophetnet", "trocr", "whisper", "t5", "mt5", "umt5", "t5gemma", "led", "m2m_100", "longt5"),
+        *("florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop", "vision-encoder-decoder"),
     }
 )
 """Model types of an encoder and a decoder that reads what the encoder says."""
@@ -77,12 +78,14 @@ def refuse_untunable(config: Mapping[str, Any]) -> None:
     named = config.get("architectures")
     classes = [str(name)[:80] for name in named] if isinstance(named, list) else []
     several = text_section(config) is not None
-    if kind in NOT_ALONE or (several and classes and not any(generates(name) for name in classes)):
-        raise not_tunable(kind, NO_DECODER)
-    if kind in PAIRS or config.get("is_encoder_decoder") is True:
-        raise _refusal(kind, "which is no causal language model: its decoder reads what an encoder makes of the input")
     of_text = text_config(config)
     inner = str(of_text.get("model_type"))[:80]
+    if kind in PAIRS or inner in PAIRS or True in (config.get("is_encoder_decoder"), of_text.get("is_encoder_decoder")):
+        raise _refusal(kind, "which is no causal language model: its decoder reads what an encoder makes of the input")
+    if kind in NOT_TEXT:
+        raise not_tunable(kind, NOT_TEXT[kind])
+    if several and classes and not any(generates(name) for name in classes):
+        raise not_tunable(kind, NO_DECODER)
     if kind in BOTH_WAYS or inner in BOTH_WAYS:
         raise _refusal(kind, "which is no causal language model: its tokens see those behind them")
     if of_text.get("use_bidirectional_attention") in (True, "all"):

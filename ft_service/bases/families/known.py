@@ -21,7 +21,7 @@ _FAMILIES = (
     granite.FAMILY,
     transposed.LLAMA_4,
     mamba.FAMILY,
-    qwen.FAMILY,
+    *qwen.FAMILIES,
 )
 _BY_TYPE = {name: family for family in _FAMILIES for name in family.types}
 

@@ -71,7 +71,11 @@ MISTRAL_LARGE_4 = Family(
 )
 MINIMAX_3 = Family(
     types=("minimax_m3_vl",),
-    renamed={**DEFAULT.renamed, r"\bshared_experts\.(gate|up)_proj\.": "shared_experts.gate_up_proj."},
+    renamed={
+        **DEFAULT.renamed,
+        r"\b(mlp|shared_experts)\.(gate|up)_proj\.": r"\1.gate_up_proj.",
+        r"\bself_attn\.index_([qk])_(proj|norm)\.": r"self_attn.indexer.\1_\2.",
+    },
 )
 DEEPSEEK_OCR = Family(
     types=("deepseek_ocr2",),

@@ -59,6 +59,7 @@ TESTED = frozenset(
             "paddleocr_vl_text",
         ),
         *("qwen2_5_omni_text", "qwen2_vl_text", "qwen3_omni_moe_text", "qwen3_vl_moe_text", "step3p5"),
+        *("chameleon", "emu3_text_model", "evolla", "git", "mllama_text_model", "phi4_multimodal"),
         *("vaultgemma", "xglm", "youtu", "zamba2", "zaya"),
     }
 )

@@ -52,8 +52,7 @@ from ft_service.data.line_errors import Fault
 from ft_service.data.samples import Page, SamplePage, ShownSample
 from ft_service.data.statistics import Measure, Statistics
 from ft_service.data.token_options import DEFAULT, TokenOptions
-from ft_service.data.tokens.identity import tokens_key
-from ft_service.data.tokens.keeping import Recording, find
+from ft_service.data.tokens.keeping import Recording, find, tokens_key
 from ft_service.data.tokens.limits import SampleLimits, TimeUp, go_first, held_memory, limit_memory
 from ft_service.data.tokens.render import writes_date
 from ft_service.data.tokens.sample import Tokens

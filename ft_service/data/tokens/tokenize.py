@@ -24,6 +24,7 @@ from ft_service.data.line_errors import Fault, LineError
 from ft_service.data.records import Chat, Pair, Record
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.data.tokens.bare import render_bare
+from ft_service.data.tokens.fitted import fitted_template
 from ft_service.data.tokens.limits import SampleLimits, TimeUp
 from ft_service.data.tokens.marked import Span
 from ft_service.data.tokens.proof import Proof, SampleText
@@ -62,6 +63,8 @@ def load_tokenizer(model_path: str, chat_template: str = "") -> PreTrainedTokeni
         require_usable(chat_template)
     elif tokenizer.chat_template is None:
         tokenizer.chat_template = _template_of_processor(Path(model_path))
+    if isinstance(tokenizer.chat_template, str):
+        tokenizer.chat_template = fitted_template(tokenizer)
     return tokenizer
 
 

@@ -13,10 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # pyright: ignore[reportPrivateImportUsage]
 
-from tests.support.training.models import COMMON, FAMILIES, VOCABULARY
+from tests.support.training.models import COMMON, FAMILIES
 
 LARGEST = 20_000_000
 """Parameters of a base that is still tiny."""
+ROWS = 272
+"""Of the embedding: the tests' tokenizer has 259 tokens, samples the first 256 of them; none stands for an image or a sound."""
 SMALL: dict[str, Any] = {
     **COMMON,
     "num_key_value_heads": 2,
@@ -89,8 +91,8 @@ SMALL_TYPES: dict[str, dict[str, Any]] = {
         "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
         "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
         "mlp_layer_types": ["hash_moe", "moe"],
-        "index_n_heads": 2,
-        "index_head_dim": 16,
+        **{**_INDEXED, "index_topk": 3},
+        "sliding_window": 6,
         "o_groups": 2,
         "o_lora_rank": 8,
     },
@@ -103,7 +105,7 @@ SMALL_TYPES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "sliding_window": 6,
         "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": VOCABULARY,
+        "vocab_size_per_layer_input": ROWS,
         "laurel_rank": 8,
         "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0],
     },
@@ -121,7 +123,28 @@ SMALL_TYPES: dict[str, dict[str, Any]] = {
     "longcat_flash": {"ffn_hidden_size": 64, "expert_ffn_hidden_size": 32, "zero_expert_num": 2, "moe_topk": 2},
     "lfm3": {"layer_types": ["conv", "full_attention"]},
     "minimax": {"block_size": 8},
+    "minimax_m3_vl_text": {
+        **{"layer_types": ["full_attention", "minimax_m3_sparse"], "mlp_layer_types": ["dense", "sparse"]},
+        **{"index_n_heads": 2, "index_head_dim": 16, "index_block_size": 4, "index_topk_blocks": 2},
+    },
     "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "indexed_attention"],
+        **{
+            "indexer_n_heads": 4,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 6,
+            "indexer_compress_ratio": 2,
+        },
+        **{
+            "eos_token_id": 5,
+            "ple_layer_ids": [1],
+            "heads_per_ngram": 2,
+            "ngram_vocab_size_base": 100,
+            "make_ngram_vocab_size_divisible_by": 8,
+        },
+    },
     "opt": {"init_std": 0.2},
     "stablelm": {"partial_rotary_factor": 0.5},
     "xglm": {"init_std": 0.2},
@@ -141,7 +164,7 @@ def small_values(kind: str, known: Mapping[str, Any]) -> dict[str, Any]:
     latent = {"num_key_value_heads": 4, "head_dim": 8} if "qk_rope_head_dim" in known else {}
     common = {key: value for key, value in {**SMALL, **latent}.items() if key in known}
     values = {**COMMON, **FAMILIES[kind]} if kind in FAMILIES else common
-    return {**values, **SMALL_TYPES.get(kind, {}), "vocab_size": VOCABULARY}
+    return {**values, **SMALL_TYPES.get(kind, {}), "vocab_size": ROWS}
 
 
 def save_type(kind: str, folder: Path) -> bool:
@@ -175,10 +198,10 @@ def save_config_only(kind: str, folder: Path) -> None:
 
 
 def show_vectors(model: PreTrainedModel) -> None:
-    """Give norms, biases and scales, which start as ones and zeros, values that show whether they are used."""
+    """Give norms, biases and scales, and what else starts as ones and zeros, values that show whether they are used."""
     with torch.no_grad():
         for tensor in model.state_dict().values():
-            if tensor.ndim == 1 and tensor.is_floating_point():
+            if tensor.is_floating_point() and (tensor.ndim == 1 or not tensor.any()):
                 tensor += 0.2 * torch.randn_like(tensor)
 
 

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from tests.support.training.checks import small_timm
 from tests.support.training.models import COMMON, DELTA_NET, EXPERTS, FAMILIES, GROUPED, save_tokenizer
 from tests.support.training.prequantized import fp8_by_blocks
-from tests.support.training.stand_in import put_stand_in
 from tests.support.training.wrapped import WRAPPERS
 
 ROWS = 272
@@ -119,7 +119,6 @@ def _gemma4(**text: Any) -> dict[str, Any]:
     return {**config, "text_config": {**_GEMMA4_TEXT, "vocab_size": ROWS, "vocab_size_per_layer_input": ROWS, **text}}
 
 
-put_stand_in()
 Q, EXPERT = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.experts.4.down_proj.weight"
 BASES: dict[str, Published] = {
     "llama-3": Published("Llama 3.1 to 3.3", "llama", {**GROUPED, "rope_parameters": _LLAMA3}, Q),
@@ -169,8 +168,14 @@ BASES: dict[str, Published] = {
     "olmo-3": Published(
         "OLMo 3",
         "olmo3",
-        {**GROUPED, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "rope_parameters": _YARN},
+        {**GROUPED, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
         "model.layers.0.self_attn.q_norm.weight",
+        # Published in the form in which all layers have one; the class gives it to those that see everything.
+        extra={
+            "rope_parameters": None,
+            "rope_theta": 5e5,
+            "rope_scaling": {k: v for k, v in _YARN.items() if k != "rope_theta"},
+        },
     ),
     "granite-4": Published(
         "Granite 4",
@@ -331,7 +336,8 @@ def save_published(name: str, folder: Path) -> Path:
         return folder
     if base.kind in WRAPPED:
         config = AutoConfig.for_model(base.kind, **base.config)
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+        with small_timm():
+            model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
     else:
         config = AutoConfig.for_model(base.kind, **{**COMMON, **base.config, "vocab_size": ROWS})
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

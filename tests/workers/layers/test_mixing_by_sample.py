@@ -1,4 +1,4 @@
-"""Indexers and lightning attention: packed and padded, each sample is computed as its class computes it alone."""
+"""Indexers, compressors and lightning attention: packed and padded, each sample is computed as its class computes it alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.support.training.models import spec_for
 from tests.support.training.parity import CPU, samples
 from workers.base.load import load
 from workers.data.batches import collate, pack
-from workers.layers import indexed_attention
+from workers.layers.by_sample import indexed_attention
+from workers.layers.by_sample.compressed_attention import best_blocks
 from workers.model import activation_checkpointing
 from workers.model.attention import takes_segments
 from workers.model.build import build
@@ -26,7 +27,8 @@ from workers.training.packing import settle_attention
 from workers.training.step import logits_of
 
 INDEXED = ["deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note_text"]
-QUICK = ("deepseek_v32", "glm_moe_dsa", "minimax")
+IN_BLOCKS = ["deepseek_v4", "minimax_m3_vl_text", "qwen4_exp_text"]
+QUICK = ("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax")
 
 
 def loaded(base: Path) -> nn.Module:
@@ -36,11 +38,11 @@ def loaded(base: Path) -> nn.Module:
     return model.eval()
 
 
-def alone(base: Path) -> list[Tensor]:
+def alone(base: Path, data: list[Any]) -> list[Tensor]:
     """The answers of the class as transformers loads it, to one sample after the other."""
     stock: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     with torch.no_grad():
-        return [stock(input_ids=collate([sample], CPU).ids).logits[0] for sample in shuffled()]
+        return [stock(input_ids=collate([sample], CPU).ids).logits[0] for sample in data]
 
 
 def shuffled() -> list[Any]:
@@ -51,22 +53,25 @@ def shuffled() -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in ("minimax", *INDEXED)]
+    "kind",
+    [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in ("minimax", *INDEXED, *IN_BLOCKS)],
 )
 def test_a_sample_is_computed_as_it_is_alone(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Token by token in fp32, with an indexer's scores made for three queries at a time."""
+    """Token by token in fp32, with an indexer's scores made for three queries at a time. Some samples are the shortest that are
+    not seen whole.
+    """
     monkeypatch.setattr(indexed_attention, "SCORES_AT_ONCE", 2 * 24 * 3)
     base = tmp_path / "base"
     assert save_type(kind, base)
     model = loaded(base)
     assert settle_attention(model, CPU, torch.float32) is None, "packed"
     model.eval()
-    data = shuffled()
+    data = [*shuffled(), *samples(1, longest=9), *samples(1, longest=8)]
     lengths = [len(sample.ids) for sample in data]
     with torch.no_grad():
         packed = logits_of(model, pack(data, CPU))[0].split(lengths)
         padded = [row[:length] for row, length in zip(logits_of(model, collate(data, CPU)), lengths, strict=True)]
-    for own, apart, truth in zip(packed, padded, alone(base), strict=True):
+    for own, apart, truth in zip(packed, padded, alone(base, data), strict=True):
         assert error(own, apart) < 1.5e-6
         assert error(own, truth) < 1.5e-6
 
@@ -88,14 +93,14 @@ def test_an_indexer_is_asked_only_where_there_is_a_choice(tmp_path: Path, monkey
         return activation_checkpointing._is_costly(2, torch.ops.aten.mm.default, (factor, factor))
 
     assert kept(product)
-    choose = indexed_attention._BySample._chosen
+    choose = indexed_attention._KeysBySample.chosen_in
 
     def watched(self: Any, given: Any, row: int, span: slice) -> Any:
         asked.append(span.stop - span.start)
         assert not kept(product), "backward wants nothing of its scores"
         return choose(self, given, row, span)
 
-    monkeypatch.setattr(indexed_attention._BySample, "_chosen", watched)
+    monkeypatch.setattr(indexed_attention._KeysBySample, "chosen_in", watched)
     data = shuffled()
     with torch.no_grad():
         chosen = logits_of(model, pack(data, CPU))
@@ -107,6 +112,17 @@ def test_an_indexer_is_asked_only_where_there_is_a_choice(tmp_path: Path, monkey
         assert (logits_of(model, pack(data, CPU)) - chosen).abs().max() > 1e-2
     assert not asked
     assert kept(product)
+
+
+def test_the_best_blocks_are_among_the_complete_ones() -> None:
+    """And the block that the query is in is seen beside them; however many queries are looked at together."""
+    scores = torch.rand(20, 9, generator=torch.Generator().manual_seed(0))
+    complete = torch.arange(3, 23) // 2
+    one_by_one, at_once = (best_blocks(scores, complete.clamp(max=9), 2, one_by_one=way) for way in (True, False))
+    for own, other, row, count in zip(one_by_one, at_once, scores, complete.clamp(max=9).tolist(), strict=True):
+        right = {*sorted(range(count), key=lambda block: -float(row[block]))[:2], count}
+        assert {block for block in own.tolist() if block <= count} == right
+        assert {block for block in other.tolist() if block <= count} == right
 
 
 class BlockIndexer(nn.Module):

@@ -15,7 +15,7 @@ from ft_service.data.examiner import Examiner
 from ft_service.data.formats.reading import open_data
 from ft_service.data.token_folder import entries_of
 from ft_service.data.tokens.examine import Teller, examine
-from ft_service.data.tokens.identity import tokens_key
+from ft_service.data.tokens.keeping import tokens_key
 from ft_service.data.tokens.stored import open_token_set
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.tokenize import CHUNK_SAMPLES, file_samples, load_dataset, trainable

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ft_service.data.chat_line import parse_line
 from ft_service.data.line_errors import Fault, LineError
+from ft_service.data.tokens.fitted import fitted_template
 from ft_service.data.tokens.marked import thought_and_answer
 from ft_service.data.tokens.render import render
 from ft_service.data.tokens.sample import Tokens
@@ -69,6 +70,15 @@ GEMMA4_CALL = '<|tool_call>call:add{"a": 2}<tool_call|><|tool_response>'
 END = "<｜end▁of▁sentence｜>"  # noqa: RUF001 - as DeepSeek writes it
 GLM_CALL = "\n<think></think>\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
 NEMOTRON_CALL = '</think>\n<tool_call>\n<function=add>{"a": 2}</function>\n</tool_call><|im_end|>\n'
+KIMI_CALL = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>abcdefghi<|tool_call_argument_begin|>"
+    '{"a": 2}<|tool_call_end|><|tool_calls_section_end|><|im_end|>'
+)
+MINIMAX_CALL = (
+    '\n<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">2</parameter>\n</invoke>\n</minimax:tool_call>[e~[\n'
+)
+NEMO_CALL = '[TOOL_CALLS][{"name": "add", "arguments": {"a": 2}, "id": "abcdefghi"}]</s>'
+GRANITE_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|end_of_text|>\n'
 
 FINAL = "<|channel|>final<|message|>"
 OSS_CALL = ' to=functions.add<|channel|>commentary json<|message|>{"a": 2}<|call|>'
@@ -212,6 +222,74 @@ LEARNED: dict[str, dict[str, list[str] | str]] = {
         "many": ["4<|im_end|>", "6<|im_end|>"],
         "weight 0": ["6<|im_end|>"],
     },
+    "deepseek v3.1": PLAIN
+    | {
+        "single": ["4" + END],
+        "system": ["4" + END],
+        "many": ["4" + END, "6" + END],
+        "weight 0": ["6" + END],
+    },
+    "kimi k2": PLAIN
+    | {
+        "single": ["4<|im_end|>"],
+        "system": ["4<|im_end|>"],
+        "many": ["4<|im_end|>", "6<|im_end|>"],
+        "tools": [KIMI_CALL, "4<|im_end|>"],
+        "tools, many": [KIMI_CALL, "4<|im_end|>", "6<|im_end|>"],
+        "weight 0": ["6<|im_end|>"],
+    },
+    "minimax m2": {
+        "single": ["4[e~[\n"],
+        "system": ["4[e~[\n"],
+        "many": ["4[e~[\n", "6[e~[\n"],
+        "tools": [MINIMAX_CALL, "4[e~[\n"],
+        "tools, many": [MINIMAX_CALL, "4[e~[\n", "6[e~[\n"],
+        "thinking": ["two twos\n</think>\n\n4[e~[\n"],
+        "thinking early": EARLY,
+        "weight 0": ["6[e~[\n"],
+    },
+    "lfm2.5": {
+        "single": ["4<|im_end|>\n"],
+        "system": ["4<|im_end|>\n"],
+        "many": ["4<|im_end|>\n", "6<|im_end|>\n"],
+        "tools": ["<|tool_call_start|>[add(a=2)]<|tool_call_end|><|im_end|>\n", "4<|im_end|>\n"],
+        "tools, many": ["<|tool_call_start|>[add(a=2)]<|tool_call_end|><|im_end|>\n", "4<|im_end|>\n", "6<|im_end|>\n"],
+        "thinking": ["<think>two twos</think>4<|im_end|>\n"],
+        "thinking early": EARLY,
+        "weight 0": ["6<|im_end|>\n"],
+    },
+    "command a": PLAIN
+    | {
+        "single": ["4<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"],
+        "system": ["4<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"],
+        "many": ["4<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", "6<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"],
+        "weight 0": ["6<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"],
+    },
+    "mistral nemo": PLAIN
+    | {
+        "single": ["4</s>"],
+        "system": "messages.0.content: the base's chat template leaves this system message out",
+        "many": ["4</s>", "6</s>"],
+        "tools": [NEMO_CALL, "4</s>"],
+        "tools, many": [NEMO_CALL, "4</s>", "6</s>"],
+        "weight 0": ["6</s>"],
+    },
+    "granite 4": PLAIN
+    | {
+        "single": ["4<|end_of_text|>\n"],
+        "system": ["4<|end_of_text|>\n"],
+        "many": ["4<|end_of_text|>\n", "6<|end_of_text|>\n"],
+        "tools": [GRANITE_CALL, "4<|end_of_text|>\n"],
+        "tools, many": [GRANITE_CALL, "4<|end_of_text|>\n", "6<|end_of_text|>\n"],
+        "weight 0": ["6<|end_of_text|>\n"],
+    },
+    "smolvlm": PLAIN
+    | {
+        "single": [" 4<end_of_utterance>\n"],
+        "system": [" 4<end_of_utterance>\n"],
+        "many": [" 4<end_of_utterance>\n", " 6<end_of_utterance>\n"],
+        "weight 0": [" 6<end_of_utterance>\n"],
+    },
 }
 """`list`: the learned text of each answer; `str`: part of the reason why the line is refused."""
 
@@ -232,6 +310,14 @@ EMPTY: dict[str, str] = {
     "glm 4.5": "\n<think></think>",
     "nemotron 3": "</think><|im_end|>\n",
     "gpt-oss": FINAL + "<|return|>",
+    "deepseek v3.1": END,
+    "kimi k2": "<|im_end|>",
+    "minimax m2": "[e~[\n",
+    "lfm2.5": "<|im_end|>\n",
+    "command a": "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
+    "mistral nemo": "</s>",
+    "granite 4": "<|end_of_text|>\n",
+    "smolvlm": " <end_of_utterance>\n",
 }
 """What is learned of an answer without a word."""
 
@@ -245,6 +331,7 @@ def learned(tokenizer: PreTrainedTokenizerFast, family: str, messages: list[Mess
     """The learned text of each answer, or why the line is refused."""
     base: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, bos_token="<s>", eos_token="</s>")
     base.chat_template = FAMILIES[family]
+    base.chat_template = fitted_template(base)
     calls = any("tool_calls" in message for message in messages)
     try:
         text, spans = render(base, parse_line(json.dumps({"messages": messages, **({"tools": [TOOL]} if calls else {})})))
@@ -263,6 +350,25 @@ def test_what_is_learned(tokenizer: PreTrainedTokenizerFast, family: str, case: 
         assert expected in found
     else:
         assert found == expected
+
+
+def test_arguments_are_text_where_the_template_joins_them(tokenizer: PreTrainedTokenizerFast) -> None:
+    base: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, bos_token="<s>", eos_token="</s>")
+    base.chat_template = FAMILIES["deepseek v3.1"]
+    base.chat_template = fitted_template(base)
+    text, spans = render(base, parse_line(json.dumps({"messages": CASES["tools, many"]})))
+    called = '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 2}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'  # noqa: RUF001
+    assert [text[first:end] for first, end in spans] == [called + END, "4" + END, "6" + END]
+
+
+def test_templates_that_take_messages_as_they_are_stay_as_they_are(tokenizer: PreTrainedTokenizerFast) -> None:
+    base: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, bos_token="<s>", eos_token="</s>")
+    changed = set()
+    for family, template in FAMILIES.items():
+        base.chat_template = template
+        if fitted_template(base) != template:
+            changed.add(family)
+    assert changed == {"smolvlm", "deepseek v3.1"}
 
 
 def test_a_long_conversation_is_what_each_prompt_says(tokenizer: PreTrainedTokenizerFast) -> None:

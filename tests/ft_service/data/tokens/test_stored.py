@@ -17,10 +17,9 @@ from ft_service.data.data_file import DataReport, ReadProgress
 from ft_service.data.examiner import Examiner
 from ft_service.data.formats.reading import open_data
 from ft_service.data.token_folder import entries_of, remove_entries
-from ft_service.data.tokens import identity
+from ft_service.data.tokens import keeping
 from ft_service.data.tokens.examine import Keep, Teller, examine
-from ft_service.data.tokens.identity import tokens_key
-from ft_service.data.tokens.keeping import Recording, find
+from ft_service.data.tokens.keeping import Recording, find, tokens_key
 from ft_service.data.tokens.stored import open_token_set
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.tokenize import CHUNK_SAMPLES, load_dataset
@@ -198,9 +197,9 @@ def test_the_key_is_that_of_the_data_and_of_what_makes_tokens_of_it(
         (copy / name).parent.mkdir(exist_ok=True)
         (copy / name).write_text("another")
         found.append(tokens_key(str(copy), "12"))
-    monkeypatch.setattr(identity, "RENDERING", 0)
+    monkeypatch.setattr(keeping, "RENDERING", 0)
     found.append(tokens_key(str(copy), "12"))
-    monkeypatch.setattr(identity.transformers, "__version__", "0")
+    monkeypatch.setattr(keeping.transformers, "__version__", "0")
     found.append(tokens_key(str(copy), "12"))
     assert len(set(found)) == len(found) == 7, found
 

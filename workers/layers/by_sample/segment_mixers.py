@@ -4,6 +4,8 @@ Hybrids mix tokens by functions of their modeling module, which transformers tak
 installed. Here stand others in their place, for every model of that module:
 
 * A convolution or a scan of a packed row goes segment by segment; a GPU's kernel that knows segments gets them instead.
+* What looks a fixed number of tokens back gets so many in front of each sample as stand at the beginning of a row: hashes of
+  the last tokens, and the convolution behind them (Qwen4).
 * Kernels that fuse the projections around a scan are never taken: they multiply with the weights of those layers past the
   layers themselves, and so past adapters and quantised weights.
 """
@@ -46,6 +48,13 @@ MIXERS = {
 }
 
 
+_CONTEXTS: dict[str, tuple[str, Callable[[Any], tuple[int, int]]]] = {
+    "NGramEmbedding": ("forward", lambda module: (module.context_len, module.eos_token_id)),
+    "PLELayer": ("_short_conv", lambda module: (module.short_conv_state_len, 0)),
+}
+"""End of a class' name → its method that looks back, and over how many tokens, with what in the place of those that are not."""
+
+
 def are_known(model_class: type) -> bool:
     """Whether the layers of an architecture that mix tokens otherwise than by attention do so by functions known here."""
     return any(name in vars(sys.modules[model_class.__module__]) for name in MIXERS)
@@ -63,6 +72,29 @@ def use_segments(model: nn.Module) -> None:
         for name in FUSED:
             if name in vars(module):
                 setattr(module, name, _not_fused)
+
+    for part in model.modules():
+        for name, (method, context) in _CONTEXTS.items():
+            if type(part).__name__.endswith(name):
+                setattr(part, method, _WithContext(getattr(part, method), *context(part)))
+
+
+class _WithContext:
+    """In place of a method on tensors [rows, length, ..], where each token's result depends on a number of those before."""
+
+    def __init__(self, stock: Callable[..., Tensor], count: int, value: int) -> None:
+        self._stock = stock
+        self._count = count
+        self._value = value
+
+    def __call__(self, tokens: Tensor, past_key_values: Any) -> Tensor:
+        if not CURRENT.packed or tokens.shape[1] != CURRENT.starts[-1]:
+            return self._stock(tokens, past_key_values)
+        lengths = CURRENT.starts.diff().tolist()
+        before = tokens.new_full((tokens.shape[0], self._count, *tokens.shape[2:]), self._value)
+        apart = torch.cat([part for own in tokens.split(lengths, dim=1) for part in (before, own)], dim=1)
+        sizes = [size for length in lengths for size in (self._count, length)]
+        return torch.cat(self._stock(apart, past_key_values).split(sizes, dim=1)[1::2], dim=1)
 
 
 def _not_fused(*_: Any, **__: Any) -> None:

@@ -1,0 +1,61 @@
+"""Chat templates that take messages in another form than the usual one: contents as lists of parts (many bases that see
+images), or a call's arguments as text (DeepSeek V3). Lines before the template bring a conversation into its form, so that
+whoever renders with it, for training or for an answer, has no form to know.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_PARTS = """\
+{%- set ft = namespace(messages=[]) %}
+{%- for message in messages %}
+{%- set parts = [{"type": "text", "text": message.content}] if message.content is string else message.content %}
+{%- set ft.messages = ft.messages + [dict(message, content=parts)] %}
+{%- endfor %}
+{%- set messages = ft.messages %}
+"""
+_ARGUMENTS = """\
+{%- set ft = namespace(messages=[], calls=[]) %}
+{%- for message in messages %}
+{%- if message.tool_calls %}
+{%- set ft.calls = [] %}
+{%- for call in message.tool_calls %}
+{%- set given = call.function.arguments %}
+{%- set text = given if given is string else given | tojson %}
+{%- set ft.calls = ft.calls + [dict(call, function=dict(call.function, arguments=text))] %}
+{%- endfor %}
+{%- set message = dict(message, tool_calls=ft.calls) %}
+{%- endif %}
+{%- set ft.messages = ft.messages + [message] %}
+{%- endfor %}
+{%- set messages = ft.messages %}
+"""
+_QUESTION, _ANSWER, _VALUE = "ft_question", "ft_answer", "ft_value"
+_ASKED = {"role": "user", "content": _QUESTION}
+_TALK = [_ASKED, {"role": "assistant", "content": _ANSWER}]
+_CALL = {"id": "ftcallone", "type": "function", "function": {"name": "ft_name", "arguments": {"ft_key": _VALUE}}}
+_CALLING = [_ASKED, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]
+
+
+def fitted_template(tokenizer: Any) -> str:
+    """The tokenizer's chat template, one text, behind the lines that it needs; what works without them, as it is."""
+    template = _behind(tokenizer, tokenizer.chat_template, _PARTS, _TALK, (_QUESTION, _ANSWER))
+    if "tool_calls" not in template:
+        return template
+    return _behind(tokenizer, template, _ARGUMENTS, _CALLING, (_QUESTION, _VALUE))
+
+
+def _behind(tokenizer: Any, template: str, lines: str, talk: list[dict[str, Any]], words: tuple[str, ...]) -> str:
+    """The template, behind `lines` if it writes these words of the talk only so."""
+    return next((it for it in (template, lines + template) if _writes(tokenizer, it, talk, words)), template)
+
+
+def _writes(tokenizer: Any, template: str, talk: list[dict[str, Any]], words: tuple[str, ...]) -> bool:
+    try:
+        text = tokenizer.apply_chat_template(talk, chat_template=template, tokenize=False)
+    except (ImportError, MemoryError):  # no word of the template's
+        raise
+    except Exception:  # templates raise what they like
+        return False
+    return all(word in text for word in words)

@@ -1,0 +1,82 @@
+"""Whole models whose layers mix tokens in blocks of their own: trained packed as padded, and as their class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ft_service.spec import JobSpec
+from tests.support.ranks import run_on_ranks
+from tests.support.training.causal_types import save_type
+from tests.support.training.checks import check
+from tests.support.training.models import save_tokenizer, spec_for
+from tests.support.training.parity import Step, assert_parity, batches_of, constructed, full, samples
+from workers.base.load import adapters
+from workers.layers.by_sample import indexed_attention
+from workers.layers.dropout import key_of
+from workers.training.step import Sums, forward_backward
+
+KINDS = {"deepseek_v4": 1e-6, "minimax_m3_vl_text": 1e-6, "qwen4_exp_text": 2e-6}
+"""Type → bound of a gradient's relative error. That of Qwen4's gate of shared experts is the difference of larger sums."""
+
+
+def one_step(rank: int, world: int, spec: JobSpec) -> Step:
+    """With the masks of dropout, and an indexer's scores made for a few queries at a time."""
+    indexed_attention.SCORES_AT_ONCE = 2 * 24 * 3  # in a process of its own
+    data, built = samples(), constructed(spec, world)
+    batches = batches_of(data, rank, world, spec, [key_of("sample", spec.seed, 0, i) for i in range(len(data))])
+    targets = sum(t.target_count for t in data)
+    sums = Sums.read(forward_backward(built.peft_model, batches, targets, world), targets)
+    return Step(sums.mean_loss, {name: full(p.grad) for name, p in adapters(built.peft_model)})
+
+
+def steps(rank: int, world: int, specs: Mapping[str, JobSpec]) -> dict[str, Step]:
+    return {name: one_step(rank, world, spec) for name, spec in specs.items()}
+
+
+def spec_of(base: Path, ranks: int, packing: bool, **options: Any) -> JobSpec:
+    return spec_for(
+        base,
+        ranks=ranks,
+        precision={"default": "nf4", "compute": "fp32"},
+        lora={"r": 4, "lora_dropout": 0.25},
+        training={"packing": packing, "per_device_train_batch_size": 7, "tokens_per_micro_batch": 80},
+        distributed=options,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_is_the_same_packed_and_padded(kind: str, tmp_path: Path) -> None:
+    """On one rank and on two, with dropout, and with activations computed again."""
+    base = tmp_path / "base"
+    assert save_type(kind, base)
+    of_one = {
+        "padded": spec_of(base, 1, packing=False),
+        "packed": spec_of(base, 1, packing=True),
+        "computed again": spec_of(base, 1, packing=True, activation_checkpointing="full"),
+        "products kept": spec_of(base, 1, packing=True, activation_checkpointing="selective"),
+    }
+    (found,) = run_on_ranks(steps, 1, of_one)
+    padded = found.pop("padded")
+    two = run_on_ranks(steps, 2, {"two ranks": spec_of(base, 2, packing=True)})
+    assert all(torch.count_nonzero(grad) for grad in padded.grads.values())
+    for step in (*found.values(), *(on_rank["two ranks"] for on_rank in two)):
+        assert_parity([step], [padded], loss=1e-6, gradients=KINDS[kind])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_jobs_are_packed_and_exact(tmp_path: Path) -> None:
+    """Loss and gradients of the published class, two ranks as one, and bitwise the same behind a resume."""
+    folders = {kind: tmp_path / "bases" / kind for kind in KINDS}
+    for kind, folder in folders.items():
+        assert save_type(kind, folder)
+        save_tokenizer(folder)
+    for kind, found in check(folders, tmp_path / "work").items():
+        assert found.packed, kind
+        assert found.works, found.faults()

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from tests.support.training.checks import small_timm
 from tests.support.training.composites import AS_PUBLISHED
 from tests.support.training.models import COMMON, DELTA_NET, EXPERTS, FAMILIES, GROUPED, save_tokenizer
 from tests.support.training.prequantized import fp8_by_blocks, fp8_with_stacks, int4_experts
@@ -82,6 +83,36 @@ _GEMMA4_TEXT = {
     "sliding_window": 6,
     "tie_word_embeddings": True,
     "final_logit_softcapping": 30.0,
+}
+
+
+_GEMMA_3N = {
+    "text_config": {
+        **COMMON,
+        **GROUPED,
+        "vocab_size": ROWS,
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 6,
+        "intermediate_size": [112] * 4,
+        "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0],
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": ROWS - 2,
+        "laurel_rank": 8,
+    },
+    "tie_word_embeddings": True,
+    "vision_config": {"hidden_size": 16, "vocab_size": 8, "vocab_offset": ROWS},
+    "audio_config": {
+        "hidden_size": 16,
+        "conf_num_attention_heads": 2,
+        "conf_num_hidden_layers": 1,
+        "sscp_conv_channel_size": [4, 4],
+        "input_feat_size": 16,
+        "vocab_size": 8,
+        "vocab_offset": ROWS + 8,
+    },
 }
 
 
@@ -235,6 +266,9 @@ BASES: dict[str, Published] = {
         ),
         "model.language_model.layers.0.per_layer_input_gate.weight",
     ),
+    "gemma-3n": Published(
+        "Gemma 3n E2B, E4B", "gemma3n", _GEMMA_3N, "model.language_model.layers.0.altup.modality_router.weight"
+    ),
     "mistral-small-3": Published(
         "Mistral Small 3.1, 3.2", "mistral3", _wrapped("mistral3"), "language_model.model.layers.0.self_attn.q_proj.weight"
     ),
@@ -323,11 +357,10 @@ BASES: dict[str, Published] = {
         "model.layers.0.self_attn.indexer.wk.weight",
     ),
     "jamba": Published("Jamba", "jamba", FAMILIES["jamba"], "model.layers.1.feed_forward.experts.4.down_proj.weight"),
-    "gemma-3n": Published("Gemma 3n", "gemma3n", {}, ""),
     "phi-4-multimodal": Published("Phi-4 multimodal", "phi4_multimodal", {}, ""),
 }
 """Every base that a user is told works, and those that are refused."""
-WRAPPED = frozenset(WRAPPERS) | {"kimi_k25", "qwen3_5_moe", "qwen3_vl_moe"}
+WRAPPED = frozenset(WRAPPERS) | {"gemma3n", "kimi_k25", "qwen3_5_moe", "qwen3_vl_moe"}
 
 
 def save_published(name: str, folder: Path) -> Path:
@@ -340,7 +373,8 @@ def save_published(name: str, folder: Path) -> Path:
         return folder
     if base.kind in WRAPPED:
         config = AutoConfig.for_model(base.kind, **deepcopy(base.config))  # some write into what they are given
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+        with small_timm():
+            model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
     else:
         config = AutoConfig.for_model(base.kind, **{**COMMON, **base.config, "vocab_size": ROWS})
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

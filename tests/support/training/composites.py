@@ -6,6 +6,7 @@ saved as a config and one tensor: enough to refuse it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -120,7 +121,15 @@ def _turned_experts(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def _with_keys_of_all_layers(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of layers too that take those of others."""
+    first = "model.language_model.layers.0.self_attn."
+    own = {name.removeprefix(first): t for name, t in held.items() if re.match(rf"{re.escape(first)}[kv]_(proj|norm)\.", name)}
+    return {**held, **{f"{first.replace('.0.', f'.{n}.')}{name}": t.clone() for n in (2, 3) for name, t in own.items()}}
+
+
 AS_PUBLISHED: dict[str, Callable[[Mapping[str, Tensor]], dict[str, Tensor]]] = {
+    "gemma3n": _with_keys_of_all_layers,
     "kimi_k25": lambda held: {
         name.replace("language_model.model.blocks.", "language_model.model.layers."): t for name, t in held.items()
     },

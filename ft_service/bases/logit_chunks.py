@@ -5,7 +5,7 @@ from __future__ import annotations
 IN_CHUNKS = frozenset(
     {
         *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt_neox"),
-        *("mixtral", "qwen3_moe", "olmoe", "deepseek_v3"),
+        *("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gemma3n_text"),
     }
 )
 """Values of `model_type` whose output head is the last thing that the model does, but for `final_logit_softcapping`. Of these

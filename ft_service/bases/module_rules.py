@@ -10,13 +10,14 @@ from ft_service.bases.families.family import DEFAULT, Family
 from ft_service.errors import SpecError
 from ft_service.spec import PrecisionOptions, WeightFormat, match_pattern
 
-KEPT_PLAIN = frozenset({"gate", "router", "shared_expert_gate", "dt_proj"})
-"""Names of modules whose linear layers stay bf16: routers, which are small and decide which experts a token meets, and the
-time steps of state-space layers, whose weights are used without calling the layer."""
+KEPT_PLAIN = frozenset({"gate", "router", "shared_expert_gate", "dt_proj", "altup"})
+"""Names of modules whose linear layers stay bf16: routers, which are small and decide which experts a token meets or which
+streams are mixed, and the time steps of state-space layers, whose weights are used without calling the layer."""
 
-LEFT_OUT = frozenset({"router", "dt_proj", "indexer"})
-"""Names of modules whose linear layers all-linear leaves out: routers, and what gets no gradient since its weight is used
-without calling the layer, or it only chooses what is attended to."""
+LEFT_OUT = frozenset({"router", "dt_proj", "indexer", "altup", "altup_projections", "altup_unembed_projections"})
+"""Names of modules whose linear layers all-linear leaves out: routers, what makes, mixes and joins streams of hidden states
+(Gemma 3n), and what gets no gradient since its weight is used without calling the layer, or it only chooses what is attended
+to."""
 
 EXPERT_WORDS = frozenset({"gate", "gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3", "experts"})
 """Last names that PEFT, in a mixture of experts, takes for the experts or their router wherever they stand."""

@@ -10,7 +10,7 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
 
@@ -63,6 +63,7 @@ class Header:
     """By name, in the header's order."""
     end: int
     """Bytes before the tensors: the header, and the 8 that hold its length."""
+    metadata: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def read_header(path: Path) -> Header:
@@ -79,12 +80,12 @@ def read_header(path: Path) -> Header:
         text = file.read(length)
     try:
         given = parse_object(text, "its header")
-        _check_metadata(given.pop(_METADATA, None))
+        metadata = _metadata(given.pop(_METADATA, None))
         entries = [_entry(name, entry, path, 8 + length) for name, entry in given.items()]
         _check_places(entries, 8 + length, size)
     except ValueError as error:
         raise HeaderError(path, str(error)) from None
-    return Header({entry.name: entry for entry in entries}, 8 + length)
+    return Header({entry.name: entry for entry in entries}, 8 + length, metadata)
 
 
 def parse_object(text: bytes, what: str = "it") -> dict[str, Any]:
@@ -123,9 +124,10 @@ def _refuse_constant(word: str) -> NoReturn:
     raise ValueError(f"{word} is no JSON")
 
 
-def _check_metadata(given: object) -> None:
+def _metadata(given: object) -> dict[str, str]:
     if given is not None and not (isinstance(given, dict) and all(isinstance(value, str) for value in given.values())):
         raise ValueError(f"its {_METADATA} is no mapping of texts to texts")
+    return given or {}
 
 
 def _entry(name: str, given: object, path: Path, data: int) -> TensorEntry:

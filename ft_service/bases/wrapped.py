@@ -9,30 +9,44 @@ from typing import Any
 
 from ft_service.errors import SpecError
 
-NOT_ALONE = frozenset(
-    {
-        *("paligemma", "colpali", "kosmos-2", "kosmos-2.5", "pix2struct", "blip", "blip-2", "instructblip"),
-        *("instructblipvideo", "mllama", "florence2", "t5gemma2", "gemma3n", "qwen2_5_omni", "qwen3_omni_moe", "janus", "emu3"),
-        *("phi4_multimodal", "chameleon", "idefics", "git", "evolla", "pi0", "kyutai_speech_to_text", "shieldgemma2"),
-        *("fast_vlm", "perception_lm", "diffusion_gemma", "gemma4_assistant", "gemma4_unified_assistant", "nemotron_h_omni"),
-    }
-)
-"""Model types of several models whose text part does not read a text from left to right, or not without the others: a prefix
-that is seen both ways, images through layers inside the decoder, several decoders, one that its class does not name, a draft
-for another model, towers that need further packages."""
+_RETRIEVES = "gives embeddings to search by, and writes no text"
+_DRAFTS = "only drafts for another model, whose hidden states it reads"
+NOT_TEXT = {
+    **dict.fromkeys(("colpali", "colqwen2", "colmodernvbert"), _RETRIEVES),
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant", "muse_glimmer_assistant"), _DRAFTS),
+    **dict.fromkeys(("kosmos-2", "kosmos-2.5"), "counts its positions from the number of its padding token on"),
+    "blip": "its text part reads an image in every layer",
+    "diffusion_gemma": "writes whole blocks at once, by diffusion",
+    "idefics": "reads no text without an image",
+    "kyutai_speech_to_text": "reads the codes of a sound beside every token",
+    "paligemma": "sees its prompts both ways: a token of a prompt sees those behind it",
+    "pi0": "gives movements of a robot, and writes no text",
+    "shieldgemma2": "says whether an image is allowed, and writes no text",
+}
+"""Model types of several models whose text part is no decoder of text alone → why not, where no value of the config tells."""
 
 NO_DECODER = "has no text part that reads from left to right on its own"
-_GENERATES = ("ForConditionalGeneration", "ForCausalLM")
+_GENERATES = re.compile(r"For(ConditionalGeneration|CausalLM|ProteinText2Text)$|^Qwen2_5OmniModel$|_Reasoning_V3$")
+"""In names of classes that write text."""
+_INSIDE = "thinker_config"
+"""Of a model of several, itself made of several, that speaks as well: the part that writes."""
+_OUTER = "thinker."
+_PARTS = ("vision_config", "audio_config", "vq_config", "protein_encoder_config")
+"""Of a model of several models whose text part has its values beside these, in no section of its own."""
 _OTHER_PARTS = re.compile(r"^(model\.)?(vision|visual|audio|multi_modal|mm_|mtp)", re.I)
-_TEXT_PART = re.compile(r"^(model\.)?(language_model|text_model)\.(model\.)?")
-_BARE_TEXT = re.compile(r"^(model\.)?(embed_tokens|layers|norm|lm_head)\.")
-_HEAD = re.compile(r"^(language_model\.)?(lm_head)\.")
+_WITHIN = re.compile(
+    r"(^|\.)(vision_model|vqmodel|image_(embed|encoder)|audio_embed|visual_projection|protein_encoder|adapter)\."
+)
+"""In names of what reads images, sounds or proteins inside a decoder that has its values beside theirs."""
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+_TEXT_PART = re.compile(r"^(model\.)?(language_model|text_model)\.((model|backbone)\.)?")
+_BARE_TEXT = re.compile(r"^(model\.)?(embed_tokens|tok_embeddings|layers|norm|lm_head|output|lerope)\.")
+_HEAD = re.compile(r"^((language_model|text_model)\.)?(lm_head)\.")
+_TEXT_MODEL = ("model.text_model.", "")
+_OWN_HEAD = ("language_model.model.", "language_model.")
 _STEMS = {
-    "llama4": ("language_model.model.", "language_model."),
-    "idefics2": ("model.text_model.", ""),
-    "idefics3": ("model.text_model.", ""),
-    "smolvlm": ("model.text_model.", ""),
-    "granite_docling": ("model.text_model.", ""),
+    **dict.fromkeys(("blip-2", "instructblip", "instructblipvideo", "llama4", "nemotron_h_omni"), _OWN_HEAD),
+    **dict.fromkeys(("emu3", "granite_docling", "idefics2", "idefics3", "smolvlm"), _TEXT_MODEL),
 }
 """What the published class calls its decoder, and what stands before its head, where these are not `model.language_model.` and
 nothing."""
@@ -40,21 +54,48 @@ nothing."""
 
 def text_section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The text decoder's part of a config.json that describes several models. None: it has no such part."""
-    section = config.get("text_config")
+    section = _writer(config).get("text_config")
     return section if isinstance(section, Mapping) else None
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config.json with the text decoder's values in place of those of the whole. Whether the head is the embedding, the whole
-    says.
+    """A config.json with the text decoder's values in place of those of the whole. Whether the head is the embedding, the model
+    says that holds both.
     """
-    whole = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
-    return {**config, **(text_section(config) or {}), **whole}
+    writer, text = _writer(config), text_section(config) or {}
+    own = _stems(config) == _OWN_HEAD and config.get("model_type") != "llama4"
+    whole = {} if own or "tie_word_embeddings" not in writer else {"tie_word_embeddings": writer["tie_word_embeddings"]}
+    return {**config, **writer, **text, **whole}
+
+
+def is_of_several(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json describes several models."""
+    return text_section(config) is not None or any(isinstance(config.get(part), Mapping) for part in _PARTS)
+
+
+def layers_of_images(text: Mapping[str, Any]) -> frozenset[int]:
+    """Numbers of the decoder layers that look at an image and nothing else: where there is none, they are not asked."""
+    layers = text.get("cross_attention_layers")
+    return frozenset(n for n in layers if isinstance(n, int)) if isinstance(layers, (list, tuple)) else frozenset()
+
+
+def is_within(name: str) -> bool:
+    """Whether a module, by its full name and a dot, is none of the text's in a decoder that holds what reads images too."""
+    return _WITHIN.search(name) is not None
 
 
 def generates(class_name: str) -> bool:
     """Whether a class of transformers, by its name, writes text from left to right."""
-    return class_name.endswith(_GENERATES)
+    return _GENERATES.search(class_name) is not None
+
+
+def _writer(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    inside = config.get(_INSIDE)
+    return inside if isinstance(inside, Mapping) else config
+
+
+def _stems(config: Mapping[str, Any]) -> tuple[str, str]:
+    return _STEMS.get(str(_writer(config).get("model_type")), ("model.language_model.", ""))
 
 
 def not_tunable(kind: str, why: str) -> SpecError:
@@ -70,22 +111,32 @@ class Parts:
     """Which tensors of a base's files are its text decoder's, and what the published class calls them."""
 
     several: bool
+    mixed: bool
+    """Whether the decoder itself holds what is not the text's, all under the names of the published class."""
     marked: bool
     """Whether the files call the text part by name."""
+    outer: str
+    """What stands before every name of the part that writes."""
     stem: str
     before_head: str
+    layers_of_images: frozenset[int]
 
     @classmethod
     def of(cls, config: Mapping[str, Any], names: Iterable[str]) -> Parts:
-        several = text_section(config) is not None or any(
-            isinstance(config.get(part), Mapping) for part in ("vision_config", "audio_config")
-        )
-        stem, before_head = _STEMS.get(str(config.get("model_type")), ("model.language_model.", ""))
-        return cls(several, any(_TEXT_PART.match(name) for name in names), stem, before_head)
+        several, stems = is_of_several(config), _stems(config)
+        outer = _OUTER if isinstance(config.get(_INSIDE), Mapping) else ""
+        marked = any(_TEXT_PART.match(name.removeprefix(outer)) for name in names)
+        mixed = several and text_section(config) is None
+        return cls(several, mixed, marked, outer, *stems, layers_of_images(text_config(config)))
 
     def is_text(self, name: str) -> bool:
+        if not name.startswith(self.outer) or self._is_of_images(name):
+            return False
+        name = name.removeprefix(self.outer)
         if not self.several:
             return not _OTHER_PARTS.match(name)
+        if self.mixed:
+            return not is_within(name)
         if not self.marked:
             return bool(_BARE_TEXT.match(name))
         return bool(_TEXT_PART.match(name) or _HEAD.match(name))
@@ -94,8 +145,15 @@ class Parts:
         """The parameter of the published class that a tensor of the text part is."""
         if not self.several:
             return name.replace("language_model.", "")
+        if self.mixed:
+            return name
+        name = name.removeprefix(self.outer)
         head = _HEAD.match(name)
         if head:
-            return f"{self.before_head}{name[head.start(2) :]}"
+            return f"{self.outer}{self.before_head}{name[head.start(3) :]}"
         marked = _TEXT_PART.match(name)
-        return self.stem + (name[marked.end() :] if marked else name.removeprefix("model."))
+        return self.outer + self.stem + (name[marked.end() :] if marked else name.removeprefix("model."))
+
+    def _is_of_images(self, name: str) -> bool:
+        layer = _LAYER.search(name)
+        return layer is not None and int(layer[1]) in self.layers_of_images

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
+from ft_service.bases.config_values import CHOSEN, COUNTS
 from ft_service.bases.contents import BaseContents
-from ft_service.bases.experts import CHOSEN, COUNTS, projection_of
 from ft_service.bases.families.acceptance import refuse_untunable, untested
 from ft_service.bases.families.family import Family
 from ft_service.bases.families.known import family_of
 from ft_service.bases.logit_chunks import IN_CHUNKS
 from ft_service.bases.module_rules import WeightNames, kept_plain, last_name
 from ft_service.bases.published_layouts import LARGEST_SIZE
-from ft_service.bases.wrapped import Parts, text_config
+from ft_service.bases.wrapped import Parts, layers_of_images, text_config
 from ft_service.errors import SpecError
 from ft_service.plan.logical import LogicalTensor, logical_tensors
 from ft_service.spec import WeightFormat
@@ -31,10 +31,14 @@ Kind = Literal["linear", "embedding", "head", "experts", "router", "norm", "bias
 _NUMBERED = re.compile(r"^(?P<stack>[^0-9]*?)\.?(?P<layer>\d+)\.(?P<inside>.+)$")
 _EXPERT = re.compile(r"^(?P<before>.*\bexperts)\.(?P<expert>\d+)\.(?P<matrix>[^.]+)(\.weight)?$")
 _BUFFERS = re.compile(
-    r"\.(inv_freq|masked_bias|e_score_correction_bias|layer_scalar|act_fn\.beta|act_fn\.eps|balancing_biases|feed_forward\.expert_bias|slope_rate|query_decay|key_decay|diagonal_decay|tid2eid|layer_multipliers|ngram_heads_vocab_sizes|ngram_heads_offsets|attention\.bias|attn\.bias)$"
+    r"\.(inv_freq|rotary_emb\.alpha|masked_bias|e_score_correction_bias|layer_scalar|act_fn\.beta|act_fn\.eps|balancing_biases|feed_forward\.expert_bias|slope_rate|query_decay|key_decay|diagonal_decay|tid2eid|layer_multipliers|ngram_heads_vocab_sizes|ngram_heads_offsets|attention\.bias|attn\.bias)$"
 )
+_KEYS_AND_VALUES = re.compile(r"self_attn\.[kv]_(proj|norm)\.")
 _EMBEDDING = re.compile(r"embed|^wte$|^wpe$|position")
 """In the last name of a table from which rows are taken, among weights outside the decoder layers; others are linear layers."""
+_DOWN = ("down_proj", "w2")
+_NORMS_OF_HEADS = ("q_norm", "k_norm")
+"""Norms with a row for each head, in some families."""
 _HEADS = ("lm_head", "embed_out", "output")
 _STEMS = {"gpt_neox": "gpt_neox.", "gpt2": "transformer.", "falcon": "transformer.", "bloom": "transformer."}
 """What a causal model calls its trunk, where that is not `model.`."""
@@ -147,7 +151,7 @@ def base_shape(contents: BaseContents) -> BaseShape:
     logical = logical_tensors(contents)
     tensors = [t for t in logical if parts.is_text(t.name)]
     stack = _decoder_stack(tensors, _layers(config))
-    named = (_weight(tensor, stack, config, parts, family) for tensor in tensors if _belongs(tensor, stack, config))
+    named = (_weight(tensor, stack, config, parts, family) for tensor in tensors if _belongs(tensor, stack, config, family))
     weights = _joined(
         w for w in named if w.parameter in family.parameters or not _BUFFERS.search(w.name.removesuffix(".weight"))
     )
@@ -170,18 +174,23 @@ def _decoder_stack(tensors: Iterable[LogicalTensor], layers: int | None) -> str:
     return stacks.most_common(1)[0][0]
 
 
-def _belongs(tensor: LogicalTensor, stack: str, config: Mapping[str, Any]) -> bool:
-    """Whether the causal model has this tensor: not other towers' stacks, nor layers for predicting several tokens."""
+def _belongs(tensor: LogicalTensor, stack: str, config: Mapping[str, Any], family: Family) -> bool:
+    """Whether the causal model has this tensor: not other towers' stacks, nor layers for predicting several tokens, nor keys
+    and values of layers that take those of others.
+    """
     match = _NUMBERED.match(tensor.name)
-    if match is None:
+    if match is None or last_name(match["stack"]) in family.beside_layers:
         return True
-    layers = _layers(config)
-    return match["stack"] == stack and layers is not None and int(match["layer"]) < layers
+    layers, number = _layers(config), int(match["layer"])
+    if match["stack"] != stack or layers is None or number >= layers:
+        return False
+    shared = _number(config, "num_kv_shared_layers") or 0
+    return number < layers - shared or not _KEYS_AND_VALUES.match(match["inside"])
 
 
 def _weight(tensor: LogicalTensor, stack: str, config: Mapping[str, Any], parts: Parts, family: Family) -> Weight:
     match = _NUMBERED.match(tensor.name)
-    layer = int(match["layer"]) if match else None
+    layer = int(match["layer"]) if match and match["stack"] == stack else None
     name = parts.published(tensor.name)
     for theirs, ours in family.renamed.items():
         name = re.sub(theirs, ours, name)
@@ -211,7 +220,7 @@ def _kind(
     last = module.rpartition(".")[2]
     if parameter == "bias":
         return "bias"
-    if len(shape) == 1:
+    if len(shape) == 1 or last in _NORMS_OF_HEADS:
         return "norm" if "norm" in last or last.startswith("ln") else "other"
     if len(shape) == 3 and ".experts" in module:
         return "experts"
@@ -248,12 +257,19 @@ def _stack_experts(weights: list[Weight], hidden: int | None) -> list[Weight]:
             continue
         if not weight.shape:
             raise SpecError(f"The base's {weight.name} is one number: not the weight of an expert.", param="model")
-        stacks.setdefault(f"{match['before']}.{projection_of(match['matrix'], matrices)}", []).append(weight)
+        stacks.setdefault(f"{match['before']}.{_projection_of(match['matrix'], matrices)}", []).append(weight)
     for module, parts in stacks.items():
         rows = sum(part.rows for part in parts)
         held = parts[0].held if len({part.held for part in parts}) == 1 else None
         kept.append(Weight(module, "weight", (rows, parts[0].shape[-1]), "experts", parts[0].layer, held))
     return sorted(kept, key=lambda weight: -1 if weight.layer is None else weight.layer)
+
+
+def _projection_of(matrix: str, matrices: Collection[str]) -> str:
+    """The stack that a matrix of one expert belongs to. `matrices`: the names of all the matrices of an expert."""
+    if matrix in _DOWN:
+        return "down_proj"
+    return "up_proj" if set(matrices) == {"up_proj", "down_proj"} else "gate_up_proj"
 
 
 def _flattened(weight: Weight, hidden: int | None) -> Weight:
@@ -266,7 +282,7 @@ def _flattened(weight: Weight, hidden: int | None) -> Weight:
             param="model",
         )
     experts, rows, cols = weight.shape
-    return Weight(weight.module, weight.parameter, (experts * rows, cols), "experts", weight.layer)
+    return Weight(weight.module, weight.parameter, (experts * rows, cols), "experts", weight.layer, weight.held)
 
 
 def _tie(weights: list[Weight], config: Mapping[str, Any]) -> list[Weight]:
@@ -291,7 +307,7 @@ def _shape(config: Mapping[str, Any], weights: list[Weight]) -> Shape:
         )
     intermediate = _number(config, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
     return Shape(
-        layers=_layers(config) or 0,
+        layers=(_layers(config) or 0) - len(layers_of_images(config)),
         hidden=hidden,
         heads=heads,
         q=heads * head,
@@ -320,6 +336,14 @@ def _experts(config: Mapping[str, Any]) -> int:
 
 
 def _number(config: Mapping[str, Any], *names: str) -> int | None:
-    """The first of these keys that the config holds as a positive integer of a size that models have."""
-    values = (config.get(name) for name in names)
-    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and 0 < v < LARGEST_SIZE), None)
+    """The first of these keys that the config holds as a positive integer of a size that models have; of one for each layer
+    the largest.
+    """
+    values = (_largest(config.get(name)) for name in names)
+    return next((value for value in values if value is not None), None)
+
+
+def _largest(value: Any) -> int | None:
+    values = value if isinstance(value, list) else [value]
+    sizes = [v for v in values if isinstance(v, int) and not isinstance(v, bool) and 0 < v < LARGEST_SIZE]
+    return max(sizes, default=None)

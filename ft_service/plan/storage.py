@@ -25,7 +25,7 @@ BLOCK = 64
 """Columns that share one NF4 block scale; a row is padded to whole blocks."""
 COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
 STORAGE_BYTES = 2
-"""Of an element of a sharded frozen weight without a quantised format (bf16)."""
+"""Of an element of a sharded frozen matrix without a quantised format (bf16)."""
 FP32_BYTES = 4
 
 
@@ -141,8 +141,10 @@ def stored_weights(base: BaseShape, spec: JobSpec, layout: Layout) -> list[Store
 
 
 def _stored(weight: Weight, weight_format: WeightFormat, sharded: bool, compute_bytes: int) -> Stored:
-    """A weight in its format. An unsharded one is never converted again, so it is stored in the compute dtype."""
-    at_rest = STORAGE_BYTES if sharded else compute_bytes
+    """A weight in its format. An unsharded one is never converted again, so it is stored in the compute dtype, as vectors are:
+    there are architectures that look at a norm's dtype before it is gathered.
+    """
+    at_rest = STORAGE_BYTES if sharded and len(weight.shape) > 1 else compute_bytes
     cols = weight.numel_of_row
     return Stored(
         weight, weight_format, row_bytes(weight_format, cols, at_rest), row_bytes(weight_format, cols, compute_bytes), sharded

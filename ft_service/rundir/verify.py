@@ -18,6 +18,7 @@ from typing import Any
 import re2
 from pydantic import ValidationError
 
+from ft_service.bases.adapter_names import AdapterNames
 from ft_service.bases.safetensors_folder import read_tensors
 from ft_service.bases.safetensors_header import read_header
 from ft_service.errors import SpecError
@@ -135,7 +136,9 @@ def shape_faults(folder: Path, manifest: Manifest | None) -> list[str]:
     """Whether the tensors are the ones that adapter_config.json, and the base's layers in the manifest, call for."""
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        shapes = {name: entry.shape for name, entry in read_header(folder / WEIGHTS).tensors.items()}
+        header = read_header(folder / WEIGHTS)
+        names = AdapterNames.of_file(header.metadata)
+        shapes = {names.in_model(name): entry.shape for name, entry in header.tensors.items()}
         ranks = {match["module"]: rank_of(match["module"], config) for match in map(_LORA.fullmatch, shapes) if match}
     except FileNotFoundError as error:
         return [f"{Path(error.filename).name} is missing"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
@@ -127,7 +128,9 @@ def test_modules_that_peft_does_not_adapt_are_left_out_unless_they_are_named(tmp
 
 def test_an_unknown_architecture(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
-    assert "no-such-model" in refusal(tmp_path).message
+    said = refusal(tmp_path).message
+    assert f"a no-such-model model, a type that transformers {transformers.__version__}" in said
+    assert "pip install --upgrade transformers 'ft-service[workers]'" in said
 
 
 def test_an_expert_that_is_missing(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ class Deviation:
 def fill(storage: Tensor, base: Values, name: str, start: int, end: int, dtype: torch.dtype) -> Deviation | None:
     """Put rows [start, end) of `name` into `storage` [end - start, ..], on its device. Returns None if no value changed.
 
-    `dtype`: what plain weights are rounded to, whatever wider dtype `storage` may have.
+    `dtype`: what weights are rounded to, also before they are quantised, whatever wider dtype `storage` may have.
     """
     if not isinstance(storage, RowQuantized):
         return _fill_plain(storage, base, name, start, end, dtype)
@@ -63,8 +63,8 @@ def fill(storage: Tensor, base: Values, name: str, start: int, end: int, dtype: 
     deviation = Deviation()
     for low, high in _chunks(start, end, storage):
         values = base.rows(name, low, high).to(storage.device)
-        # A plain base is stored in the face's dtype first, as weights that are not quantised are.
-        quantized = type(storage).quantize(values if stored is not None else values.to(storage.dtype))
+        # A plain base is rounded to the dtype first, as weights that are not quantised are.
+        quantized = type(storage).quantize(values if stored is not None else values.to(dtype))
         _put(storage.parts, low - start, quantized.parts)
         deviation.add(quantized.dequantize(torch.float32), values)
         if storage.device.type == "cpu":

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ft_service.bases.adapter_names import AdapterNames
 from ft_service.errors import SpecError
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.file_digest import FileDigest
@@ -34,6 +35,8 @@ def adopt(model: nn.Module, parent: AdapterRef) -> Manifest:
         raise SpecError(message, param="model", code="adapter_damaged")
     wanted = {name.replace(".default.", "."): parameter for name, parameter in adapters(model)}
     with safe_open(folder / WEIGHTS, framework="pt") as file, torch.no_grad():
+        names = AdapterNames.of_file(file.metadata())
+        wanted = {names.in_file(name): parameter for name, parameter in wanted.items()}
         _check_shapes(parent, wanted, file)
         for name, parameter in wanted.items():
             start, end = rows_of(parameter)

@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel, __version__
 
 from ft_service.bases.contents import read_config
 from ft_service.bases.families.acceptance import refuse_untunable
 from ft_service.bases.module_rules import refuse_resharding_of_held
+from ft_service.bases.wrapped import is_of_several
 from ft_service.errors import SpecError
 from ft_service.spec import JobSpec, WeightFormat
 from workers.base.frozen import Loaded
@@ -22,9 +23,11 @@ from workers.layers.segment_attention import NAME as SEGMENTS
 from workers.model.attention import stay_within_segments, stock_attention, takes_segments
 from workers.model.lora import add_adapters
 from workers.model.precision import choose_products, formats_of_base, precision_map, swap
-from workers.model.wrapped import causal_class, text_decoder, text_only
+from workers.model.wrapped import Unasked, causal_class, published_class, text_decoder, text_only
 from workers.ranks.runtime import COMPUTE_DTYPE
 
+PLAIN_LINEARS = frozenset({"FalconLinear"})
+"""Classes derived from linear layers that compute what those do."""
 STORAGE_DTYPE = torch.bfloat16
 """What frozen weights without a quantised format are stored in, and the face dtype of the quantised ones."""
 
@@ -86,13 +89,17 @@ def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     for part in (config, text):
         part.use_cache = False
         _without_noise(part)
-    if text is not config:
+    if text is not config or is_of_several(config.to_dict()):
         return _from_several(config)
     model = causal_class(config)
     assert model is not None
     attention = SEGMENTS if takes_segments(config, model) else stock_attention(config)
     with torch.device("meta"):
-        return model._from_config(config, dtype=STORAGE_DTYPE, attn_implementation=attention)
+        built = model._from_config(config, dtype=STORAGE_DTYPE, attn_implementation=attention)
+    for module in built.modules():
+        if type(module).__name__ in PLAIN_LINEARS:
+            module.__class__ = nn.Linear
+    return built
 
 
 def _from_several(config: PreTrainedConfig) -> PreTrainedModel:
@@ -116,6 +123,13 @@ def token_rows(path: str) -> int | None:
 
 
 def _config(path: str) -> PreTrainedConfig:
+    kind = read_config(Path(path)).get("model_type")
+    if isinstance(kind, str) and kind not in CONFIG_MAPPING:  # its own words say to install what may be too new for us
+        raise SpecError(
+            f"The base is a {kind[:80]} model, a type that transformers {__version__}, installed where the workers run, does "
+            "not know. A later one may: pip install --upgrade transformers 'ft-service[workers]' takes the latest that works.",
+            param="model",
+        )
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except ValueError as error:
@@ -137,7 +151,7 @@ def _unusable(path: str, error: Exception) -> SpecError:
 
 def _require_text_decoder(config: PreTrainedConfig, text: PreTrainedConfig) -> None:
     refuse_untunable(config.to_dict())
-    if text is config and causal_class(config) is None:
+    if text is config and causal_class(config) is None and published_class(config) is None:
         raise SpecError(f"The base is a {config.model_type} model, which is no causal language model.", param="model")
 
 
@@ -159,6 +173,8 @@ def _without_noise(config: PreTrainedConfig) -> None:
     for name, value in config.to_dict().items():
         if isinstance(value, float) and any(word in name for word in ("dropout", "pdrop", "jitter", "layerdrop")):
             setattr(config, name, 0.0)
+    if getattr(config, "altup_coef_clip", None) is not None:  # in training alone, and past the layers: none is frozen so
+        vars(config)["altup_coef_clip"] = None  # the config checks what it is set to, and its class knows None
 
 
 def restore_buffers(model: PreTrainedModel, device: torch.device, compute_dtype: torch.dtype) -> None:
@@ -222,10 +238,11 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     names = set(part._no_split_modules or ())
     count = getattr(part.config, "num_hidden_layers", None)
     stacks = [m for m in part.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    named = [stack for stack in stacks if {type(layer).__name__ for layer in stack} <= names]
+    kinds = [{type(layer).__name__ for layer in stack if not isinstance(layer, Unasked)} for stack in stacks]
+    named = [stack for stack, of_stack in zip(stacks, kinds, strict=True) if of_stack <= names]
     chosen = named or (stacks if len(stacks) == 1 else [])
     if not chosen:
         raise SpecError(
             f"{type(model).__name__}: its decoder layers were not found, so it cannot be sharded here.", param="model"
         )
-    return list(chosen[0])
+    return [layer for layer in chosen[0] if not isinstance(layer, Unasked)]

@@ -29,7 +29,7 @@ from workers.layers.dropout import Dropping
 from workers.layers.experts import ExpertsLinear, FrozenExperts
 from workers.layers.experts_adapter import adapt_experts
 from workers.layers.linear import FrozenLinear, LoraLinear
-from workers.model.wrapped import names_of_towers
+from workers.model.wrapped import has_unseen_towers, names_of_towers
 
 T = TypeVar("T", int, float)
 
@@ -141,7 +141,7 @@ def shortest_names(model: nn.Module, chosen: list[str]) -> list[str]:
     lasts = {last_name(name) for name in chosen}
     names = [*(name for name, _ in model.named_modules()), *names_of_towers(model)]
     by_lasts = [name for name in names if last_name(name) in lasts]
-    return sorted(lasts) if by_lasts == chosen else chosen
+    return sorted(lasts) if by_lasts == chosen and not has_unseen_towers(model) else chosen
 
 
 def _by_module(model: nn.Module, chosen: list[str], values: Mapping[str, T], default: T) -> dict[str, T]:

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ft_service.bases.adapter_names import AdapterNames
 from ft_service.bases.safetensors_header import HeaderError, read_header
 from ft_service.errors import SpecError
 from workers.model.adapted_experts import ExpertsUpdate, stack_of
@@ -39,7 +40,7 @@ class Update:
 
 
 class PeftAdapter:
-    """A PEFT folder: which weights it changes, and how. Matrices are read on demand."""
+    """A PEFT folder: which weights it changes, and how. Matrices are read on demand; names are the model's."""
 
     def __init__(self, folder: Path) -> None:
         config = PeftConfig.from_pretrained(str(folder))
@@ -48,9 +49,11 @@ class PeftAdapter:
         self.config = config
         self._file = folder / "adapter_model.safetensors"
         try:
-            self._shapes = {name: entry.shape for name, entry in read_header(self._file).tensors.items()}
+            header = read_header(self._file)
         except HeaderError as error:
             raise SpecError(f"The adapter in {folder} cannot be read: {error}.") from None
+        self.names = AdapterNames.of_file(header.metadata)
+        self._shapes = {self.names.in_model(name): entry.shape for name, entry in header.tensors.items()}
         self.modules = sorted(n.removesuffix(".lora_A.weight") for n in self._shapes if n.endswith(".lora_A.weight"))
         lora = {f"{m}.{kind}" for m in self.modules for kind in ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")}
         self.replaced = {name.removeprefix("base_model.model."): name for name in sorted(self._shapes.keys() - lora)}
@@ -65,7 +68,7 @@ class PeftAdapter:
 
     def read(self, name: str) -> Tensor:
         with safe_open(self._file, framework="pt") as tensors:
-            return tensors.get_tensor(name).float()
+            return tensors.get_tensor(self.names.in_file(name)).float()
 
     def update(self, module: str) -> Update:
         magnitude = f"{module}.lora_magnitude_vector"

@@ -7,16 +7,19 @@ sharded or adapted, and every name is the one that PEFT and vLLM find on the mod
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from ft_service.bases.wrapped import NO_DECODER, generates, not_tunable
+from ft_service.bases.wrapped import NO_DECODER, generates, is_within, layers_of_images, not_tunable
 
-_DECODER, _TOWERS = "_ft_decoder", "_ft_towers"
+_DECODER, _TOWERS, _UNSEEN = "_ft_decoder", "_ft_towers", "_ft_unseen"
+UNTOLD = "does not say where its text decoder or its head is"
 _CLASSES = (
     "MODEL_FOR_MULTIMODAL_LM_MAPPING",
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
@@ -51,27 +54,62 @@ def text_only(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     if published is None:
         raise not_tunable(config.model_type, NO_DECODER)
     try:
-        with torch.device("meta"):
-            model: Any = published._from_config(config, dtype=dtype)
+        model: Any = _on_meta(published, config, dtype)
     except (ImportError, ValueError, TypeError, AttributeError) as error:  # classes check their configs in many ways
         raise not_tunable(config.model_type, f"cannot be built from its config.json ({error})") from None
-    head = model.get_output_embeddings()
-    decoder = _innermost_decoder(model, head)
-    if (
-        type(decoder.config) is not type(config.get_text_config(decoder=True))
-        or not isinstance(head, nn.Linear)
-        or decoder is model
-    ):
-        raise not_tunable(config.model_type, "does not say where its text decoder or its head is")
+    whole = [name for name, _ in model.named_modules()]
+    unseen = any(isinstance(module, NotHere) for module in model.modules())
+    decoder, head = _decoder_and_head(model, config.get_text_config(decoder=True))
+    _take_out(model, {id(decoder), id(head)})
+    if decoder.config is config:
+        _take_out_within(decoder)
+    _leave_unasked(decoder)
     if any("CrossAttention" in type(module).__name__ for module in decoder.modules()):
         raise not_tunable(config.model_type, "reads images through layers inside its text decoder")
-    names = [name for name, _ in model.named_modules()]
-    _take_out(model, {id(decoder), id(head)})
     _pass_through(model, decoder, head)
-    left = {name for name, _ in model.named_modules()}
+    left = set(dict(model.named_modules()))
     object.__setattr__(model, _DECODER, decoder)
-    object.__setattr__(model, _TOWERS, tuple(name for name in names if name not in left))
+    object.__setattr__(model, _TOWERS, tuple(name for name in whole if name not in left))
+    object.__setattr__(model, _UNSEEN, unseen)
     return model
+
+
+class NotHere(nn.Module):
+    """The place of a tower whose package is not installed: nothing of it is read, sharded or adapted."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.config = config
+
+
+def _on_meta(published: Any, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    """A model of a class, every tensor on meta; if need be with `NotHere` in place of towers."""
+    with torch.device("meta"):
+        try:
+            return published._from_config(config, dtype=dtype)
+        except ImportError:
+            with _towers_may_lack(type(config.get_text_config(decoder=True))):
+                return published._from_config(config, dtype=dtype)
+
+
+@contextmanager
+def _towers_may_lack(text: type) -> Iterator[None]:
+    """While it lasts, AutoModel makes `NotHere` of what needs packages that are not here, but for configs of type `text`."""
+    stock = AutoModel.__dict__["from_config"]
+
+    def made(config: PreTrainedConfig, **options: Any) -> nn.Module:
+        try:
+            return stock.__get__(None, AutoModel)(config, **options)
+        except ImportError:
+            if isinstance(config, text):
+                raise
+            return NotHere(config)
+
+    AutoModel.from_config = made
+    try:
+        yield
+    finally:
+        AutoModel.from_config = stock
 
 
 def text_decoder(model: nn.Module) -> Any:
@@ -82,6 +120,32 @@ def text_decoder(model: nn.Module) -> Any:
 def names_of_towers(model: nn.Module) -> tuple[str, ...]:
     """Full names of the modules that the published class has and a model made by `text_only` has not."""
     return getattr(model, _TOWERS, ())
+
+
+def has_unseen_towers(model: nn.Module) -> bool:
+    """Whether the published class has modules whose names are not known here."""
+    return getattr(model, _UNSEEN, False)
+
+
+def _decoder_and_head(model: PreTrainedModel, text: PreTrainedConfig) -> tuple[Any, nn.Linear]:
+    """The text decoder and the head that takes its hidden states, as the classes say; and let the whole say so too.
+
+    Raises SpecError where they say nothing.
+    """
+    writer: Any = model
+    while writer.get_output_embeddings() is None:
+        parts = [child for child in writer.children() if isinstance(child, PreTrainedModel)]
+        writer = next((part for part in parts if type(part.config.get_text_config(decoder=True)) is type(text)), None)
+        if writer is None:
+            raise not_tunable(model.config.model_type, UNTOLD)
+    head = writer.get_output_embeddings()
+    decoder = _innermost_decoder(writer, head)
+    if type(decoder.config) is not type(text) or not isinstance(head, nn.Linear) or decoder is model:
+        raise not_tunable(model.config.model_type, UNTOLD)
+    if writer is not model:
+        model.get_output_embeddings = writer.get_output_embeddings
+        model.get_input_embeddings = writer.get_input_embeddings
+    return decoder, head
 
 
 def _innermost_decoder(model: PreTrainedModel, head: Any) -> Any:
@@ -98,6 +162,27 @@ def _innermost_decoder(model: PreTrainedModel, head: Any) -> Any:
             break
         found = within[0]
     return found
+
+
+class Unasked(nn.Module):
+    """The place of a decoder layer that looks at an image and nothing else: the decoder passes it by where there is none."""
+
+
+def _leave_unasked(decoder: Any) -> None:
+    layers = layers_of_images(decoder.config.to_dict())
+    for stack in (module for module in decoder.children() if layers and isinstance(module, nn.ModuleList)):
+        for number in layers:
+            if number < len(stack):
+                stack[number] = Unasked()
+
+
+def _take_out_within(module: nn.Module, name: str = "") -> None:
+    """Remove what reads images and the like from a decoder whose class holds it too. `name`: of the module, and a dot."""
+    for last, child in list(module.named_children()):
+        if is_within(f"{name}{last}."):
+            del module._modules[last]
+        else:
+            _take_out_within(child, f"{name}{last}.")
 
 
 def _take_out(module: nn.Module, kept: set[int]) -> None:

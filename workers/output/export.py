@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ft_service import __version__
+from ft_service.bases.adapter_names import AdapterNames
+from ft_service.bases.contents import read_config
 from ft_service.bases.origin import portable_name
 from ft_service.data.tokenizer_files import tokenizer_files
 from ft_service.rundir.directory import RunDir, unfinished
@@ -135,18 +137,19 @@ def write_adapter(
 ) -> None:
     """Write PEFT's two files and the base's tokenizer durably, and prove that another process reads the same tensors from them.
 
-    `shapes`: by PEFT's names on disk; `tensors`: in the same order, fp32 on the CPU, held one at a time. Raises ExportError if
-    what is read differs.
+    `shapes`: by the model's names as PEFT calls them; `tensors`: in the same order, fp32 on the CPU, held one at a time. Raises
+    ExportError if what is read differs.
     """
+    names = AdapterNames.of_base(read_config(Path(spec.model.path)))
     digests: dict[str, str] = {}
 
     def hashed() -> Iterator[Tensor]:
         for name, tensor in tensors:
-            digests[name] = hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+            digests[names.in_file(name)] = hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
             yield tensor
 
-    plans = [TensorPlan(name, tuple(shape), "F32") for name, shape in shapes.items()]
-    write_file(folder / WEIGHTS, plans, hashed())
+    plans = [TensorPlan(names.in_file(name), tuple(shape), "F32") for name, shape in shapes.items()]
+    write_file(folder / WEIGHTS, plans, hashed(), names.metadata)
     config.base_model_name_or_path = portable_name(Path(spec.model.path), spec.model.name)
     config.inference_mode = True
     if isinstance(config.target_modules, set):  # pyright: ignore[reportAttributeAccessIssue]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,11 +74,13 @@ def write_index(folder: Path, files: dict[str, list[Unit]]) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def write_file(path: Path, plans: Sequence[TensorPlan], pieces: Iterator[Tensor]) -> None:
+def write_file(
+    path: Path, plans: Sequence[TensorPlan], pieces: Iterator[Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
     """Write one safetensors file. `pieces`: consecutive rows of the tensors in the order of `plans`, on the CPU, as many as
-    planned.
+    planned. `metadata`: what the file's header says beside.
     """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     start = 0
     for plan in plans:
         offsets = [start, start + plan.bytes]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from ft_service.data.token_options import TokenOptions
@@ -19,6 +18,7 @@ from ft_service.spec import JobSpec, PrecisionOptions
 from workers.base.load import adapters, load
 from workers.data.batches import Batch, collate
 from workers.model.build import build
+from workers.model.peft_adapter import PeftAdapter
 from workers.ranks.runtime import COMPUTE_DTYPE
 from workers.training.packing import settle_attention
 from workers.training.step import Sums, evaluate
@@ -75,10 +75,10 @@ def with_adapter(spec: JobSpec, adapter: Path, device: torch.device) -> nn.Modul
     """The base in the spec's precision with a PEFT folder's adapter on it, as a worker of one rank has it."""
     model = build(spec, device).peft_model
     load(model, spec.model.path, seed=spec.seed, compute_dtype=COMPUTE_DTYPE[spec.precision.compute], device=device)
-    values = load_file(adapter / "adapter_model.safetensors")
+    files = PeftAdapter(adapter)
     with torch.no_grad():
         for name, parameter in adapters(model):
-            parameter.copy_(values[name.replace(".default.", ".")])
+            parameter.copy_(files.read(name.replace(".default.", ".")))
     return model
 
 

@@ -35,7 +35,8 @@ def pad_ranks(source: Path, out: Path) -> int:
         tensors[f"{module}.lora_A.weight"] = torch.cat([update.a, update.a.new_zeros(missing, update.a.shape[1])])
         b = update.b * update.scaling
         tensors[f"{module}.lora_B.weight"] = torch.cat([b, b.new_zeros(b.shape[0], missing)], dim=1)
-    save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
+    in_file = {adapter.names.in_file(name): tensor for name, tensor in tensors.items()}
+    save_file(in_file, out / "adapter_model.safetensors", metadata={"format": "pt", **adapter.names.metadata})
     config = json.loads((source / CONFIG).read_text())
     config |= {"r": rank, "lora_alpha": rank, "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False}
     (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n")

@@ -99,19 +99,20 @@ def _in_head(model: PreTrainedModel, places: Tensor, act: Callable[[Tensor, Any,
     head: Any = model.get_output_embeddings()
     config = text_decoder(model).config
     cap = getattr(config, _CAP, None)
+    values = vars(config)  # past what a config checks: a class may know its cap as a number alone
 
     def forward(hidden: Tensor) -> Tensor:
         return act(hidden.flatten(0, 1).index_select(0, places), head, cap)
 
     head.forward = forward
     if cap is not None:
-        setattr(config, _CAP, None)  # done here, and not to what the head returns
+        values[_CAP] = None  # done here, and not to what the head returns
     try:
         yield
     finally:
         del head.forward
         if cap is not None:
-            setattr(config, _CAP, cap)
+            values[_CAP] = cap
 
 
 class _HeadLoss(torch.autograd.Function):

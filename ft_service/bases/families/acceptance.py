@@ -12,7 +12,7 @@ from typing import Any
 
 from ft_service.bases.config_values import refuse_values
 from ft_service.bases.families.tested import TESTED
-from ft_service.bases.wrapped import NO_DECODER, NOT_ALONE, generates, not_tunable, text_config, text_section
+from ft_service.bases.wrapped import NO_DECODER, NOT_TEXT, generates, not_tunable, text_config, text_section
 from ft_service.errors import SpecError
 
 BOTH_WAYS = frozenset(
@@ -38,14 +38,13 @@ PAIRS = frozenset(
     {
         *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "musicgen", "musicgen_melody", "mvp"),
         *("pegasus", "plbart", "prophetnet", "trocr", "whisper", "t5", "mt5", "umt5", "t5gemma", "led", "m2m_100", "longt5"),
+        *("florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop", "vision-encoder-decoder"),
     }
 )
 """Model types of an encoder and a decoder that reads what the encoder says."""
 OTHERS = {
     "phimoe": "its router draws experts at random in training: no step could be repeated, and no resume be exact",
     **dict.fromkeys(("gpt2", "gpt-sw3", "openai-gpt"), "its layers are convolutions of width one in place of linear layers"),
-    "falcon": "its layers are linear layers of a kind of their own",
-    "gemma3n_text": "its layers take turns in predicting each other, by parts of which some get no gradient",
     "longcat_flash": "some of its experts are the token itself, and each layer holds two",
     "hrm_text": "it goes through its layers several times",
     **dict.fromkeys(("inkling_text", "inkling_mm_model"), "its shared experts are stacks"),
@@ -53,17 +52,11 @@ OTHERS = {
     "zamba": "its time steps come from stacks of matrices that are no experts",
     "blt": "it groups bytes into patches by a model of its own",
     "recurrent_gemma": "its recurrence holds stacks of matrices that are no experts",
-    "laguna": "PEFT renames the adapters of its shared experts as it loads them, and then misses them",
-    **dict.fromkeys(
-        ("deepseek_ocr2", "unlimited_ocr"),
-        "PEFT renames the adapters of its text part as it loads them, and then misses them",
-    ),
-    **dict.fromkeys(
-        ("mistral_large4", "mistral_large4_text"), "its adapters do not compute in PEFT what they did while they were trained"
-    ),
     **dict.fromkeys(
         ("ernie4_5_vl_moe", "ernie4_5_vl_moe_text"), "its experts for text and those for images are stored in one row"
     ),
+    "phi4mm": "its code comes with its files, and is not run; the same base in the layout of Transformers is phi4_multimodal",
+    "unlimited_ocr": "it sees all that it has written while it is trained, and through a window while it answers",
     "nemo_speechlm": "its files call its text part by names of their own",
     "voxtral_realtime": "its text part is told how far it lags behind what it hears",
     **dict.fromkeys(("molmo2", "molmo2_text"), "its files hold queries, keys and values as one"),
@@ -86,12 +79,14 @@ def refuse_untunable(config: Mapping[str, Any]) -> None:
     named = config.get("architectures")
     classes = [str(name)[:80] for name in named] if isinstance(named, list) else []
     several = text_section(config) is not None
-    if kind in NOT_ALONE or (several and classes and not any(generates(name) for name in classes)):
-        raise not_tunable(kind, NO_DECODER)
-    if kind in PAIRS or config.get("is_encoder_decoder") is True:
-        raise _refusal(kind, "which is no causal language model: its decoder reads what an encoder makes of the input")
     of_text = text_config(config)
     inner = str(of_text.get("model_type"))[:80]
+    if kind in PAIRS or inner in PAIRS or True in (config.get("is_encoder_decoder"), of_text.get("is_encoder_decoder")):
+        raise _refusal(kind, "which is no causal language model: its decoder reads what an encoder makes of the input")
+    if kind in NOT_TEXT:
+        raise not_tunable(kind, NOT_TEXT[kind])
+    if several and classes and not any(generates(name) for name in classes):
+        raise not_tunable(kind, NO_DECODER)
     if kind in BOTH_WAYS or inner in BOTH_WAYS:
         raise _refusal(kind, "which is no causal language model: its tokens see those behind them")
     if of_text.get("use_bidirectional_attention") in (True, "all"):

@@ -13,10 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # pyright: ignore[reportPrivateImportUsage]
 
-from tests.support.training.models import COMMON, FAMILIES, VOCABULARY
+from tests.support.training.models import COMMON, FAMILIES
 
 LARGEST = 20_000_000
 """Parameters of a base that is still tiny."""
+ROWS = 272
+"""Of the embedding: the tests' tokenizer has 259 tokens, samples the first 256 of them; none stands for an image or a sound."""
 SMALL: dict[str, Any] = {
     **COMMON,
     "num_key_value_heads": 2,
@@ -99,12 +101,13 @@ SMALL_TYPES: dict[str, dict[str, Any]] = {
     "dots3_note_text": _INDEXED,
     "gemma3n_text": {
         "num_hidden_layers": 4,
-        "num_kv_shared_layers": 0,
+        "num_kv_shared_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 6,
         "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": VOCABULARY,
+        "vocab_size_per_layer_input": ROWS,
         "laurel_rank": 8,
-        "activation_sparsity_pattern": [0.0] * 4,
+        "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0],
     },
     "gemma4_unified_text": {"initializer_range": 0.03},
     "dbrx": {
@@ -161,7 +164,7 @@ def small_values(kind: str, known: Mapping[str, Any]) -> dict[str, Any]:
     latent = {"num_key_value_heads": 4, "head_dim": 8} if "qk_rope_head_dim" in known else {}
     common = {key: value for key, value in {**SMALL, **latent}.items() if key in known}
     values = {**COMMON, **FAMILIES[kind]} if kind in FAMILIES else common
-    return {**values, **SMALL_TYPES.get(kind, {}), "vocab_size": VOCABULARY}
+    return {**values, **SMALL_TYPES.get(kind, {}), "vocab_size": ROWS}
 
 
 def save_type(kind: str, folder: Path) -> bool:

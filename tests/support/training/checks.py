@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,9 +16,9 @@ import torch
 import transformers
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
+from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
 
 from ft_service.bases.contents import read_config, read_contents
 from ft_service.bases.families.acceptance import refuse_untunable
@@ -30,6 +32,7 @@ from tests.support.ranks import run_on_ranks
 from tests.support.training.attempts import adapter, attempt_on_rank
 from tests.support.training.models import save_chats, spec_for
 from tests.support.training.parity import CPU, constructed, full, one_step, relative_error, samples, set_adapters
+from tests.support.training.prequantized import VALUES
 from workers.base.load import adapters, load, plain_name
 from workers.data.batches import collate
 from workers.layers.segments import CURRENT
@@ -43,10 +46,21 @@ BOUND = 1e-5
 """Of loss and every gradient, relative, in fp32."""
 NEARLY = 1e-3
 """Of gradients: above it, it is no rounding."""
+DEQUANTISED: dict[str, Any] = {
+    "compressed-tensors": CompressedTensorsConfig,
+    "fp8": FineGrainedFP8Config,
+    "mxfp4": Mxfp4Config,
+}
+"""How transformers is asked for the values of a quantised base."""
 CHANGE = 1e-2
 """What an adapter changes in a logit, at least."""
 
 
+READS_TEXT = {
+    **dict.fromkeys(("qwen2_5_omni", "qwen3_omni_moe"), "thinker"),
+    **dict.fromkeys(("blip-2", "instructblip", "instructblipvideo"), "language_model"),
+}
+"""Type → the part of its published class that is asked with text alone: the whole has no forward, or wants an image."""
 REREAD_BY_PEFT = patch("workers.output.export._check_in_fresh_process")
 """A process that reads the adapter again takes longer than all the rest; here the published class reads it."""
 
@@ -108,23 +122,28 @@ def check(folders: Mapping[str, Path], work: Path) -> dict[str, Found]:
     taken = {name: folder for name, folder in folders.items() if not refused[name]}
     plain = {name: _spec(folder, "bf16") for name, folder in taken.items()}
     (one,) = run_on_ranks(measure, 1, plain, str(work / "adapters"), timeout=1700)
-    quantized = [
-        run_on_ranks(measure, world, {name: _spec(folder, "nf4", world) for name, folder in taken.items()}, None, timeout=1700)
-        for world in (1, 2)
-    ]
-    resumed = resume_all(taken, work / "runs")
+    ranks, resumed = between_ranks(taken, 2), resume_all(taken, work / "runs")
     found = {name: Found(refused=words) for name, words in refused.items() if words}
     for name, folder in taken.items():
-        ours, ranks = one[name], [on_rank[name] for on_rank in quantized[1]]
-        published = against_published(folder, work / "adapters" / name, ours)
-        between = max(_error(on_rank, quantized[0][0][name]) for on_rank in ranks)
-        found[name] = Found(**_sizes(folder), **published, packed=ours.packed, ranks=between, resumed=resumed[name])
+        published = against_published(folder, work / "adapters" / name, one[name])
+        found[name] = Found(**_sizes(folder), **published, packed=one[name].packed, ranks=ranks[name], resumed=resumed[name])
     return {name: found[name] for name in folders}
+
+
+def between_ranks(folders: Mapping[str, Path], world: int, **weights: Any) -> dict[str, float]:
+    """The largest error of loss or gradient of each base on `world` ranks against one. `weights`: precision other than NF4."""
+    alone, together = (
+        run_on_ranks(
+            measure, n, {name: _spec(f, "nf4", n, precision=weights) for name, f in folders.items()}, None, timeout=1700
+        )
+        for n in (1, world)
+    )
+    return {name: max(_error(on_rank[name], alone[0][name]) for on_rank in together) for name in folders}
 
 
 def _spec(folder: Path, weights: str, ranks: int = 1, **options: Any) -> JobSpec:
     training = {"per_device_train_batch_size": 2, **options.pop("training", {})}
-    precision = {"default": weights, "compute": "fp32"}
+    precision = {"default": weights, "compute": "fp32", **options.pop("precision", {})}
     return spec_for(folder, ranks=ranks, precision=precision, lora=LORA, training=training, **options)
 
 
@@ -164,12 +183,21 @@ def _sizes(folder: Path) -> dict[str, Any]:
 
 def measure(rank: int, world: int, specs: Mapping[str, JobSpec], out: str | None) -> dict[str, OnRank]:
     """A step of each job on this rank. `out`: where to write the adapters that it starts with, and to tell the logits."""
-    with REREAD_BY_PEFT:
-        return {name: _measure(rank, world, name, spec, out) for name, spec in specs.items()}
+    found = {}
+    for name, spec in specs.items():
+        with REREAD_BY_PEFT, _naming(name):
+            found[name] = _step(rank, world, spec, constructed(spec, world), None if out is None else Path(out) / name)
+    return found
 
 
-def _measure(rank: int, world: int, name: str, spec: JobSpec, out: str | None) -> OnRank:
-    return _step(rank, world, spec, constructed(spec, world), None if out is None else Path(out) / name)
+@contextmanager
+def _naming(base: str) -> Iterator[None]:
+    """Add to an error of which base it is: many are looked at in one process."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"The base is {base}.")
+        raise
 
 
 def check_here(folder: Path, work: Path) -> Found:
@@ -212,19 +240,25 @@ def logits_of(model: nn.Module) -> Tensor:
 
 def published_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The base as transformers loads it."""
+    folder = folder / VALUES if (folder / VALUES).is_dir() else folder
     config = AutoConfig.from_pretrained(folder)
     several = config.get_text_config(decoder=True) is not config
-    given = getattr(config, "quantization_config", None)
+    given = getattr(config, "quantization_config", None) or getattr(config.get_text_config(), "quantization_config", None)
     method = given.get("quant_method") if isinstance(given, dict) else None
     options: dict[str, Any] = {"attn_implementation": "eager"} if config.to_dict().get("attn_logit_softcapping") else {}
     if method is not None:
-        options["quantization_config"] = (Mxfp4Config if method == "mxfp4" else FineGrainedFP8Config)(dequantize=True)
+        options["quantization_config"] = DEQUANTISED[method](dequantize=True)
     if dtype == torch.float64:
         options["experts_implementation"] = "eager"  # the grouped products know no fp64
     stock: Any = (
-        published_auto() if several or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForCausalLM
+        published_as(config) if several or config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForCausalLM
     )
-    return _in(dtype, stock.from_pretrained(folder, dtype=dtype, **options))
+    with small_timm():
+        model = stock.from_pretrained(folder, dtype=dtype, **options)
+    part = READS_TEXT.get(config.model_type)
+    if part is not None:
+        model.forward = model.get_submodule(part).forward
+    return _in(dtype, model)
 
 
 def _in(dtype: torch.dtype, model: Any) -> Any:
@@ -232,9 +266,17 @@ def _in(dtype: torch.dtype, model: Any) -> Any:
     return model.double() if dtype == torch.float64 else model.float()
 
 
-def published_auto() -> Any:
-    """The class of transformers that finds the one which a base of several models is published as."""
-    return getattr(transformers, "AutoModelForMultimodalLM", AutoModelForImageTextToText)
+def small_timm() -> Any:
+    """Lets transformers make towers of timm, which the tests do not install: any such tower is one linear layer."""
+    module = "transformers.models.timm_wrapper.modeling_timm_wrapper"
+    timm = SimpleNamespace(create_model=lambda *_, **__: nn.Sequential(nn.Linear(8, 8)))
+    return patch.multiple(module, timm=timm, requires_backends=lambda *_: None, create=True)
+
+
+def published_as(config: PreTrainedConfig) -> Any:
+    """The class that a base of several models is published as."""
+    auto: Any = getattr(transformers, "AutoModelForMultimodalLM", AutoModelForImageTextToText)
+    return auto._model_mapping[type(config)]  # itself, it misses classes whose config has two model types
 
 
 def against_published(folder: Path, adapter_folder: Path, ours: OnRank) -> dict[str, Any]:
@@ -320,9 +362,9 @@ def attempts(rank: int, world: int, root: str, names: Iterable[str], attempt: in
             start = Start(job_id="ftjob-test", attempt=attempt, world_size=world, generation=1, checkpoint=checkpoint)
             run.write(f"attempts/{attempt}/start.json", start)
         torch.distributed.barrier()
-        with REREAD_BY_PEFT:
+        with REREAD_BY_PEFT, _naming(name):
             outcome = attempt_on_rank(rank, world, str(run.root), attempt)
-        assert outcome.kind == "succeeded", (name, outcome)
+            assert outcome.kind == "succeeded", outcome
 
 
 def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

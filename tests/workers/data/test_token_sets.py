@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from datetime import date
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from ft_service.data import token_folder
+from ft_service.data import token_folder, token_options
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.tokenize import load_dataset, load_tokenizer
 from ft_service.errors import DataError, FtError
@@ -23,6 +24,7 @@ from workers.data.token_sets import job_samples, remove_own
 from workers.job.origins import compare_tokens
 
 MAX_LENGTH = 60
+TEMPLATES = Path(__file__).parents[2] / "support/chat_templates_by_family"
 
 
 @pytest.fixture
@@ -153,3 +155,25 @@ def test_a_job_does_not_go_on_with_other_tokens(run: RunDir) -> None:
         compare_tokens([file("another")], now, [samples])
     assert refused.value.code == "tokens_changed"
     compare_tokens([file("another")], now, [TokenSet.of(samples, dated=True)])
+
+
+class AnotherDay(date):
+    @classmethod
+    def today(cls) -> date:
+        return date(2031, 4, 5)
+
+
+def test_a_job_goes_on_on_another_day_with_the_date_that_it_began_with(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = (TEMPLATES / "llama 3.2.jinja").read_text().replace("bos_token + ", "").replace("<|eot_id|>", "<|im_end|>")
+    longer = spec_of(run).training.model_copy(update={"max_length": 500})
+    began = spec_of(run).model_copy(update={"chat_template": template, "date": "2026-03-02", "training": longer})
+    first = [content(samples) for samples in job_samples(run, began)]
+    text = load_tokenizer(began.model.path).decode(first[0][0][0])
+    assert "Today Date: 02 Mar 2026" in text
+    remove_own(run)
+    monkeypatch.setattr(token_options, "date", AnotherDay)
+    assert [content(samples) for samples in job_samples(run, began)] == first
+    earlier = began.model_copy(update={"date": ""})  # of a version that pinned none: it goes on, and the set says why it may
+    (samples, _) = job_samples(run, earlier)
+    assert "Today Date: 05 Apr 2031" in load_tokenizer(began.model.path).decode(samples[0].ids)
+    assert samples.dated

@@ -28,6 +28,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 def write(folder: Path, given: dict[str, torch.Tensor]) -> None:
     shapes = {name: tensor.shape for name, tensor in given.items()}
+    (folder / "config.json").write_text('{"model_type": "llama"}')
     export.write_adapter(folder, shapes, given.items(), LoraConfig(r=2, target_modules=["q_proj"]), spec_for(folder))
 
 

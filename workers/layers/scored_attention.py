@@ -17,6 +17,10 @@ ROWS_AT_ONCE = 512
 """Queries whose scores exist at once."""
 
 
+Seen = Sequence[slice]
+"""Places of keys: of tokens, and behind those of what is made of blocks of them."""
+
+
 @dataclass(frozen=True)
 class Shape:
     """Of attention: which keys before it a query sees, and how their scores become shares."""
@@ -40,8 +44,8 @@ def scored(query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
     key, value = one_a_head(query, key, value)
     parts = []
     for own, seen, mask in _blocks(query, key, shape):
-        shares, _ = shares_of(query[:, :, own], _taken(key, seen), mask, shape)
-        parts.append(shares.to(value.dtype) @ _taken(value, seen))
+        shares, _ = shares_of(query[:, :, own], taken(key, seen), mask, shape)
+        parts.append(shares.to(value.dtype) @ taken(value, seen))
     return torch.cat(parts, dim=2)
 
 
@@ -54,7 +58,7 @@ def scored_grad(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, shape: 
     of_query = torch.empty_like(query)
     of_key, of_value = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (wide_key, wide_value))
     for own, seen, mask in _blocks(query, wide_key, shape):
-        q, k, v, g = query[:, :, own], _taken(wide_key, seen), _taken(wide_value, seen), grad[:, :, own]
+        q, k, v, g = query[:, :, own], taken(wide_key, seen), taken(wide_value, seen), grad[:, :, own]
         shares, slope = shares_of(q, k, mask, shape)
         _add(of_value, seen, shares.to(g.dtype).transpose(-2, -1) @ g)
         of_shares = (g @ v.transpose(-2, -1)).float()
@@ -89,11 +93,7 @@ def shares_of(query: Tensor, key: Tensor, mask: Tensor, shape: Shape) -> tuple[T
     return weights / (weights.sum(dim=-1, keepdim=True) + (sinks - largest).exp()), slope
 
 
-_Seen = Sequence[slice]
-"""Keys that queries see: of tokens, and behind those."""
-
-
-def _blocks(query: Tensor, key: Tensor, shape: Shape) -> Iterator[tuple[slice, _Seen, Tensor]]:
+def _blocks(query: Tensor, key: Tensor, shape: Shape) -> Iterator[tuple[slice, Seen, Tensor]]:
     """Queries, the keys that any of them sees, and which of them each does: bool [queries, keys], or [rows, one or heads,
     queries, keys] where they are chosen.
     """
@@ -129,13 +129,13 @@ def _picked(chosen: Tensor, count: int) -> Tensor:
     ]
 
 
-def _taken(tensor: Tensor, seen: _Seen) -> Tensor:
-    """Of keys or values [rows, heads, keys, d] those that are seen."""
+def taken(tensor: Tensor, seen: Seen) -> Tensor:
+    """Keys or values at these places, of all of them, [rows, heads, keys, d]."""
     parts = [tensor[:, :, part] for part in seen]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
-def _add(to: Tensor, seen: _Seen, tensor: Tensor) -> None:
+def _add(to: Tensor, seen: Seen, tensor: Tensor) -> None:
     """Add what belongs to the keys that are seen."""
     for part, own in zip(seen, tensor.split([part.stop - part.start for part in seen], dim=2), strict=True):
         to[:, :, part] += own

@@ -18,7 +18,7 @@ every step, and selective checkpointing keeps their results by their namespace.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from workers.layers.scored_attention import Shape, one_a_head, scored, scored_grad
+from workers.layers.scored_attention import Seen, Shape, one_a_head, scored, scored_grad, taken
 from workers.layers.segments import CURRENT, VARLEN_OPTIONS, Bounds, chunk_of, tempered, varlen_attn
 
 NAME = "ft_segments"
@@ -236,7 +236,7 @@ def attend(
     sums = query.new_zeros(rows, heads, length, dtype=torch.float32)
     shape = Shape(scale, window, softcap, sinks, block, chosen)
     for own, seen, shape_of_own in _segments(starts, query, key, shape, whole):
-        q, k, v = query[:, :, own], _taken(key, seen), _taken(value, seen)
+        q, k, v = query[:, :, own], taken(key, seen), taken(value, seen)
         if _by_kernel(q, k, shape_of_own):
             k, v = _for_kernel(k, v, heads)
             part, sums[:, :, own] = _kernel(q, k, v, 0.0, True, scale=scale)
@@ -267,7 +267,7 @@ def _attend_grad(
     heads = query.shape[1]
     shape = Shape(scale, window, softcap, sinks, block, chosen)
     for own, seen, shape_of_own in _segments(starts, query, key, shape, whole):
-        q, k, v, g = query[:, :, own], _taken(key, seen), _taken(value, seen), grad[:, own].transpose(1, 2)
+        q, k, v, g = query[:, :, own], taken(key, seen), taken(value, seen), grad[:, own].transpose(1, 2)
         if _by_kernel(q, k, shape_of_own):
             wide_k, wide_v = _for_kernel(k, v, heads)
             parts = _kernel_grad(g, q, wide_k, wide_v, out[:, own].transpose(1, 2), sums[:, :, own], 0.0, True, scale=scale)
@@ -311,11 +311,7 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor |
 attend.register_autograd(_backward, setup_context=_setup_context)
 
 
-_Seen = Sequence[slice]
-"""Places of a segment's keys: of its tokens, and of what is pooled of them."""
-
-
-def _segments(starts: Tensor, query: Tensor, key: Tensor, shape: Shape, whole: int) -> Iterator[tuple[slice, _Seen, Shape]]:
+def _segments(starts: Tensor, query: Tensor, key: Tensor, shape: Shape, whole: int) -> Iterator[tuple[slice, Seen, Shape]]:
     """Each segment's queries and keys, and its attention: with the chosen keys of its queries, if there is a choice."""
     length = query.shape[2]
     assert starts[-1] == length, "the segments are those of another micro-batch"
@@ -330,12 +326,7 @@ def _segments(starts: Tensor, query: Tensor, key: Tensor, shape: Shape, whole: i
         yield own, seen, replace(shape, chosen=chosen)
 
 
-def _taken(tensor: Tensor, places: _Seen) -> Tensor:
-    parts = [tensor[:, :, part] for part in places]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-
-
-def _put(to: Tensor, places: _Seen, tensor: Tensor) -> None:
+def _put(to: Tensor, places: Seen, tensor: Tensor) -> None:
     for part, own in zip(places, tensor.split([part.stop - part.start for part in places], dim=2), strict=True):
         to[:, :, part] = own
 

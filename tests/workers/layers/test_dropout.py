@@ -17,7 +17,7 @@ from tests.support.training.models import reference, save_tiny_llama, spec_for
 from tests.support.training.parity import CPU, Step, assert_parity, batches_of, constructed, full, samples
 from workers.base.load import adapters, plain_name
 from workers.data.batches import collate, pack
-from workers.layers.dropout import dropped_linear, kept_mask, key_of, keys_from
+from workers.layers.dropout import Dropping, dropped_linear, kept_mask, key_of, keys_from
 from workers.training.step import Sums, forward_backward
 
 RATE = 0.3
@@ -108,6 +108,16 @@ def test_gradients_are_those_of_the_masked_product() -> None:
     for found, right in zip(torch.autograd.grad(ours, (x, a), grad), torch.autograd.grad(expected, (x, a), grad), strict=True):
         torch.testing.assert_close(found, right)
     torch.library.opcheck(dropped_linear, (x, a, tokens, module_key("a"), RATE))
+
+
+def test_nothing_is_dropped_in_front_of_a_sample() -> None:
+    """Where a layer that looks back puts one row of zeros, there is no token."""
+    dropping = Dropping(RATE, "a")
+    dropping.use(keys_from(1, 48, CPU).view(2, 24))
+    assert dropping.concerns(torch.ones(2, 24, 8))
+    assert not dropping.concerns(torch.zeros(2, 1, 8))
+    dropping.use(keys_from(1, 2, CPU).view(2, 1))
+    assert dropping.concerns(torch.ones(2, 1, 8)), "samples of one token"
 
 
 def sample_keys(spec: JobSpec, part: list[int]) -> list[int]:

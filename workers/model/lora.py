@@ -25,6 +25,7 @@ from ft_service.bases.module_rules import (
 )
 from ft_service.errors import SpecError
 from ft_service.spec import LoraOptions
+from workers.base.turned import turned_weights
 from workers.layers.dropout import Dropping
 from workers.layers.experts import ExpertsLinear, FrozenExperts
 from workers.layers.experts_adapter import adapt_experts
@@ -73,6 +74,7 @@ def add_adapters(model: PreTrainedModel, lora: LoraOptions, *, shared_experts: b
         _adapt_apart(peft_model, config, apart)
         _adapt_stacks(model, stacks, lora, ranks, alphas)
         config.target_parameters = [*shortest_parameters(model, stacks), *(f"{name}.weight" for name in apart)]
+    config.fan_in_fan_out = bool(turned_weights(model))  # of the published class, on which the adapter is put
     config.target_modules = shortest_names(model, by_peft)  # PEFT shortens long lists by a model that has no towers
     if lora.lora_dropout:
         for name, module in model.named_modules():

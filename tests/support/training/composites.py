@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -156,14 +157,15 @@ EXACT = frozenset(
 """Types whose text part trains exactly; all others are refused."""
 
 
-def save_composite(kind: str, folder: Path) -> bool:
-    """A random base in bf16, in the layout in which its type is published; returns whether these values make one.
+def save_composite(kind: str, folder: Path, values: Mapping[str, Any] = MappingProxyType({})) -> bool:
+    """A random base in bf16, in the layout in which its type is published; returns whether these values make one. `values`: of
+    its config, beside the small ones.
 
     Where they do not, there is a config and one tensor: enough to refuse it.
     """
     torch.manual_seed(0)
     try:
-        model = small_model(small_config(kind))
+        model = small_model(small_config(kind, values))
     except Exception:  # configs check themselves in many ways, and some classes need packages that are not here
         model = None
     if model is None:
@@ -179,12 +181,12 @@ def save_composite(kind: str, folder: Path) -> bool:
     return True
 
 
-def small_config(kind: str) -> PreTrainedConfig:
-    """A config of a type of several models with small numbers in all its parts."""
+def small_config(kind: str, values: Mapping[str, Any] = MappingProxyType({})) -> PreTrainedConfig:
+    """A config of a type of several models with small numbers in all its parts. `values`: others, part by part."""
     known = AutoConfig.for_model(kind)
     text = known.get_text_config(decoder=True)
-    values = _small(known, text)
-    return AutoConfig.for_model(kind, **_joined(values, BESIDE.get(kind, {})))
+    small = _joined(_small(known, text), BESIDE.get(kind, {}))
+    return AutoConfig.for_model(kind, **_joined(small, values))
 
 
 def small_model(config: PreTrainedConfig) -> PreTrainedModel | None:

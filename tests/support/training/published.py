@@ -390,7 +390,7 @@ def save_published(name: str, folder: Path) -> Path:
     if base.kind in COMPOSITES:
         assert save_composite(base.kind, folder, base.config)
         save_tokenizer(folder)
-        _write_as_published(folder / "config.json", base.extra)
+        _write_as_published(folder / "config.json", base)
         return folder
     if base.kind in WRAPPED:
         config = AutoConfig.for_model(base.kind, **deepcopy(base.config))  # some write into what they are given

@@ -204,6 +204,8 @@ def _weight(tensor: LogicalTensor, stack: str, config: Mapping[str, Any], parts:
     shape, kind = tensor.shape, _kind(module, parameter, tensor.shape, layer, config, family)
     if kind == "experts" and len(shape) == 3 and not tensor.by_outputs and _is_turned(module, shape, config, family):
         shape = (shape[0], shape[2], shape[1])
+    if kind == "linear" and last_name(module) in family.turned:
+        shape = shape[::-1]
     return Weight(module, parameter, shape, kind, layer, tensor.held)
 
 

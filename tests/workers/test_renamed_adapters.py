@@ -11,6 +11,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
+from ft_service.errors import SpecError
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.file_digest import FileDigest
 from ft_service.rundir.verify import shape_faults
@@ -73,3 +74,24 @@ def test_what_reads_adapters_finds_those_that_are_called_as_in_the_files(tmp_pat
     before = logits_of(published_model(base).eval())
     merged = logits_of(published_model(tmp_path / "merged").eval())
     assert (merged - ours).norm() < 0.1 * (ours - before).norm()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_on_layers_that_are_stored_turned_is_merged_into_them(tmp_path: Path) -> None:
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    assert save_type("gpt2", base)
+    spec = spec_for(base, precision={"default": "bf16", "compute": "fp32"}, lora={"r": 2, "target_modules": "all-linear"})
+    model = build(spec, CPU).peft_model
+    load(model, base, seed=1, compute_dtype=torch.float32, device=CPU)
+    set_adapters(model)
+    tensors = {name.replace(".default.", "."): p.detach().contiguous() for name, p in adapters(model)}
+    with REREAD_BY_PEFT, new_folder(folder) as made:
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        write_adapter(made, shapes, tensors.items(), model.peft_config["default"], spec)
+    ours, before = logits_of(model.eval()), logits_of(published_model(base).eval())
+    merge(base, folder, tmp_path / "merged", to="bf16")
+    merged = logits_of(published_model(tmp_path / "merged").eval())
+    assert (merged - ours).norm() < 0.1 * (ours - before).norm()
+    with pytest.raises(SpecError, match="the other way round"):
+        merge(base, folder, tmp_path / "int4", to="int4")

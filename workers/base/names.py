@@ -18,6 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter, dot_natural_key
 
 from ft_service.errors import SpecError
+from workers.base.turned import turned_weights
 from workers.layers.experts import ExpertsLinear
 
 
@@ -45,8 +46,8 @@ class Piece:
     index: int | None = None
     """Which of the stacked matrices [matrices, rows, cols]; None: the whole tensor."""
     transposed: bool = False
-    """Whether that matrix is stored [cols, rows]; of a whole stack, whether its matrices are where its shape is not the
-    parameter's.
+    """Whether that matrix, or the whole tensor, is stored [cols, rows]; of a whole stack, whether its matrices are where its
+    shape is not the parameter's.
     """
 
 
@@ -155,7 +156,9 @@ def find_pieces(base: PreTrainedModel, wanted: Iterable[str], held: Iterable[str
             if target in wanted:
                 collected.setdefault(target, []).append((converter, pattern, key))
                 break
-    return {target: _in_row_order(target, sources) for target, sources in collected.items()}
+    pieces = {target: _in_row_order(target, sources) for target, sources in collected.items()}
+    turned = {target: [Piece(pieces[target][0].tensor, transposed=True)] for target in turned_weights(base) & pieces.keys()}
+    return pieces | turned
 
 
 def _renamed(key: str, renamings: list[Any], converters: list[Any]) -> tuple[str, WeightConverter | None, str | None]:

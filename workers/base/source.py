@@ -58,12 +58,13 @@ class Safetensors:
         return self._tensors[name].bytes
 
     def rows(self, name: str, start: int, end: int, index: int | None = None, *, transposed: bool = False) -> Tensor:
-        """Rows [start, end) of a tensor, in its own dtype; `index`: of one of the matrices [matrices, rows, cols] in it, or
-        `transposed` [matrices, cols, rows].
+        """Rows [start, end) of a tensor, in its own dtype; `index`: of one of the matrices [matrices, rows, cols] in it;
+        `transposed`: it is, or they are, [cols, rows].
         """
         source = self._slice(name)
         span = slice(start, end) if start < end else slice(0, 1)
-        at = (span,) if index is None else (index, slice(None), span) if transposed else (index, span)
+        inside = (slice(None), span) if transposed else (span,)
+        at = inside if index is None else (index, *inside)
         rows = source[at].mT if transposed else source[at]
         if start >= end:
             return rows[:0]

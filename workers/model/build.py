@@ -18,6 +18,7 @@ from ft_service.bases.wrapped import is_of_several
 from ft_service.errors import SpecError
 from ft_service.spec import JobSpec, WeightFormat
 from workers.base.frozen import Loaded
+from workers.base.turned import turn_convolutions
 from workers.layers.noise import add_noise
 from workers.layers.segment_attention import NAME as SEGMENTS
 from workers.model.attention import stay_within_segments, stock_attention, takes_segments
@@ -99,6 +100,7 @@ def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     for module in built.modules():
         if type(module).__name__ in PLAIN_LINEARS:
             module.__class__ = nn.Linear
+    turn_convolutions(built)
     return built
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.utils.constants import DUMMY_TARGET_MODULES
+from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
 from torch import nn
 from transformers import PreTrainedModel
 
+from ft_service.bases.adapter_names import AdapterNames
+from ft_service.bases.families.acceptance import untested
 from ft_service.bases.families.known import family_of
 from ft_service.bases.module_rules import (
     choose_parameters,
@@ -25,6 +28,7 @@ from ft_service.bases.module_rules import (
 )
 from ft_service.errors import SpecError
 from ft_service.spec import LoraOptions
+from workers.base.turned import turned_weights
 from workers.layers.dropout import Dropping
 from workers.layers.experts import ExpertsLinear, FrozenExperts
 from workers.layers.experts_adapter import adapt_experts
@@ -73,15 +77,32 @@ def add_adapters(model: PreTrainedModel, lora: LoraOptions, *, shared_experts: b
         _adapt_apart(peft_model, config, apart)
         _adapt_stacks(model, stacks, lora, ranks, alphas)
         config.target_parameters = [*shortest_parameters(model, stacks), *(f"{name}.weight" for name in apart)]
+    config.fan_in_fan_out = bool(turned_weights(model))  # of the published class, on which the adapter is put
     config.target_modules = shortest_names(model, by_peft)  # PEFT shortens long lists by a model that has no towers
     if lora.lora_dropout:
         for name, module in model.named_modules():
             if isinstance(module, LoraLinear):
                 module.dropping = Dropping(lora.lora_dropout, name)
-    for parameter in peft_model.parameters():
-        if parameter.requires_grad:
-            assert parameter.dtype == torch.float32, "adapters are fp32 masters"
+    trained = {name: parameter for name, parameter in peft_model.named_parameters() if parameter.requires_grad}
+    assert all(parameter.dtype == torch.float32 for parameter in trained.values()), "adapters are fp32 masters"
+    if untested(model.config.to_dict()) is not None:
+        _refuse_lost(peft_model, config, trained)
     return peft_model
+
+
+def _refuse_lost(peft_model: PeftModel, config: LoraConfig, trained: Mapping[str, nn.Parameter]) -> None:
+    """Raises SpecError for a base whose adapters PEFT would rename as it loads them, and then miss with a mere warning."""
+    base: Any = peft_model.get_base_model()
+    names = AdapterNames.of_base(base.config.to_dict())
+    wanted = {name.replace(".default.", "."): parameter.detach() for name, parameter in trained.items()}
+    held = {names.in_file(name): tensor for name, tensor in wanted.items()}
+    lost = sorted(wanted.keys() - convert_peft_adapter_state_dict_for_transformers(peft_model, config, held).keys())
+    if lost:
+        raise SpecError(
+            f"The base is a {base.config.model_type} model, of whose adapters PEFT would rename {len(lost)} as it loads them, "
+            f"and then miss them ({lost[0].removeprefix('base_model.model.')}): training one would be in vain.",
+            param="model",
+        )
 
 
 def adapted_modules(model: PreTrainedModel, lora: LoraOptions, *, shared_experts: bool) -> list[str]:

@@ -31,6 +31,11 @@ class Update:
     magnitude: Tensor | None
     """[out] fp32, with DoRA."""
 
+    def turned(self) -> Update:
+        """The same of a weight that is stored [in, out]."""
+        assert self.magnitude is None, "no job has one there"
+        return Update(self.b.t(), self.a.t(), self.scaling, None)
+
     def rows(self, base: Tensor, start: int, end: int) -> Tensor:
         """Rows [start, end) of the merged weight, from the base's, in fp32."""
         merged = base + self.scaling * (self.b[start:end] @ self.a)
@@ -44,8 +49,8 @@ class PeftAdapter:
 
     def __init__(self, folder: Path) -> None:
         config = PeftConfig.from_pretrained(str(folder))
-        if not isinstance(config, LoraConfig) or config.bias != "none" or config.fan_in_fan_out:
-            raise SpecError(f"{folder}: only LoRA adapters without bias, on layers stored [out, in], can be merged.")
+        if not isinstance(config, LoraConfig) or config.bias != "none":
+            raise SpecError(f"{folder}: only LoRA adapters without bias can be merged.")
         self.config = config
         self._file = folder / "adapter_model.safetensors"
         try:

@@ -33,6 +33,7 @@ from workers.base.load import Safetensors
 from workers.base.names import find_pieces
 from workers.base.plain_base import PlainBase
 from workers.base.stored import from_int4
+from workers.base.turned import turned_weights
 from workers.exports.compressed import PACKED, SCALE, SHAPE, group_of, layout, restore, to_fp8, to_int4
 from workers.layers.experts import experts_of
 from workers.model.adapted_experts import ExpertsUpdate, expected_shapes, updates_by_tensor
@@ -122,9 +123,10 @@ class Targets:
         self.stacks = self._of_stacks(model, tensors)
         self.modules = {pieces[name][0].tensor: module for name, module in weights.items()}
         self.replaced = {pieces[name][0].tensor: theirs for name, theirs in adapter.replaced.items()}
+        self._turned = {pieces[name][0].tensor for name in weights if pieces[name][0].transposed}
         for name, module in self.modules.items():
             shape = (adapter.shape(f"{module}.lora_B.weight")[0], adapter.shape(f"{module}.lora_A.weight")[1])
-            if tensors.shape(name) != shape:
+            if tensors.shape(name) != (shape[::-1] if name in self._turned else shape):
                 raise SpecError(f"The adapter changes {name} of shape {shape}; {base} has {tensors.shape(name)}.", param="base")
 
     def _of_stacks(self, model: PreTrainedModel, tensors: PlainBase) -> dict[str, Callable[[], ExpertsUpdate]]:
@@ -148,7 +150,8 @@ class Targets:
     def update(self, name: str) -> Update | ExpertsUpdate | None:
         if name in self.stacks:
             return self.stacks[name]()
-        return self.adapter.update(self.modules[name]) if name in self.modules else None
+        update = self.adapter.update(self.modules[name]) if name in self.modules else None
+        return update.turned() if update is not None and name in self._turned else update
 
 
 def linears_of_layers(model: PreTrainedModel, tensors: PlainBase, to: str) -> set[str]:
@@ -159,6 +162,10 @@ def linears_of_layers(model: PreTrainedModel, tensors: PlainBase, to: str) -> se
             f"The base is made of several models, of which merging to {to} would leave some as they are; no reader of that "
             "layout knows which: merge to bf16.",
             param="to",
+        )
+    if turned_weights(model):
+        raise SpecError(
+            f"The base holds its matrices the other way round, which merging to {to} does not: merge to bf16.", param="to"
         )
     names = {f"{name}.weight" for name in precision_map(model, layers, PrecisionOptions())}
     missing = sorted(name for name in names if name not in tensors)

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ft_service.bases.config_values import refuse_values
+from ft_service.bases.families.known import family_of
 from ft_service.bases.families.tested import TESTED
+from ft_service.bases.published_layouts import quantization_of
 from ft_service.bases.wrapped import NO_DECODER, NOT_TEXT, generates, not_tunable, text_config, text_section
 from ft_service.errors import SpecError
 
@@ -44,7 +46,7 @@ PAIRS = frozenset(
 """Model types of an encoder and a decoder that reads what the encoder says."""
 OTHERS = {
     "phimoe": "its router draws experts at random in training: no step could be repeated, and no resume be exact",
-    **dict.fromkeys(("gpt2", "gpt-sw3", "openai-gpt"), "its layers are convolutions of width one in place of linear layers"),
+    "openai-gpt": "its layers are convolutions of width one in place of linear layers",
     "longcat_flash": "some of its experts are the token itself, and each layer holds two",
     "hrm_text": "it goes through its layers several times",
     **dict.fromkeys(("inkling_text", "inkling_mm_model"), "its shared experts are stacks"),
@@ -94,6 +96,8 @@ def refuse_untunable(config: Mapping[str, Any]) -> None:
     why = OTHERS.get(kind) or OTHERS.get(inner)
     if why is not None:
         raise _refusal(kind, f"and cannot be tuned here: {why}")
+    if family_of(config).turned and quantization_of(config) is not None:
+        raise _refusal(kind, "published quantised, whose matrices would be read the other way round")
     heads = [name for name in classes if _OTHER_HEAD.search(name)]
     if heads and len(heads) == len(classes):
         raise _refusal(kind, f"published as {heads[0]}, whose head writes no text")

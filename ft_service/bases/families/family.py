@@ -21,6 +21,8 @@ class Family:
     """Lists of linear layers, by their last names, that the decoder has beside its layers."""
     parameters: tuple[str, ...] = ()
     """Last names of parameters that are buffers in other families."""
+    turned: tuple[str, ...] = ()
+    """Last names of linear layers that the files hold as [in, out]."""
     other_layers: tuple[str, ...] = ()
     """Last names of matrices that multiply otherwise than a linear layer's: neither adapted nor quantised."""
     names_in_adapter: Mapping[str, str] = field(default_factory=dict[str, str])

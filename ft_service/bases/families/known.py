@@ -18,6 +18,7 @@ _FAMILIES = (
     delta_nets.OLMO,
     ernie.FAMILY,
     gemma.FAMILY,
+    transposed.GPT_2,
     transposed.GPT_OSS,
     granite.FAMILY,
     transposed.LLAMA_4,

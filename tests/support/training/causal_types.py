@@ -185,8 +185,9 @@ def save_type(kind: str, folder: Path) -> bool:
         return False
     show_vectors(model)
     model.save_pretrained(folder)
-    if kind == "deepseek_v4":  # published without it, and saving leaves it
-        _without_prefix(folder / "model.safetensors", "model.")
+    prefix = {"deepseek_v4": "model.", "gpt2": "transformer."}.get(kind)
+    if prefix is not None:  # published without it, and saving leaves it
+        _without_prefix(folder / "model.safetensors", prefix)
     return True
 
 

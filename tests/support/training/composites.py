@@ -6,6 +6,7 @@ saved as a config and one tensor: enough to refuse it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -119,10 +120,27 @@ def _turned_experts(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+_EXPERT = re.compile(r"(?P<stack>.*\.experts)\.\d+\.(?P<matrix>gate|up|down)_proj\.weight")
+
+
+def _stacked_experts(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Experts in stacks, gate above up; and a layer that predicts a further token, which nothing here reads."""
+    kept = {name: tensor for name, tensor in held.items() if not _EXPERT.fullmatch(name)}
+    for stack in {match["stack"] for name in held if (match := _EXPERT.fullmatch(name))}:
+        count = sum(name.startswith(f"{stack}.") and name.endswith(".down_proj.weight") for name in held)
+        gate, up, down = (
+            torch.stack([held[f"{stack}.{i}.{matrix}_proj.weight"] for i in range(count)]) for matrix in ("gate", "up", "down")
+        )
+        kept |= {f"{stack}.gate_up_proj": torch.cat([gate, up], dim=1), f"{stack}.down_proj": down}
+        kept[f"mtp.layers.0.mlp.experts.{len(kept)}.down_proj.weight"] = down[0].clone()
+    return kept
+
+
 AS_PUBLISHED: dict[str, Callable[[Mapping[str, Tensor]], dict[str, Tensor]]] = {
     "kimi_k25": lambda held: {
         name.replace("language_model.model.blocks.", "language_model.model.layers."): t for name, t in held.items()
     },
+    "qwen3_5_moe": _stacked_experts,
     "qwen3_vl_moe": _turned_experts,
 }
 """Type → its files as they were published, where saving writes them otherwise."""

@@ -210,7 +210,7 @@ def small_model(config: PreTrainedConfig) -> PreTrainedModel | None:
 def _small(config: PreTrainedConfig, text: PreTrainedConfig) -> dict[str, Any]:
     known = config.to_dict()
     if config is text:
-        values = small_values(config.model_type, known)
+        values = small_values(config.model_type, known, ROWS)
     else:
         values = {key: _like(known[key], value) for key, value in TOWER.items() if key in known}
     for key, value in known.items():

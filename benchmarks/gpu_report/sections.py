@@ -59,7 +59,8 @@ SECTIONS = {
 def run(name: str, context: Context) -> None:
     section = SECTIONS[name]
     if missing := [package for package in section.needs if importlib.util.find_spec(package) is None]:
-        context.rows.add("-", "skipped", f"not installed: {', '.join(missing)}")
+        how = "benchmarks/README.md, One GPU, says how to bring what an image lacks"
+        context.rows.add("-", "skipped", f"not installed: {', '.join(missing)}; {how}")
         return
     measure = importlib.import_module(f"benchmarks.gpu_report.{section.module}").measure
     measure(context) if section.argument is None else measure(context, section.argument)

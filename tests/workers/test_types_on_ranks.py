@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ft_service.bases.families.tested import TESTED
-from tests.support.training.causal_types import OF_SEVERAL, TYPES, save_type
+from tests.support.training.causal_types import OF_SEVERAL, ROWS, TYPES, save_type
 from tests.support.training.checks import BOUND, between_ranks, resume_all
 from tests.support.training.composites import EXACT, save_composite
 from tests.support.training.models import save_tokenizer
@@ -31,7 +31,7 @@ MIXED: dict[str, Any] = {
 
 def _saved(kinds: Sequence[str], folder: Path) -> dict[str, Path]:
     for kind in kinds:
-        assert (save_composite if kind in OF_SEVERAL else save_type)(kind, folder / kind)
+        assert save_composite(kind, folder / kind) if kind in OF_SEVERAL else save_type(kind, folder / kind, ROWS)
         save_tokenizer(folder / kind)
     return {kind: folder / kind for kind in kinds}
 

@@ -13,12 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # pyright: ignore[reportPrivateImportUsage]
 
-from tests.support.training.models import COMMON, FAMILIES
+from tests.support.training.models import COMMON, FAMILIES, VOCABULARY
 
 LARGEST = 20_000_000
 """Parameters of a base that is still tiny."""
 ROWS = 272
-"""Of the embedding: the tests' tokenizer has 259 tokens, samples the first 256 of them; none stands for an image or a sound."""
+"""Of an embedding with rows for the tests' tokenizer, 259 tokens, and for tokens that stand for images or sounds."""
 SMALL: dict[str, Any] = {
     **COMMON,
     "num_key_value_heads": 2,
@@ -105,7 +105,7 @@ SMALL_TYPES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "sliding_window": 6,
         "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": ROWS,
+        "vocab_size_per_layer_input": VOCABULARY,
         "laurel_rank": 8,
         "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0],
     },
@@ -159,22 +159,23 @@ TYPES = sorted((modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() & CONFIG_
 """Types of one model."""
 
 
-def small_values(kind: str, known: Mapping[str, Any]) -> dict[str, Any]:
-    """What makes a small decoder of a type. `known`: what its config says by itself."""
+def small_values(kind: str, known: Mapping[str, Any], rows: int = VOCABULARY) -> dict[str, Any]:
+    """What makes a small decoder of a type. `known`: what its config says by itself; `rows`: of its embedding."""
     latent = {"num_key_value_heads": 4, "head_dim": 8} if "qk_rope_head_dim" in known else {}
     common = {key: value for key, value in {**SMALL, **latent}.items() if key in known}
     values = {**COMMON, **FAMILIES[kind]} if kind in FAMILIES else common
-    return {**values, **SMALL_TYPES.get(kind, {}), "vocab_size": ROWS}
+    own = SMALL_TYPES.get(kind, {})
+    return {**values, **own, **{key: rows for key in ("vocab_size", *own) if key.startswith("vocab_size")}}
 
 
-def save_type(kind: str, folder: Path) -> bool:
+def save_type(kind: str, folder: Path, rows: int = VOCABULARY) -> bool:
     """A tiny random base in the published layout; returns whether these values make a model of this type.
 
     Where they do not, there is a config and one tensor: enough to refuse it.
     """
     torch.manual_seed(0)
     try:
-        config = AutoConfig.for_model(kind, **small_values(kind, AutoConfig.for_model(kind).to_dict()))
+        config = AutoConfig.for_model(kind, **small_values(kind, AutoConfig.for_model(kind).to_dict(), rows))
         with torch.device("meta"):
             parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16) if parameters <= LARGEST else None

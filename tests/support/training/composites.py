@@ -121,6 +121,22 @@ def _turned_experts(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+_EXPERT = re.compile(r"(?P<stack>.*\.experts)\.\d+\.(?P<matrix>gate|up|down)_proj\.weight")
+
+
+def _stacked_experts(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Experts in stacks, gate above up; and a layer that predicts a further token, which nothing here reads."""
+    kept = {name: tensor for name, tensor in held.items() if not _EXPERT.fullmatch(name)}
+    for stack in {match["stack"] for name in held if (match := _EXPERT.fullmatch(name))}:
+        count = sum(name.startswith(f"{stack}.") and name.endswith(".down_proj.weight") for name in held)
+        gate, up, down = (
+            torch.stack([held[f"{stack}.{i}.{matrix}_proj.weight"] for i in range(count)]) for matrix in ("gate", "up", "down")
+        )
+        kept |= {f"{stack}.gate_up_proj": torch.cat([gate, up], dim=1), f"{stack}.down_proj": down}
+        kept[f"mtp.layers.0.mlp.experts.{len(kept)}.down_proj.weight"] = down[0].clone()
+    return kept
+
+
 def _with_keys_of_all_layers(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Of layers too that take those of others."""
     first = "model.language_model.layers.0.self_attn."
@@ -133,6 +149,7 @@ AS_PUBLISHED: dict[str, Callable[[Mapping[str, Tensor]], dict[str, Tensor]]] = {
     "kimi_k25": lambda held: {
         name.replace("language_model.model.blocks.", "language_model.model.layers."): t for name, t in held.items()
     },
+    "qwen3_5_moe": _stacked_experts,
     "qwen3_vl_moe": _turned_experts,
 }
 """Type → its files as they were published, where saving writes them otherwise."""
@@ -203,7 +220,7 @@ def small_model(config: PreTrainedConfig) -> PreTrainedModel | None:
 def _small(config: PreTrainedConfig, text: PreTrainedConfig) -> dict[str, Any]:
     known = config.to_dict()
     if config is text:
-        values = small_values(config.model_type, known)
+        values = small_values(config.model_type, known, ROWS)
     else:
         values = {key: _like(known[key], value) for key, value in TOWER.items() if key in known}
     for key, value in known.items():

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from ft_service.bases.safetensors_header import read_header
 from tests.support.training.checks import small_timm
 from tests.support.training.composites import AS_PUBLISHED, save_composite
 from tests.support.training.models import COMMON, DELTA_NET, EXPERTS, FAMILIES, GROUPED, save_tokenizer
@@ -66,6 +67,8 @@ class Published:
     quantized: Callable[[Path], object] | None = None
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
     """Keys that its config.json has beside those that transformers writes today."""
+    as_saved: bool = False
+    """Whether its files are laid out as saving does it, unlike others of its kind (`AS_PUBLISHED`)."""
 
 
 def _wrapped(family: str, **text: Any) -> dict[str, Any]:
@@ -120,6 +123,12 @@ _GEMMA_3N = {
 def _gemma4(**text: Any) -> dict[str, Any]:
     config = _wrapped("gemma4")
     return {**config, "text_config": {**_GEMMA4_TEXT, "vocab_size": ROWS, "vocab_size_per_layer_input": ROWS, **text}}
+
+
+_QWEN_35_MOE = {
+    **_wrapped("qwen3_5"),
+    "text_config": {**COMMON, **_HYBRID, **EXPERTS, "shared_expert_intermediate_size": 40, "vocab_size": ROWS},
+}
 
 
 Q, EXPERT = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.experts.4.down_proj.weight"
@@ -235,11 +244,16 @@ BASES: dict[str, Published] = {
     "qwen-3.5-moe": Published(
         "Qwen3.5, 3.6 MoE (35B-A3B)",
         "qwen3_5_moe",
-        {
-            **_wrapped("qwen3_5"),
-            "text_config": {**COMMON, **_HYBRID, **EXPERTS, "shared_expert_intermediate_size": 40, "vocab_size": ROWS},
-        },
-        "model.language_model.layers.0.mlp.shared_expert.up_proj.weight",
+        _QWEN_35_MOE,
+        "model.language_model.layers.0.mlp.experts.gate_up_proj",
+    ),
+    "qwen-3.5-moe-fp8": Published(
+        "Qwen3.5, 3.6 MoE in FP8",
+        "qwen3_5_moe",
+        _QWEN_35_MOE,
+        "model.language_model.layers.0.mlp.experts.4.down_proj.weight_scale_inv",
+        quantized=fp8_by_blocks,
+        as_saved=True,
     ),
     "gemma-3": Published(
         "Gemma 3 4B, 12B, 27B", "gemma3", _wrapped("gemma3"), "language_model.model.layers.0.self_attn.q_proj.weight"
@@ -404,13 +418,14 @@ def save_published(name: str, folder: Path) -> Path:
             if tensor.ndim == 1:
                 tensor += 0.2 * torch.randn_like(tensor)
     model.save_pretrained(folder)
-    if base.kind in AS_PUBLISHED:
+    if base.kind in AS_PUBLISHED and not base.as_saved:
         file = folder / "model.safetensors"
         save_file(AS_PUBLISHED[base.kind](load_file(file)), file, metadata={"format": "pt"})
     if base.kind == "gpt_oss":
         mxfp4_experts(folder)
     if base.quantized is not None:
         base.quantized(folder)
+    assert base.holds in read_header(folder / "model.safetensors").tensors
     save_tokenizer(folder)
     _write_as_published(folder / "config.json", base)
     return folder

@@ -13,6 +13,7 @@ from tests.support.training.composites import save_composite
 from tests.support.training.models import spec_for
 from tests.support.training.parity import CPU
 from workers.base.load import load
+from workers.base.plain_base import PlainBase
 from workers.base.source import Safetensors
 from workers.base.stacks import FP8Stack
 from workers.model.build import build
@@ -58,6 +59,16 @@ def test_any_rows_of_any_matrix_have_the_values_that_the_files_stand_for(layout:
             assert (codes.dtype, scales.shape) == (torch.float8_e4m3fn, (4, 1))
             assert torch.equal(codes.float() * scales, value[1:5])
         assert matrix.exact == (layout != "blocks" and (not transposed or layout not in ("rows", "gate and up")))
+
+
+def test_merging_reads_matrices_whole_and_as_they_lie_there(tmp_path: Path) -> None:
+    stack = _stack(tmp_path, SCALES["blocks"])
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8", "weight_block_size": [4, 5]}}')
+    base = PlainBase(Safetensors(tmp_path), tmp_path)
+    assert base.names() == ["mlp.experts.up_proj"]
+    assert base.shape("mlp.experts.up_proj") == stack.shape
+    assert base.dtype("mlp.experts.up_proj") == "BF16"
+    assert torch.equal(base.rows("mlp.experts.up_proj", 1, 3), (CODES.float() * _each(SCALES["blocks"]))[1:])
 
 
 @pytest.mark.parametrize("scales", [torch.ones(2), torch.ones(3, 3, 1), torch.ones(3, 1, 8), torch.ones(3, 2, 2, 1)])

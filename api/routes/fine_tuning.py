@@ -54,7 +54,7 @@ from ft_service.store.records import Principal
 
 router = keyed_router("/v1/fine_tuning/jobs", "fine-tuning")
 
-_METADATA = re.compile(r"metadata\[(.*)\]", re.DOTALL)
+_METADATA = re.compile(r"metadata\[(.+)\]", re.DOTALL)
 
 
 async def create(

@@ -6,9 +6,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ft_service.bases.experts import CHOSEN, COUNTS
 from ft_service.errors import SpecError
 
+COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Keys of config.json that say how many experts a layer has."""
+CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_k")
+"""Keys that say how many of them a token meets."""
 ACTIVATIONS = frozenset(
     {
         *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh", "gelu_pytorch_tanh"),

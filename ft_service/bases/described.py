@@ -15,6 +15,7 @@ from typing import Any
 from ft_service.bases.contents import BaseContents, StoredTensor, read_config, read_contents
 from ft_service.bases.published_layouts import FP8_DTYPE, LARGEST_SIZE, SCALES, quantization_of
 from ft_service.bases.safetensors_folder import INDEX, SINGLE, files_of, read_index
+from ft_service.bases.wrapped import Parts, text_config
 from ft_service.errors import SpecError
 
 _ALIKE = ("llama", "mistral", "qwen2", "qwen3")
@@ -43,8 +44,7 @@ def described(folder: Path) -> BaseContents:
     config = read_config(folder)
     index = read_index(folder) if (folder / INDEX).is_file() else None
     quantized = quantization_of(config) is not None
-    inner = config.get("text_config")
-    sizes = _Sizes({**config, **(inner if isinstance(inner, Mapping) else {})}, folder)
+    sizes = _Sizes(text_config(config), folder)
     if index is None:
         if quantized or config.get("model_type") not in _ALIKE:
             kind = "a quantised base" if quantized else f"model_type {config.get('model_type')!r}"
@@ -53,10 +53,11 @@ def described(folder: Path) -> BaseContents:
     modules_in_fp8 = {_SCALE.sub("", name) for name in index if name.endswith(SCALES)}
     if quantized and not modules_in_fp8:
         raise _too_little(folder, "of a base quantised by bitsandbytes the plan needs the files with the weights")
+    parts = Parts.of(config, index)
     tensors = [
         _scale(name) if _SCALE.search(name) else _tensor(name, sizes, _dtype(name, modules_in_fp8))
         for name in index
-        if sizes.is_of_decoder(name)
+        if parts.is_text(name) and sizes.is_of_decoder(name)
     ]
     return BaseContents(config, tuple(tensors))
 

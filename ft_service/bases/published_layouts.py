@@ -3,7 +3,10 @@
 bitsandbytes 4-bit   codes in `X.weight`, statistics in `X.weight.*`; the logical shape stands in the bytes of
                      `X.weight.quant_state.bitsandbytes__nf4` (or fp4), which are JSON
 FP8                  e4m3 codes in `X.weight` of the logical shape, scales in `X.weight_scale` or `X.weight_scale_inv`;
-                     torchao writes the same tensors as `X._weight_qdata` and `X._weight_scale`
+                     torchao writes the same tensors as `X._weight_qdata` and `X._weight_scale`; stacks of experts have no
+                     `.weight` in their names, and scales of each matrix in `X_scale_inv` [experts, ..]
+INT4                 eight codes an int32 in `X.weight_packed` [out, in / 8], scales of groups along the inputs in
+                     `X.weight_scale` [out, groups]
 MXFP4                experts alone: codes in `X_blocks` [experts, out, in / 32, 16], powers of two in `X_scales`
 """
 
@@ -33,11 +36,19 @@ LARGEST_SIZE = 2**31
 _TORCHAO_FP8 = ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig")
 """What torchao calls the two ways of using weights that it stores alike."""
 _TORCHAO_NAME = re.compile(r"(.*\.)_weight_(qdata|scale)")
+FP8_STACK_SCALE = "_scale_inv"
+FP8_BLOCK = 128
+"""Rows, and columns, that share a scale in FP8 by blocks where config.json does not say."""
+PACKED_DTYPE, PACKED = "I32", 8
+"""Of INT4 codes: the dtype that holds them, and how many one number of it holds."""
+_PACKED_CODES = "_packed"
 MXFP4_SCALES = "_scales"
 MXFP4_BIAS = 127
 """Of the exponents in `X_scales`."""
 _MXFP4_CODES, _MXFP4_WIDTH = "_blocks", 16
-_COMPANION = re.compile(r"\.weight\.|[._](weight|input|output|activation|kv|[qkv])_scale(_inv)?$|experts\.\w+_scales$")
+_COMPANION = re.compile(
+    r"\.weight\.|[._](weight|input|output|activation|kv|[qkv])_scale(_inv)?$|experts\.\w+_(scales|scale_inv)$|\.weight_shape$"
+)
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -52,13 +63,40 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     of_torchao = _torchao_kinds(section) if method == TORCHAO else []
     if method == TORCHAO and (not of_torchao or not set(of_torchao) <= set(_TORCHAO_FP8)):
         raise _unknown_method(f"torchao as {', '.join(of_torchao) or 'it does not say what'}")
+    if section.get("format") == "pack-quantized":
+        _require_int4(section)
     return section
+
+
+def _require_int4(section: Mapping[str, Any]) -> None:
+    """Raises SpecError where codes are packed that are no integers of four bits around zero, in the order of the inputs."""
+    for weights in _weights_of_groups(section):
+        given = {key: weights.get(key) for key in ("num_bits", "type", "symmetric", "actorder")}
+        if given not in ({"num_bits": 4, "type": "int", "symmetric": True, "actorder": order} for order in (None, "weight")):
+            raise _unknown_method(f"compressed-tensors, packed, as {str(given)[:200]}")
+
+
+def _weights_of_groups(section: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What a section of compressed-tensors says of weights, group by group."""
+    groups = section.get("config_groups")
+    values = groups.values() if isinstance(groups, Mapping) else []
+    weights = [group.get("weights") for group in values if isinstance(group, Mapping)]
+    return [one for one in weights if isinstance(one, Mapping)]
+
+
+def block_size(section: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and columns that share a scale in FP8 by blocks."""
+    given = [section.get("weight_block_size"), *(weights.get("block_structure") for weights in _weights_of_groups(section))]
+    block = next((one for one in given if one), None)
+    if not isinstance(block, list) or len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block):
+        return FP8_BLOCK, FP8_BLOCK
+    return block[0], block[1]
 
 
 def _unknown_method(shown: object) -> SpecError:
     return SpecError(
-        f"The base is published quantised by {shown}. Bases can be plain (bf16, fp16, fp32), bitsandbytes 4-bit, or FP8 with "
-        "scales by rows, tensors or blocks.",
+        f"The base is published quantised by {shown}. Bases can be plain (bf16, fp16, fp32), bitsandbytes 4-bit, FP8 with "
+        "scales by rows, tensors or blocks, or INT4 around zero in groups.",
         param="model",
     )
 
@@ -72,7 +110,7 @@ def _torchao_kinds(section: Mapping[str, Any]) -> list[str]:
 
 def logical_names(dtypes: Mapping[str, str]) -> dict[str, str]:
     """Tensor of a base's files → the name under which its layout is known here: its own, but for torchao's FP8 weights and the
-    codes of MXFP4.
+    codes of INT4 and MXFP4.
 
     `dtypes`: tensor → dtype. What torchao writes for other formats keeps its names, which are none of the model's.
     """
@@ -82,6 +120,9 @@ def logical_names(dtypes: Mapping[str, str]) -> dict[str, str]:
 def _logical_name(name: str, dtypes: Mapping[str, str]) -> str:
     stem = name.removesuffix(_MXFP4_CODES)
     if stem != name and dtypes[name] == dtypes.get(stem + MXFP4_SCALES) == "U8" and stem not in dtypes:
+        return stem
+    stem = name.removesuffix(_PACKED_CODES)
+    if stem != name and stem.endswith(".weight") and dtypes[name] == PACKED_DTYPE and stem not in dtypes:
         return stem
     match = _TORCHAO_NAME.fullmatch(name)
     if match is None or dtypes.get(f"{match[1]}_weight_qdata") != FP8_DTYPE:
@@ -125,6 +166,34 @@ class Bitsandbytes:
                 name, f"its {codes} bytes of codes are too few for the shape {shape} of its bitsandbytes state"
             )
         return cls((shape[0], shape[1]), block, offset, nested)
+
+
+def int4_shape(name: str, codes: tuple[int, ...], scales: tuple[int, ...] | None) -> tuple[int, int]:
+    """(out, in) of packed codes and their scales, None: there are none. Raises SpecError where they do not belong together."""
+    if scales is None or len(codes) != 2 or len(scales) != 2 or codes[0] != scales[0] or codes[1] * PACKED % max(1, scales[1]):
+        raise unknown_layout(name, f"INT4 codes packed as {codes} with scales of shape {scales}")
+    return codes[0], codes[1] * PACKED
+
+
+def fp8_grid(name: str, codes: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
+    """Rows and columns that share a scale, in the matrices of a stack [experts, rows, cols] whose `scales` are [experts, ..] or
+    one for all. Raises SpecError for others.
+    """
+    if len(codes) != 3:
+        raise unknown_layout(name, f"FP8 codes of shape {codes}")
+    experts, rows, cols = codes
+    grid = (*scales[1:], 1, 1)[:2] if scales[:1] == (experts,) and len(scales) <= 3 else None
+    if grid == (1, 1) or scales in ((), (1,)):
+        return rows, cols
+    if grid == (2, 1) and rows % 2 == 0:  # gate and up have their own
+        return rows // 2, cols
+    if grid == (rows, 1):
+        return 1, cols
+    if grid == (-(-rows // block[0]), -(-cols // block[1])):
+        return block
+    raise unknown_layout(
+        name, f"FP8 codes of shape {codes} with scales of shape {scales}, in blocks of {block[0]} x {block[1]}"
+    )
 
 
 def mxfp4_shape(name: str, blocks: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int, int]:

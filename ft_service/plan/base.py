@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
+from ft_service.bases.config_values import CHOSEN, COUNTS
 from ft_service.bases.contents import BaseContents
-from ft_service.bases.experts import CHOSEN, COUNTS, projection_of
 from ft_service.bases.families.acceptance import refuse_untunable, untested
 from ft_service.bases.families.family import Family
 from ft_service.bases.families.known import family_of
@@ -36,6 +36,7 @@ _BUFFERS = re.compile(
 _KEYS_AND_VALUES = re.compile(r"self_attn\.[kv]_(proj|norm)\.")
 _EMBEDDING = re.compile(r"embed|^wte$|^wpe$|position")
 """In the last name of a table from which rows are taken, among weights outside the decoder layers; others are linear layers."""
+_DOWN = ("down_proj", "w2")
 _NORMS_OF_HEADS = ("q_norm", "k_norm")
 """Norms with a row for each head, in some families."""
 _HEADS = ("lm_head", "embed_out", "output")
@@ -256,12 +257,19 @@ def _stack_experts(weights: list[Weight], hidden: int | None) -> list[Weight]:
             continue
         if not weight.shape:
             raise SpecError(f"The base's {weight.name} is one number: not the weight of an expert.", param="model")
-        stacks.setdefault(f"{match['before']}.{projection_of(match['matrix'], matrices)}", []).append(weight)
+        stacks.setdefault(f"{match['before']}.{_projection_of(match['matrix'], matrices)}", []).append(weight)
     for module, parts in stacks.items():
         rows = sum(part.rows for part in parts)
         held = parts[0].held if len({part.held for part in parts}) == 1 else None
         kept.append(Weight(module, "weight", (rows, parts[0].shape[-1]), "experts", parts[0].layer, held))
     return sorted(kept, key=lambda weight: -1 if weight.layer is None else weight.layer)
+
+
+def _projection_of(matrix: str, matrices: Collection[str]) -> str:
+    """The stack that a matrix of one expert belongs to. `matrices`: the names of all the matrices of an expert."""
+    if matrix in _DOWN:
+        return "down_proj"
+    return "up_proj" if set(matrices) == {"up_proj", "down_proj"} else "gate_up_proj"
 
 
 def _flattened(weight: Weight, hidden: int | None) -> Weight:
@@ -274,7 +282,7 @@ def _flattened(weight: Weight, hidden: int | None) -> Weight:
             param="model",
         )
     experts, rows, cols = weight.shape
-    return Weight(weight.module, weight.parameter, (experts * rows, cols), "experts", weight.layer)
+    return Weight(weight.module, weight.parameter, (experts * rows, cols), "experts", weight.layer, weight.held)
 
 
 def _tie(weights: list[Weight], config: Mapping[str, Any]) -> list[Weight]:

@@ -8,13 +8,18 @@ from dataclasses import dataclass
 from ft_service.bases.contents import BaseContents, StoredTensor
 from ft_service.bases.published_layouts import (
     FP8_DTYPE,
+    FP8_STACK_SCALE,
     KINDS,
     MXFP4_SCALES,
     NO_SCALE,
+    PACKED_DTYPE,
     PLAIN_DTYPES,
     SCALES,
     STATE,
     Bitsandbytes,
+    block_size,
+    fp8_grid,
+    int4_shape,
     is_companion,
     mxfp4_shape,
     quantization_of,
@@ -38,30 +43,39 @@ def logical_tensors(contents: BaseContents) -> list[LogicalTensor]:
     """The tensors of a base without the companions of quantised weights. Raises SpecError, naming the tensor, for an unknown
     layout.
     """
-    if quantization_of(contents.config) is None:
+    quantization = quantization_of(contents.config)
+    if quantization is None:
         return [LogicalTensor(tensor.name, tensor.shape) for tensor in contents.tensors]
     by_name = {tensor.name: tensor for tensor in contents.tensors}
-    return [_logical(tensor, by_name) for tensor in contents.tensors if not is_companion(tensor.name)]
+    block = block_size(quantization)
+    return [_logical(tensor, by_name, block) for tensor in contents.tensors if not is_companion(tensor.name)]
 
 
-def _logical(tensor: StoredTensor, by_name: Mapping[str, StoredTensor]) -> LogicalTensor:
+def _logical(tensor: StoredTensor, by_name: Mapping[str, StoredTensor], block: tuple[int, int]) -> LogicalTensor:
     for kind in KINDS:
         state = by_name.get(f"{tensor.name}{STATE}{kind}")
         if state is not None:
             quantized = Bitsandbytes.read(tensor.name, kind, state.content, tensor.bytes)
             return LogicalTensor(tensor.name, quantized.shape, "nf4_fp32")
     if tensor.dtype == FP8_DTYPE:
-        _require_scale(tensor, by_name)
+        _require_scale(tensor, by_name, block)
         return LogicalTensor(tensor.name, tensor.shape, "fp8")
     scales = by_name.get(tensor.name + MXFP4_SCALES)
     if scales is not None:
         return LogicalTensor(tensor.name, mxfp4_shape(tensor.name, tensor.shape, scales.shape), by_outputs=True)
+    scales = by_name.get(f"{tensor.name}_scale")
+    if tensor.dtype == PACKED_DTYPE and tensor.name.endswith(".weight"):
+        return LogicalTensor(tensor.name, int4_shape(tensor.name, tensor.shape, None if scales is None else scales.shape))
     if tensor.dtype not in PLAIN_DTYPES:
         raise unknown_layout(tensor.name, f"it is stored as {tensor.dtype}")
     return LogicalTensor(tensor.name, tensor.shape)
 
 
-def _require_scale(tensor: StoredTensor, by_name: Mapping[str, StoredTensor]) -> None:
+def _require_scale(tensor: StoredTensor, by_name: Mapping[str, StoredTensor], block: tuple[int, int]) -> None:
+    of_stack = by_name.get(tensor.name + FP8_STACK_SCALE)
+    if of_stack is not None and len(tensor.shape) == 3:
+        fp8_grid(tensor.name, tensor.shape, of_stack.shape, block)
+        return
     module = tensor.name.removesuffix(".weight")
     if not any(f"{module}.{scale}" in by_name for scale in SCALES):
         raise unknown_layout(tensor.name, NO_SCALE)

@@ -101,6 +101,7 @@ LIST_PARAMETERS = [
     ("fine_tuning/jobs?limit=many", "limit"),
     ("fine_tuning/jobs?metadata=x", "metadata"),
     ("fine_tuning/jobs?metadata=null&metadata[a]=1", "metadata"),
+    ("fine_tuning/jobs?metadata[]=1", "metadata"),
     ("fine_tuning/jobs/x/events?stream=perhaps", "stream"),
     ("fine_tuning/jobs?metadata[a]=1&metadata[a]=2", "metadata[a]"),
     ("files?order=up", "order"),

@@ -23,9 +23,9 @@ from tests.support.training.models import spec_for
 from tests.support.training.parity import set_adapters
 from tests.support.training.published import save_published
 from workers.base.load import adapters, load, own_rows
-from workers.base.mxfp4 import dequantize
 from workers.base.named_base import NamedBase
 from workers.base.source import Safetensors
+from workers.base.stacks import dequantize
 from workers.base.stored import StoredBase
 from workers.layers.segments import CURRENT
 from workers.model.build import build

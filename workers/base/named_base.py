@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ft_service.bases.published_layouts import is_companion
 from ft_service.spec import WeightFormat
-from workers.base.mxfp4 import MXFP4Stack
 from workers.base.names import NamedTensors, Piece, by_parameter
+from workers.base.stacks import Stack
 from workers.base.stored import StoredBase, StoredWeight
 
 
@@ -71,7 +71,7 @@ def _stored_piece(base: StoredBase, piece: Piece) -> StoredWeight | None:
     stored = base.stored(piece.tensor)
     if piece.index is None:
         return stored
-    return stored.matrix(piece.index) if isinstance(stored, MXFP4Stack) else None
+    return stored.matrix(piece.index, transposed=piece.transposed) if isinstance(stored, Stack) else None
 
 
 class Stacked:

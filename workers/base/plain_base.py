@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ft_service.bases.published_layouts import is_companion
-from workers.base.mxfp4 import MXFP4Stack
 from workers.base.source import Safetensors
+from workers.base.stacks import Stack
 from workers.base.stored import StoredBase
 
 
@@ -33,7 +33,7 @@ class PlainBase:
     def shape(self, name: str) -> tuple[int, ...]:
         """As transformers saves it: stacks that are published the other way round are [experts, in, out]."""
         stored = self._base.stored(name) if self.declared else None
-        if isinstance(stored, MXFP4Stack):
+        if isinstance(stored, Stack) and stored.by_outputs:
             return stored.shape[0], stored.shape[2], stored.shape[1]
         return self._files.shape(name) if stored is None else stored.shape
 
@@ -43,8 +43,9 @@ class PlainBase:
     def rows(self, name: str, start: int, end: int) -> Tensor:
         """Rows [start, end); of a stack, matrices."""
         stored = self._base.stored(name) if self.declared else None
-        if isinstance(stored, MXFP4Stack):
-            return torch.stack([stored.rows_of(index, 0, stored.shape[1]).mT for index in range(start, end)])
+        if isinstance(stored, Stack):
+            matrices = torch.stack([stored.matrix(index).rows(0, stored.shape[1]) for index in range(start, end)])
+            return matrices.mT if stored.by_outputs else matrices
         return self._base.rows(name, start, end)
 
     def whole(self, name: str) -> Tensor:

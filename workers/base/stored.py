@@ -4,7 +4,8 @@
     FP8 by rows         e4m3 codes and one scale a row (`weight_scale`: fbgemm, compressed-tensors, torchao)
     FP8 by tensors      e4m3 codes and one scale, which becomes the scale of every row
     FP8 by blocks       e4m3 codes and one scale a block, 128×128 as a rule (`weight_scale_inv`: DeepSeek, Qwen)
-    MXFP4               stacked experts (see `workers.base.mxfp4`)
+    INT4 in groups      codes of four bits and one scale a group of inputs (compressed-tensors: Kimi K2)
+    stacks of experts   in FP8 and MXFP4 (see `workers.base.stacks`)
 
 Where the layout's rows are rows of one of our formats, `parts` gives them as they are. Elsewhere `rows` gives the values that
 the base stands for, to be quantised again. Scales of activations, which serve inference, are not read.
@@ -13,32 +14,37 @@ the base stands for, to be quantised again. Scales of activations, which serve i
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ft_service.bases.published_layouts import (
+    FP8_BLOCK,
     FP8_DTYPE,
+    FP8_STACK_SCALE,
     KINDS,
     MXFP4_SCALES,
     NO_SCALE,
+    PACKED,
+    PACKED_DTYPE,
     PLAIN_DTYPES,
     SCALES,
     STATE,
     Bitsandbytes,
+    block_size,
+    int4_shape,
     quantization_of,
     unknown_layout,
 )
 from ft_service.spec import WeightFormat
-from workers.base.mxfp4 import MXFP4Stack
 from workers.base.source import Safetensors
+from workers.base.stacks import FP8Stack, MXFP4Stack, Stack
 from workers.quant import kernels as kernels  # registers torch.ops.bitsandbytes
 from workers.quant.nf4 import BLOCK
 
-FP8_BLOCK = 128
 _NESTED_BLOCK = 256
 
 
@@ -79,7 +85,7 @@ class StoredBase:
         quantization = quantization_of(json.loads((Path(folder) / "config.json").read_text()))
         if quantization is None:
             return cls(files)
-        base = cls(files, _block_size(quantization))
+        base = cls(files, block_size(quantization))
         base.declared = True
         return base
 
@@ -95,14 +101,15 @@ class StoredBase:
 
     def by_outputs(self, name: str) -> bool:
         """Whether stacked matrices lie there [out, in], whatever the architecture's own parameter does."""
-        return isinstance(self.stored(name), MXFP4Stack)
+        stored = self.stored(name)
+        return isinstance(stored, Stack) and stored.by_outputs
 
     def rows(self, name: str, start: int, end: int, index: int | None = None, *, transposed: bool = False) -> Tensor:
         """Rows [start, end) as values: in the dtype of its file where it is plain, else exact in bf16 or fp32."""
         stored = self.stored(name)
-        if isinstance(stored, MXFP4Stack):
+        if isinstance(stored, Stack):
             assert index is not None, "it is a stack"
-            return stored.rows_of(index, start, end)
+            return stored.matrix(index, transposed=transposed).rows(start, end)
         return self._files.rows(name, start, end, index, transposed=transposed) if stored is None else stored.rows(start, end)
 
     def whole(self, name: str) -> Tensor:
@@ -116,22 +123,18 @@ class StoredBase:
         return self._stored[name]
 
 
-def _block_size(config: Mapping[str, Any]) -> tuple[int, int]:
-    block = config.get("weight_block_size")
-    for group in (config.get("config_groups") or {}).values():
-        block = block or (group.get("weights") or {}).get("block_structure")
-    return (int(block[0]), int(block[1])) if isinstance(block, list) else (FP8_BLOCK, FP8_BLOCK)
-
-
 def _recognise(files: Safetensors, name: str, block: tuple[int, int]) -> StoredWeight | None:
     for kind in KINDS:
         if f"{name}{STATE}{kind}" in files:
             return Bitsandbytes4Bit(files, name, kind)
     dtype = files.dtype(name)
     if dtype == FP8_DTYPE:
-        return _fp8(files, name, block)
+        stack = len(files.shape(name)) == 3 and name + FP8_STACK_SCALE in files
+        return FP8Stack(files, name, block) if stack else _fp8(files, name, block)
     if name + MXFP4_SCALES in files:
         return MXFP4Stack(files, name)
+    if dtype == PACKED_DTYPE and name.endswith(".weight"):
+        return PackedInt4(files, name)
     if dtype not in PLAIN_DTYPES:
         raise unknown_layout(name, f"it is stored as {dtype}")
     return None
@@ -263,3 +266,31 @@ class FP8ByBlock(_FP8):
         scales = self._files.rows(self._scale, first, -(-end // high)).float()
         of_row = torch.arange(start, end) // high - first
         return scales[of_row].repeat_interleave(wide, dim=1)[:, : self.shape[1]]
+
+
+class PackedInt4:
+    """Codes of four bits around zero, eight in an int32, the first in its lowest bits, with one scale a group of inputs."""
+
+    format: WeightFormat | None = None
+    """They are stored in the job's format."""
+    exact = False
+
+    def __init__(self, files: Safetensors, name: str) -> None:
+        """Raises SpecError for codes and scales that do not belong together."""
+        self._files, self._name, self._scale = files, name, f"{name}_scale"
+        self.shape: tuple[int, ...] = int4_shape(
+            name, files.shape(name), files.shape(self._scale) if self._scale in files else None
+        )
+        self.layout = f"INT4 in groups of {self.shape[1] // max(1, files.shape(self._scale)[1])}"
+
+    def parts(self, start: int, end: int) -> tuple[Tensor, ...]:
+        raise NotImplementedError("no format here holds them")
+
+    def rows(self, start: int, end: int) -> Tensor:
+        return from_int4(self._files.rows(self._name, start, end), self._files.rows(self._scale, start, end))
+
+
+def from_int4(packed: Tensor, scales: Tensor) -> Tensor:
+    """The values [rows, cols] fp32 of packed codes [rows, cols / 8] int32 and scales [rows, groups]."""
+    codes = ((packed.unsqueeze(2) >> (4 * torch.arange(PACKED, dtype=torch.int32))) & 15).flatten(1).float() - 8
+    return codes * scales.float().repeat_interleave(codes.shape[1] // scales.shape[1], dim=1)

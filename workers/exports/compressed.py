@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ft_service.bases.published_layouts import PACKED_DTYPE
 from ft_service.errors import SpecError
 from workers.base.source import Safetensors
+from workers.base.stored import from_int4
 from workers.exports.restored import RestoredFolder
 from workers.quant.fp8 import LARGEST
 
@@ -57,13 +59,6 @@ def _packed(codes: Tensor) -> Tensor:
     return (words << shifts).sum(dim=2).to(torch.uint32).view(torch.int32)
 
 
-def from_int4(packed: Tensor, scale: Tensor) -> Tensor:
-    """The values [rows, cols] fp32."""
-    words = packed.to(torch.int64).unsqueeze(2) >> (4 * torch.arange(_PER_WORD))
-    codes = (words & 15).flatten(1).float() - _ZERO
-    return codes * scale.float().repeat_interleave(codes.shape[1] // scale.shape[1], dim=1)
-
-
 def group_of(columns: Iterable[int]) -> int:
     """The group that fits layers of these widths. Raises SpecError if none does."""
     widths = set(columns)
@@ -102,11 +97,9 @@ def restore(stored: Path, folder: Path) -> None:
     """Write a model that is stored in INT4 to the new folder `folder` as plain weights, those of the layers in fp32."""
     target = RestoredFolder(folder, stored)
     with Safetensors(stored) as tensors:
-        names = set(tensors.names())
-        for name in sorted(names):
-            weight = name.removesuffix(PACKED)
-            if weight != name:
-                target.put(weight, from_int4(tensors.whole(name), tensors.whole(weight + SCALE)))
-            elif name.removesuffix(SCALE) + PACKED not in names and name.removesuffix(SHAPE) + PACKED not in names:
-                target.put(name, tensors.whole(name))
+        packed = {name for name in tensors.names() if tensors.dtype(name) == PACKED_DTYPE and name + SCALE in tensors}
+        beside = {name + suffix for name in packed for suffix in (SCALE, SHAPE)}
+        for name in sorted(set(tensors.names()) - beside):
+            whole = tensors.whole(name)
+            target.put(name, from_int4(whole, tensors.whole(name + SCALE)) if name in packed else whole)
     target.close()

@@ -189,6 +189,12 @@ class Dropping:
         if self._module is None or self._module.device != tokens.device:
             self._module = torch.tensor(self._key, dtype=torch.int32, device=tokens.device)
 
+    def concerns(self, x: Tensor) -> bool:
+        """Whether x [rows, length, cols] is of the tokens in hand: not of the one before the first, in whose place layers that
+        look back put zeros (Zaya).
+        """
+        return self._tokens is None or x.shape[-2] != 1 or self._tokens.shape[-1] == 1
+
     @property
     def keys(self) -> Keys:
         assert self._tokens is not None, "a forward in training needs the keys of its tokens"

@@ -56,6 +56,7 @@ class LoraLinear(peft.tuners.lora.Linear):
         a: Tensor = self.lora_A[name].weight  # pyright: ignore[reportAssignmentType]  [r, in]
         b: Tensor = self.lora_B[name].weight  # pyright: ignore[reportAssignmentType]  [out, r]
         dropping = self.dropping if self.training else None
+        dropping = dropping if dropping is None or dropping.concerns(x) else None
         if torch.compiler.is_compiling() or type(base) not in (nn.Linear, FrozenLinear):
             down = F.linear if dropping is None else dropping
             return base(x, *args, **kwargs) + F.linear(down(x, a.to(x.dtype)), b.to(x.dtype)) * self.scaling[name]

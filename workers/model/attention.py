@@ -14,12 +14,17 @@ from workers.layers.by_sample import (
     lightning_attention,
     sample_positions,
     segment_mixers,
+    whole_attention,
 )
+from workers.layers.segment_attention import NAME
+from workers.model.wrapped import text_decoder
 
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _WITHOUT_MIXING = frozenset({"moe", "mlp", "dense", "sparse"})
 _MIXING_LAYERS = frozenset({"linear_attention", "conv", "mamba", "hybrid"})
 """Convolutions and recurrences."""
+_OWN_MASK = "prepare_dynamic_mask"
+"""Method of attention that makes a mask of its values (Doge)."""
 _CHOOSING_LAYERS = indexed_attention.KINDS | compressed_attention.KINDS
 
 
@@ -28,6 +33,8 @@ def takes_segments(config: PreTrainedConfig, model: Any) -> bool:
 
     `model`: its class.
     """
+    if any(hasattr(value, _OWN_MASK) for value in vars(sys.modules[model.__module__]).values()):
+        return False
     kinds = set(getattr(config, "layer_types", None) or ()) - _WITHOUT_MIXING
     if kinds & _CHOOSING_LAYERS:
         if not chooses_keys(model):
@@ -52,8 +59,11 @@ def chooses_keys(model: type) -> bool:
 
 def stay_within_segments(model: nn.Module) -> None:
     """Let every layer of a model that looks at several tokens take each sample of the micro-batch in hand by itself. Attention
-    does so where it is that of segments (`takes_segments`).
+    does so where it is that of segments (`takes_segments`); other attention runs on one sample after the other.
     """
+    decoder = text_decoder(model)
+    if decoder.config._attn_implementation != NAME:
+        whole_attention.attend_by_sample(decoder)
     segment_mixers.use_segments(model)
     lightning_attention.begin_anew(model)
     indexed_attention.choose_by_sample(model)

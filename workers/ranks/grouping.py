@@ -89,7 +89,8 @@ def _by_size(model: PeftModel, min_params: int, reshard_after_forward: bool | in
 
 def _choose(module: nn.Module, min_params: int, tied: set[int], chosen: set[int]) -> list[nn.Parameter]:
     """Add to `chosen`, inner modules first. Returns the parameters that are in none of them."""
-    whole = isinstance(module, BaseTunerLayer)  # uses its adapters' weights without calling them
+    # One uses its adapters' weights without calling them, the other calls what is in it for each sample.
+    whole = isinstance(module, BaseTunerLayer) or getattr(module, "by_sample", False)
     left = list(module.parameters(recurse=whole))
     if not whole:
         for child in module.children():

@@ -32,7 +32,8 @@ from ft_service.spec import JobSpec, PrecisionOptions
 from workers.base.load import Safetensors
 from workers.base.names import find_pieces
 from workers.base.plain_base import PlainBase
-from workers.exports.compressed import PACKED, SCALE, SHAPE, from_int4, group_of, layout, restore, to_fp8, to_int4
+from workers.base.stored import from_int4
+from workers.exports.compressed import PACKED, SCALE, SHAPE, group_of, layout, restore, to_fp8, to_int4
 from workers.layers.experts import experts_of
 from workers.model.adapted_experts import ExpertsUpdate, expected_shapes, updates_by_tensor
 from workers.model.build import base_on_meta, decoder_layers

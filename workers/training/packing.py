@@ -22,6 +22,7 @@ from ft_service.errors import SpecError
 from ft_service.spec import JobSpec
 from workers.data.batches import Batch, collate, pack
 from workers.data.sharing import Limits, attention_share
+from workers.layers.by_sample.whole_attention import is_by_sample
 from workers.layers.segment_attention import NAME, described_mask
 from workers.layers.segments import CURRENT
 from workers.model.attention import own_attention
@@ -72,11 +73,13 @@ def settle_attention(model: nn.Module, device: torch.device, compute_dtype: torc
     base = text_decoder(causal_model(model))
     training = model.training
     model.eval()
-    reason = f"{base.config.model_type} has layers other than attention that mix tokens, or attention of its own kind"
-    if base.config._attn_implementation == NAME:
+    reason = f"{base.config.model_type} has layers other than attention that mix tokens"
+    replaced = base.config._attn_implementation == NAME
+    if replaced or is_by_sample(base):
         reason = _tried(model, device, compute_dtype)
         if _anywhere(reason is not None, device):
-            base.set_attn_implementation(own_attention(base))
+            if replaced:
+                base.set_attn_implementation(own_attention(base))
             reason = reason or "another rank found that packed samples see each other"
     if reason is not None:
         _refuse_not_causal(model, device, compute_dtype)
@@ -96,7 +99,7 @@ def _tried(model: nn.Module, device: torch.device, compute_dtype: torch.dtype) -
                 apart = _answers(model, collate(samples, device))
             together = _answers(model, pack(samples, device))
             beside_other = _answers(model, pack(other, device))
-        except (NotImplementedError, RuntimeError, IndexError, TypeError, ValueError) as error:
+        except (RuntimeError, LookupError, AttributeError, TypeError, ValueError, AssertionError) as error:
             return f"the attention of its layers cannot be replaced ({type(error).__name__}: {error})"
         finally:
             reshard(model)

@@ -55,6 +55,7 @@ OTHERS = {
     **dict.fromkeys(
         ("ernie4_5_vl_moe", "ernie4_5_vl_moe_text"), "its experts for text and those for images are stored in one row"
     ),
+    "phi4mm": "its code comes with its files, and is not run; the same base in the layout of Transformers is phi4_multimodal",
     "unlimited_ocr": "it sees all that it has written while it is trained, and through a window while it answers",
     "nemo_speechlm": "its files call its text part by names of their own",
     "voxtral_realtime": "its text part is told how far it lags behind what it hears",

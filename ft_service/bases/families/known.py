@@ -7,6 +7,7 @@ from typing import Any
 
 from ft_service.bases.families import aria, deepseek_v4, delta_nets, ernie, gemma, granite, mamba, qwen, renamed, transposed
 from ft_service.bases.families.family import DEFAULT, Family
+from ft_service.bases.wrapped import text_config
 
 _FAMILIES = (
     *renamed.FAMILIES,
@@ -28,6 +29,5 @@ _BY_TYPE = {name: family for family in _FAMILIES for name in family.types}
 
 def family_of(config: Mapping[str, Any]) -> Family:
     """What is known of the family of a config.json, or of the text part of one that describes several models."""
-    inner = config.get("text_config")
-    kinds = (inner.get("model_type") if isinstance(inner, Mapping) else None, config.get("model_type"))
+    kinds = (text_config(config).get("model_type"), config.get("model_type"))
     return next((_BY_TYPE[str(kind)] for kind in kinds if str(kind) in _BY_TYPE), DEFAULT)

@@ -17,11 +17,19 @@ from ft_service.data.tokens.marked import Span
 
 
 def render_bare(tokenizer: PreTrainedTokenizerBase, record: Text | PromptCompletion, train_on: str) -> tuple[str, list[Span]]:
-    """Text and learned spans. Raises LineError if the tokenizer has no end of text."""
+    """Text and learned spans. Raises LineError if the tokenizer has no end of text, or for a text of which an answer is to be
+    learned.
+    """
     begin, end = _ends(tokenizer)
     if not end:
         raise LineError("", "the base's tokenizer names no end-of-text token (eos_token), so bare text could not be ended")
     if isinstance(record, Text):
+        if train_on == "last_assistant":
+            raise LineError(
+                "text",
+                "has no answers, of which training.train_on = 'last_assistant' learns the last. Leave that out: a text is "
+                "learned whole",
+            )
         text = begin + record.text + end
         return text, [(len(begin), len(text))]
     prompt = begin + record.prompt

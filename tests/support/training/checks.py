@@ -18,7 +18,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
+from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
 
 from ft_service.bases.contents import read_config, read_contents
 from ft_service.bases.families.acceptance import refuse_untunable
@@ -32,6 +32,7 @@ from tests.support.ranks import run_on_ranks
 from tests.support.training.attempts import adapter, attempt_on_rank
 from tests.support.training.models import save_chats, spec_for
 from tests.support.training.parity import CPU, constructed, full, one_step, relative_error, samples, set_adapters
+from tests.support.training.prequantized import VALUES
 from workers.base.load import adapters, load, plain_name
 from workers.data.batches import collate
 from workers.layers.segments import CURRENT
@@ -45,6 +46,12 @@ BOUND = 1e-5
 """Of loss and every gradient, relative, in fp32."""
 NEARLY = 1e-3
 """Of gradients: above it, it is no rounding."""
+DEQUANTISED: dict[str, Any] = {
+    "compressed-tensors": CompressedTensorsConfig,
+    "fp8": FineGrainedFP8Config,
+    "mxfp4": Mxfp4Config,
+}
+"""How transformers is asked for the values of a quantised base."""
 CHANGE = 1e-2
 """What an adapter changes in a logit, at least."""
 
@@ -233,13 +240,14 @@ def logits_of(model: nn.Module) -> Tensor:
 
 def published_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The base as transformers loads it."""
+    folder = folder / VALUES if (folder / VALUES).is_dir() else folder
     config = AutoConfig.from_pretrained(folder)
     several = config.get_text_config(decoder=True) is not config
-    given = getattr(config, "quantization_config", None)
+    given = getattr(config, "quantization_config", None) or getattr(config.get_text_config(), "quantization_config", None)
     method = given.get("quant_method") if isinstance(given, dict) else None
     options: dict[str, Any] = {"attn_implementation": "eager"} if config.to_dict().get("attn_logit_softcapping") else {}
     if method is not None:
-        options["quantization_config"] = (Mxfp4Config if method == "mxfp4" else FineGrainedFP8Config)(dequantize=True)
+        options["quantization_config"] = DEQUANTISED[method](dequantize=True)
     if dtype == torch.float64:
         options["experts_implementation"] = "eager"  # the grouped products know no fp64
     stock: Any = (

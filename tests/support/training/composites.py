@@ -6,8 +6,10 @@ saved as a config and one tensor: enough to refuse it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -121,7 +123,15 @@ def _turned_experts(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def _with_keys_of_all_layers(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of layers too that take those of others."""
+    first = "model.language_model.layers.0.self_attn."
+    own = {name.removeprefix(first): t for name, t in held.items() if re.match(rf"{re.escape(first)}[kv]_(proj|norm)\.", name)}
+    return {**held, **{f"{first.replace('.0.', f'.{n}.')}{name}": t.clone() for n in (2, 3) for name, t in own.items()}}
+
+
 AS_PUBLISHED: dict[str, Callable[[Mapping[str, Tensor]], dict[str, Tensor]]] = {
+    "gemma3n": _with_keys_of_all_layers,
     "kimi_k25": lambda held: {
         name.replace("language_model.model.blocks.", "language_model.model.layers."): t for name, t in held.items()
     },
@@ -158,14 +168,15 @@ NAMED_OTHERWISE = frozenset(
 as many adapters, under other names."""
 
 
-def save_composite(kind: str, folder: Path) -> bool:
-    """A random base in bf16, in the layout in which its type is published; returns whether these values make one.
+def save_composite(kind: str, folder: Path, values: Mapping[str, Any] = MappingProxyType({})) -> bool:
+    """A random base in bf16, in the layout in which its type is published; returns whether these values make one. `values`: of
+    its config, beside the small ones.
 
     Where they do not, there is a config and one tensor: enough to refuse it.
     """
     torch.manual_seed(0)
     try:
-        model = small_model(small_config(kind))
+        model = small_model(small_config(kind, values))
     except Exception:  # configs check themselves in many ways, and some classes need packages that are not here
         model = None
     if model is None:
@@ -181,12 +192,12 @@ def save_composite(kind: str, folder: Path) -> bool:
     return True
 
 
-def small_config(kind: str) -> PreTrainedConfig:
-    """A config of a type of several models with small numbers in all its parts."""
+def small_config(kind: str, values: Mapping[str, Any] = MappingProxyType({})) -> PreTrainedConfig:
+    """A config of a type of several models with small numbers in all its parts. `values`: others, part by part."""
     known = AutoConfig.for_model(kind)
     text = known.get_text_config(decoder=True)
-    values = _small(known, text)
-    return AutoConfig.for_model(kind, **_joined(values, BESIDE.get(kind, {})))
+    small = _joined(_small(known, text), BESIDE.get(kind, {}))
+    return AutoConfig.for_model(kind, **_joined(small, values))
 
 
 def small_model(config: PreTrainedConfig) -> PreTrainedModel | None:

@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import bitsandbytes.functional as bnb
 import torch
 from bitsandbytes.nn.modules import Params4bit
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 LAST = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 FP8 = torch.float8_e4m3fn
+VALUES = "values"
+"""Folder in that of a base which transformers cannot read as it is quantised: the same base, plain."""
 
 
 def is_linear(name: str) -> bool:
     return name.endswith(".weight") and name.split(".")[-2] in LAST
 
 
-def rewrite(folder: Path, quantization: dict[str, Any], quantize: Any) -> dict[str, Tensor]:
-    """Quantise the linear layers of a plain base in place. `quantize(name, weight)`: its tensors, and its value to return."""
+def rewrite(
+    folder: Path, quantization: dict[str, Any], quantize: Any, chosen: Callable[[str], bool] = is_linear, inside: str = ""
+) -> dict[str, Tensor]:
+    """Quantise the linear layers of a plain base in place. `quantize(name, weight)`: its tensors, and its value to return;
+    `chosen`: whether a tensor is quantised; `inside`: the part of config.json that says so.
+    """
     tensors = load_file(folder / "model.safetensors")
     values: dict[str, Tensor] = {}
-    for name in [n for n in tensors if is_linear(n)]:
+    for name in [n for n in tensors if chosen(n)]:
         made, values[name] = quantize(name, tensors.pop(name))
         tensors.update(made)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    section = config[inside] if inside else config
+    section["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps(config))
     return values
 
 
@@ -119,3 +129,62 @@ def fp8_by_blocks(folder: Path, block: int = 128) -> dict[str, Tensor]:
 
     settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [block, block]}
     return rewrite(folder, settings, quantize)
+
+
+def int4_experts(folder: Path) -> dict[str, Tensor]:
+    """As Kimi K2.5 is published: all but the routed experts is plain."""
+    return int4_by_groups(folder, lambda name: ".experts." in name, inside="text_config")
+
+
+def int4_by_groups(folder: Path, chosen: Callable[[str], bool] = is_linear, inside: str = "") -> dict[str, Tensor]:
+    """INT4 in groups of 32 as compressed-tensors writes it: the values are what codes and scales in bf16 stand for."""
+
+    def quantize(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        grouped = weight.float().unflatten(1, (-1, 32))
+        scale = (grouped.abs().amax(2) / 7).to(torch.bfloat16)
+        codes = (grouped / scale.float()[..., None]).round().clamp(-8, 7)
+        made = {
+            f"{name}_packed": pack_to_int32(codes.flatten(1).to(torch.int8), 4),
+            f"{name}_scale": scale,
+            f"{name}_shape": torch.tensor(weight.shape, dtype=torch.int32),
+        }
+        return made, (codes * scale.float()[..., None]).flatten(1)
+
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {**weights, "actorder": None}}},
+        "ignore": ["re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*", "re:.*lm_head.*"],
+        "quantization_status": "compressed",
+    }
+    return rewrite(folder, settings, quantize, chosen, inside)
+
+
+def fp8_with_stacks(folder: Path) -> dict[str, Tensor]:
+    """Static FP8 as Mistral Small 4 is published: one scale a linear layer and one a matrix of a stack of experts, and those
+    of the activations beside them.
+    """
+
+    def quantize(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        stack = weight.ndim == 3
+        scale = weight.float().abs().amax((1, 2), keepdim=True) / 448 if stack else weight.float().abs().max() / 448
+        codes = (weight.float() / scale).clamp(-448, 448).to(FP8)
+        stem = f"{name}_" if stack else name.removesuffix("weight")
+        of_inputs = torch.ones(len(weight)) if stack else torch.tensor(1.0)
+        made = {f"{stem}{'' if stack else 'weight_'}scale_inv": scale, f"{stem}activation_scale": of_inputs}
+        return {name: codes, **made}, codes.float() * scale
+
+    def chosen(name: str) -> bool:
+        parts = name.split(".")
+        layer = "layers" in parts and "language_model" in parts
+        return layer and (parts[-1] in ("gate_up_proj", "down_proj") or (parts[-1] == "weight" and "_proj" in parts[-2]))
+
+    plain = folder / VALUES
+    plain.mkdir()
+    config, tensors = (folder / "config.json").read_text(), load_file(folder / "model.safetensors")
+    settings = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    values = rewrite(folder, settings, quantize, chosen)
+    (plain / "config.json").write_text(config)
+    save_file({**tensors, **values}, plain / "model.safetensors", metadata={"format": "pt"})
+    return values

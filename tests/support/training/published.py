@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from tests.support.training.checks import small_timm
+from tests.support.training.composites import AS_PUBLISHED, save_composite
 from tests.support.training.models import COMMON, DELTA_NET, EXPERTS, FAMILIES, GROUPED, save_tokenizer
-from tests.support.training.prequantized import fp8_by_blocks
+from tests.support.training.prequantized import fp8_by_blocks, fp8_with_stacks, int4_experts
 from tests.support.training.wrapped import WRAPPERS
 
 ROWS = 272
@@ -46,6 +49,8 @@ _LONG = {
     "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
     "original_max_position_embeddings": 16,
 }
+_MISTRAL_4_ROPE = {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+_PARTLY_LONG = {**_LONG, "partial_rotary_factor": 0.5, "short_factor": [1.0, 1.2, 1.4], "long_factor": [1.0, 2.0, 4.0]}
 _VISION_TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO}
 
 
@@ -56,7 +61,6 @@ class Published:
     title: str
     kind: str
     config: dict[str, Any]
-    """Empty: one that is refused, of which config.json is enough."""
     holds: str
     """A tensor that its files hold by this very name."""
     quantized: Callable[[Path], object] | None = None
@@ -80,6 +84,36 @@ _GEMMA4_TEXT = {
     "sliding_window": 6,
     "tie_word_embeddings": True,
     "final_logit_softcapping": 30.0,
+}
+
+
+_GEMMA_3N = {
+    "text_config": {
+        **COMMON,
+        **GROUPED,
+        "vocab_size": ROWS,
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 6,
+        "intermediate_size": [112] * 4,
+        "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0],
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": ROWS - 2,
+        "laurel_rank": 8,
+    },
+    "tie_word_embeddings": True,
+    "vision_config": {"hidden_size": 16, "vocab_size": 8, "vocab_offset": ROWS},
+    "audio_config": {
+        "hidden_size": 16,
+        "conf_num_attention_heads": 2,
+        "conf_num_hidden_layers": 1,
+        "sscp_conv_channel_size": [4, 4],
+        "input_feat_size": 16,
+        "vocab_size": 8,
+        "vocab_offset": ROWS + 8,
+    },
 }
 
 
@@ -233,6 +267,9 @@ BASES: dict[str, Published] = {
         ),
         "model.language_model.layers.0.per_layer_input_gate.weight",
     ),
+    "gemma-3n": Published(
+        "Gemma 3n E2B, E4B", "gemma3n", _GEMMA_3N, "model.language_model.layers.0.altup.modality_router.weight"
+    ),
     "mistral-small-3": Published(
         "Mistral Small 3.1, 3.2", "mistral3", _wrapped("mistral3"), "language_model.model.layers.0.self_attn.q_proj.weight"
     ),
@@ -249,6 +286,41 @@ BASES: dict[str, Published] = {
     "qwen-2.5-vl": Published("Qwen2.5-VL", "qwen2_5_vl", _wrapped("qwen2_5_vl"), "model.layers.0.self_attn.q_proj.weight"),
     "qwen-3-vl": Published(
         "Qwen3-VL", "qwen3_vl", _wrapped("qwen3_vl"), "model.language_model.layers.0.self_attn.q_proj.weight"
+    ),
+    "qwen-3-vl-moe": Published(
+        "Qwen3-VL MoE (30B-A3B)",
+        "qwen3_vl_moe",
+        _wrapped("qwen3_vl", **EXPERTS, num_local_experts=5),
+        "model.language_model.layers.1.mlp.experts.gate_up_proj",
+    ),
+    "mistral-small-4": Published(
+        "Mistral Small 4",
+        "mistral3",
+        _wrapped(
+            "mistral3",
+            model_type="mistral4",
+            num_key_value_heads=4,
+            head_dim=16,
+            **_SHARED,
+            **_MLA,
+            rope_parameters=_MISTRAL_4_ROPE,
+        ),
+        "language_model.model.layers.1.mlp.experts.gate_up_proj_scale_inv",
+        quantized=fp8_with_stacks,
+    ),
+    "kimi-k2.5": Published(
+        "Kimi K2.5, K2.6",
+        "kimi_k25",
+        {
+            "text_config": {**COMMON, **FAMILIES["deepseek_v3"], "model_type": "kimi_k2", "hidden_size": 64, "vocab_size": ROWS}
+            | {"moe_intermediate_size": 32, "n_shared_experts": 1, "n_group": 1, "rope_parameters": _YARN},
+            "vision_config": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2},
+            "projection_hidden_size": 24,
+            **dict.fromkeys(("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"), IMAGE),
+            "tie_word_embeddings": False,
+        },
+        "language_model.model.layers.1.mlp.experts.3.down_proj.weight_packed",
+        quantized=int4_experts,
     ),
     "llama-4": Published(
         "Llama 4 Scout, Maverick",
@@ -286,24 +358,44 @@ BASES: dict[str, Published] = {
         "model.layers.0.self_attn.indexer.wk.weight",
     ),
     "jamba": Published("Jamba", "jamba", FAMILIES["jamba"], "model.layers.1.feed_forward.experts.4.down_proj.weight"),
-    "gemma-3n": Published("Gemma 3n", "gemma3n", {}, ""),
-    "phi-4-multimodal": Published("Phi-4 multimodal", "phi4_multimodal", {}, ""),
+    "phi-4-multimodal": Published(
+        "Phi-4 multimodal",
+        "phi4_multimodal",
+        {"vision_config": {}, "rope_parameters": _PARTLY_LONG, "original_max_position_embeddings": 16},
+        "model.embed_tokens_extend.image_embed.img_projection_up.weight",
+    ),
+    "llama-3.2-vision": Published(
+        "Llama 3.2 Vision 11B, 90B",
+        "mllama",
+        {"text_config": {"model_type": "mllama_text_model", "rope_parameters": _LLAMA3}},
+        "language_model.model.layers.1.cross_attn.q_proj.weight",
+    ),
+    "qwen-2.5-omni": Published(
+        "Qwen2.5-Omni",
+        "qwen2_5_omni",
+        {"thinker_config": {"text_config": {"model_type": "qwen2_5_omni_text"}}},
+        "thinker.model.layers.0.self_attn.q_proj.weight",
+    ),
 }
-"""Every base that a user is told works, and those that are refused."""
-WRAPPED = frozenset(WRAPPERS) | {"qwen3_5_moe"}
+"""Every base that a user is told works."""
+WRAPPED = frozenset(WRAPPERS) | {"gemma3n", "kimi_k25", "qwen3_5_moe", "qwen3_vl_moe"}
+COMPOSITES = frozenset({"mllama", "phi4_multimodal", "qwen2_5_omni"})
+"""Types whose towers are made small by the names of their numbers."""
 
 
 def save_published(name: str, folder: Path) -> Path:
     """A random model in the layout that the base is published in, with a tokenizer of 259 tokens."""
     base = BASES[name]
     torch.manual_seed(0)
-    if not base.config:  # refused before anything of its files matters
-        AutoConfig.for_model(base.kind).save_pretrained(folder)
-        save_file({"model.norm.weight": torch.ones(8)}, folder / "model.safetensors", metadata={"format": "pt"})
+    if base.kind in COMPOSITES:
+        assert save_composite(base.kind, folder, base.config)
+        save_tokenizer(folder)
+        _write_as_published(folder / "config.json", base)
         return folder
     if base.kind in WRAPPED:
-        config = AutoConfig.for_model(base.kind, **base.config)
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+        config = AutoConfig.for_model(base.kind, **deepcopy(base.config))  # some write into what they are given
+        with small_timm():
+            model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
     else:
         config = AutoConfig.for_model(base.kind, **{**COMMON, **base.config, "vocab_size": ROWS})
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -312,12 +404,15 @@ def save_published(name: str, folder: Path) -> Path:
             if tensor.ndim == 1:
                 tensor += 0.2 * torch.randn_like(tensor)
     model.save_pretrained(folder)
+    if base.kind in AS_PUBLISHED:
+        file = folder / "model.safetensors"
+        save_file(AS_PUBLISHED[base.kind](load_file(file)), file, metadata={"format": "pt"})
     if base.kind == "gpt_oss":
         mxfp4_experts(folder)
     if base.quantized is not None:
         base.quantized(folder)
     save_tokenizer(folder)
-    _write_as_published(folder / "config.json", base.extra)
+    _write_as_published(folder / "config.json", base)
     return folder
 
 
@@ -336,7 +431,7 @@ def mxfp4_experts(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def _write_as_published(path: Path, extra: dict[str, Any]) -> None:
+def _write_as_published(path: Path, base: Published) -> None:
     """Give a config.json the keys of its time: most bases were published before `rope_parameters` and `dtype`."""
     config = json.loads(path.read_text())
     for section in (config, config.get("text_config")):
@@ -349,4 +444,6 @@ def _write_as_published(path: Path, extra: dict[str, Any]) -> None:
             section["rope_parameters"] = rope  # one of each kind of layer
         if section is not None and "dtype" in section:
             section["torch_dtype"] = section.pop("dtype")
-    path.write_text(json.dumps({**config, "transformers_version": "4.56.0", **extra}, indent=2))
+    if "model_type" in base.config.get("text_config", {}):
+        config["text_config"]["model_type"] = base.config["text_config"]["model_type"]
+    path.write_text(json.dumps({**config, "transformers_version": "4.56.0", **base.extra}, indent=2))

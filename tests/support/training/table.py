@@ -15,6 +15,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from ft_service.bases.wrapped import is_of_several
 from tests.support.training.checks import BOUND, Found, check
 from tests.support.training.published import BASES, Published, save_published
 
@@ -39,7 +40,7 @@ def read() -> dict[str, Found]:
 
 def kind_of(base: Published) -> str:
     """The group that a base is in."""
-    if "text_config" in base.config:
+    if is_of_several({"model_type": base.kind, **base.config}):
         return KINDS[3]
     layers = base.config.get("layer_types") or base.config.get("layers_block_type") or []
     if set(layers) & set(_MIXERS) or any(key.startswith("mamba_") for key in base.config):
@@ -58,9 +59,7 @@ def page(found: Mapping[str, Found]) -> str:
     """The tables of docs/models.md between its two marks."""
     head = ["base", "`model_type`", "rows", "adapters", "loss", "gradient", "1 = 2 ranks", "reloaded", "resumed"]
     lines = [_row(head), _row(["---"] * len(head))]
-    lines += [_row(_cells(BASES[name], one)) for name, one in found.items() if not one.refused]
-    lines += ["", "Refused when the job is created:", "", _row(["base", "in these words"]), _row(["---"] * 2)]
-    lines += [_row([BASES[name].title, one.refused]) for name, one in found.items() if one.refused]
+    lines += [_row(_cells(BASES[name], one)) for name, one in found.items()]
     return "\n".join(lines)
 
 

@@ -23,6 +23,7 @@ from tests.support.training.prequantized import (
     fp8_by_rows,
     fp8_by_tensors,
     fp8_of_torchao,
+    int4_by_groups,
     is_linear,
 )
 from workers.base.source import Safetensors
@@ -48,6 +49,7 @@ EXACT: dict[str, tuple[Publish, dict[str, Any], str]] = {
 }
 AGAIN: dict[str, tuple[Publish, dict[str, Any], str, float]] = {
     "FP8 by blocks": (fp8_by_blocks, WIDE, "FP8Weight", 0.03),
+    "INT4 in groups": (int4_by_groups, {}, "plain", 0.005),
     "bitsandbytes, blocks across rows": (bitsandbytes_4bit, ODD, "NF4FP32Weight", 0.12),
     "bitsandbytes, blocks across rows, bf16 containers": (
         lambda folder: bitsandbytes_4bit(folder, nested=False, storage=torch.bfloat16),
@@ -146,6 +148,16 @@ def declare(folder: Path, quantization: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
 
 
+def packed(**changes: Any) -> dict[str, Any]:
+    """What compressed-tensors says of packed codes."""
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, **changes}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"weights": weights}},
+    }
+
+
 @pytest.mark.parametrize(
     ("quantization", "named"),
     [
@@ -153,6 +165,9 @@ def declare(folder: Path, quantization: dict[str, Any]) -> None:
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "8 bits"),
         ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}}, "as Int4WeightOnlyConfig"),
         ({"quant_method": "torchao"}, "does not say what"),
+        (packed(num_bits=8), "'num_bits': 8"),
+        (packed(symmetric=False), "'symmetric': False"),
+        (packed(actorder="group"), "'actorder': 'group'"),
         ({"quant_method": "torchao", "quant_type": {}}, "does not say what"),
     ],
 )

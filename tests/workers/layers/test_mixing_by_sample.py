@@ -28,6 +28,8 @@ from workers.training.step import logits_of
 
 INDEXED = [kind for kind in ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note_text") if kind in CONFIG_MAPPING]
 IN_BLOCKS = ["deepseek_v4", "minimax_m3_vl_text", "qwen4_exp_text"]
+WHOLE = ["biogpt", "bloom", "codegen", "doge", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "stablelm", "xglm", "zaya"]
+"""Whose attention runs as it is."""
 QUICK = ("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax")
 
 
@@ -54,7 +56,10 @@ def shuffled() -> list[Any]:
 
 @pytest.mark.parametrize(
     "kind",
-    [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in ("minimax", *INDEXED, *IN_BLOCKS)],
+    [
+        kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in ("minimax", *INDEXED, *IN_BLOCKS, *WHOLE)
+    ],
 )
 def test_a_sample_is_computed_as_it_is_alone(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Token by token in fp32, with an indexer's scores made for three queries at a time. Some samples are the shortest that are

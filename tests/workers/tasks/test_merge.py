@@ -19,7 +19,8 @@ from ft_service.errors import SpecError
 from tests.support.training.adapters import difference, logits, merged_by_peft, save_adapter
 from tests.support.training.models import save_pairs, save_tiny_llama, save_tokenizer, spec_for
 from tests.support.training.prequantized import bitsandbytes_4bit, fp8_by_blocks, fp8_by_rows
-from workers.exports.compressed import from_int4, restore
+from workers.base.stored import from_int4
+from workers.exports.compressed import restore
 from workers.output.model_shards import TensorPlan, in_files
 from workers.tasks.fidelity import _validation
 from workers.tasks.merge import merge

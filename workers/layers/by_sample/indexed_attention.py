@@ -81,6 +81,7 @@ class BySample:
 
     def __init__(self, module: nn.Module, attention: nn.Module) -> None:
         self.module: Any = module
+        self.module.by_sample = True  # the ranks call what is inside a different number of times: workers/ranks/grouping.py
         self.stock: Callable[..., Tensor] = module.forward
         self._attention = attention  # in a base of several models the indexer's config is another, which says less
         self._names = list(inspect.signature(self.stock).parameters)

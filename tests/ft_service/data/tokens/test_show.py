@@ -86,6 +86,9 @@ def test_bare_text_has_no_template(tokenizer: PreTrainedTokenizerFast, tmp_path:
     page = pages(tokenizer, tmp_path, [{"prompt": "2+2=", "completion": "4"}])
     assert by_role(page) == [("words", "2+2="), ("learned", "4<|im_end|>")]
     assert by_role(pages(tokenizer, tmp_path, [{"text": "Once."}])) == [("learned", "Once.<|im_end|>")]
+    (refused,) = pages(tokenizer, tmp_path, [{"text": "Once."}], TokenOptions(train_on="last_assistant")).samples
+    assert refused.error is not None
+    assert refused.error.startswith("text has no answers, of which training.train_on = 'last_assistant' learns the last")
 
 
 def test_a_beginning_of_text_is_the_templates(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ COPIED = (
     *("tokenizer*", "chat_template*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
     *("generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*"),
+    "spk_dict.pt",  # the voices of Qwen2.5-Omni, without which its class does not load
 )
 """Files of the base that the merged model needs, or must carry."""
 FIDELITY = "fidelity.json"

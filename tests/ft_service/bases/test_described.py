@@ -55,6 +55,28 @@ def test_experts_and_norms_of_heads_follow_from_the_index(tmp_path: Path) -> Non
     assert {tensor.name: tensor.shape for tensor in found} == wanted
 
 
+@pytest.mark.parametrize(
+    ("config", "held", "others"),
+    [
+        (
+            {"model_type": "qwen2_5_omni", "thinker_config": {"text_config": TINY}},
+            "thinker.model.layers.1.mlp.up_proj.weight",
+            ["thinker.visual.blocks.0.mlp.up_proj.weight", "talker.model.layers.0.mlp.up_proj.weight"],
+        ),
+        (
+            {"model_type": "mllama", "text_config": {**TINY, "cross_attention_layers": [0]}},
+            "language_model.model.layers.1.mlp.up_proj.weight",
+            ["language_model.model.layers.0.cross_attn.q_proj.weight", "vision_model.global_transformer.layers.0.fc1.bias"],
+        ),
+    ],
+)
+def test_of_a_base_of_several_models_the_text_part_is_described(
+    tmp_path: Path, config: dict[str, Any], held: str, others: list[str]
+) -> None:
+    found = described(save_config(tmp_path / "x", config, [held, *others])).tensors
+    assert {tensor.name: tensor.shape for tensor in found} == {held: (192, 64)}
+
+
 def test_codes_in_fp8_are_told_by_their_scales(tmp_path: Path) -> None:
     config = {**TINY, "quantization_config": {"quant_method": "fp8"}}
     name = "model.layers.0.mlp.up_proj.weight"

@@ -13,6 +13,7 @@ import io
 import os
 import re
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -244,10 +245,14 @@ def _digests(model: HubModel, staged: Path, names: Sequence[str]) -> dict[str, s
     return digests
 
 
+def _transport_errors() -> tuple[type[Exception], ...]:
+    """Of the library that huggingface_hub speaks HTTP by, which it has loaded by now: httpx2, or httpx before its version 2."""
+    return tuple(sys.modules[name].HTTPError for name in ("httpx2", "httpx") if name in sys.modules)
+
+
 @contextmanager
 def _told(repository: str, revision: str) -> Iterator[None]:
     """What goes wrong between here and the hub, in sentences."""
-    import httpx2
     from huggingface_hub import errors
 
     where, token = endpoint(), bool(_library().get_token())
@@ -275,7 +280,7 @@ def _told(repository: str, revision: str) -> Iterator[None]:
         raise UnavailableError(
             f"{where} answered {status} for {repository}. What has arrived is kept: pull it again."
         ) from None
-    except (httpx2.HTTPError, errors.LocalEntryNotFoundError, ConnectionError) as error:
+    except (*_transport_errors(), errors.LocalEntryNotFoundError, ConnectionError) as error:
         why = type(error.__cause__ or error).__name__
         raise UnavailableError(
             f"{where} cannot be reached ({why}). What has arrived is kept: pull it again. Without a network copy the model's "

@@ -39,7 +39,8 @@ _WITHIN = re.compile(
 )
 """In names of what reads images, sounds or proteins inside a decoder that has its values beside theirs."""
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
-_TEXT_PART = re.compile(r"^(model\.)?(language_model|text_model)\.((model|backbone)\.)?")
+_TEXT_PART = re.compile(r"^(model\.)?(language_model|text_model)\.((model|backbone)\.)*")
+"""`model.` twice is what transformers 5.17 saves of models that hear."""
 _BARE_TEXT = re.compile(r"^(model\.)?(embed_tokens|tok_embeddings|layers|norm|lm_head|output|lerope)\.")
 _HEAD = re.compile(r"^((language_model|text_model)\.)?(lm_head)\.")
 _TEXT_MODEL = ("model.text_model.", "")

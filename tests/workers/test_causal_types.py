@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from ft_service.bases.families.acceptance import BOTH_WAYS, untested
 from ft_service.bases.families.tested import TESTED
 from ft_service.errors import SpecError
-from tests.support.training.causal_types import TYPES, save_type, small_values
+from tests.support.training.causal_types import REFUSED_HERE, TYPES, save_type, small_values
 from tests.support.training.checks import check_here, refusal, refused_by_config
 from tests.support.training.composites import EXACT, small_config
 from tests.support.training.models import spec_for
@@ -37,6 +37,10 @@ def _params() -> list[object]:
 def test_a_type_is_refused_or_trains_as_its_class_with_plain_peft(kind: str, tmp_path: Path) -> None:
     """Sizes and names as planned; loss, every gradient, and the exported adapter on the published class."""
     made = save_type(kind, tmp_path / "base")
+    if kind in REFUSED_HERE:
+        with pytest.raises((SpecError, AssertionError), match=REFUSED_HERE[kind]):
+            check_here(tmp_path / "base", tmp_path)
+        return
     found = check_here(tmp_path / "base", tmp_path)
     assert made or refused_by_config(tmp_path / "base")
     assert found.refused or found.exact, found.faults()

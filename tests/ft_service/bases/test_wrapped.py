@@ -14,6 +14,7 @@ TEXT = {"model_type": "llama", "num_hidden_layers": 4}
 THINKER = {"model_type": "qwen2_5_omni_thinker", "text_config": TEXT}
 OMNI = {"model_type": "qwen2_5_omni", "thinker_config": THINKER, "talker_config": {"vocab_size": 9}}
 MLLAMA = {"model_type": "mllama", "text_config": {**TEXT, "cross_attention_layers": [1, 3]}, "vision_config": {}}
+VOXTRAL = {"model_type": "voxtral", "text_config": TEXT, "audio_config": {}}
 NEMOTRON = {"model_type": "nemotron_h_omni", "text_config": TEXT}
 
 
@@ -27,6 +28,9 @@ NEMOTRON = {"model_type": "nemotron_h_omni", "text_config": TEXT}
         (MLLAMA, "language_model.model.layers.0.mlp.up_proj.weight", "model.language_model.layers.0.mlp.up_proj.weight"),
         (MLLAMA, "language_model.model.layers.3.cross_attn.q_proj.weight", None),
         (MLLAMA, "language_model.lm_head.weight", "lm_head.weight"),
+        (VOXTRAL, "language_model.model.norm.weight", "model.language_model.norm.weight"),
+        (VOXTRAL, "language_model.model.model.norm.weight", "model.language_model.norm.weight"),
+        (VOXTRAL, "audio_tower.layer_norm.weight", None),
         (NEMOTRON, "language_model.backbone.norm_f.weight", "language_model.model.norm_f.weight"),
         (NEMOTRON, "language_model.lm_head.weight", "language_model.lm_head.weight"),
         ({"text_config": TEXT, "model_type": "emu3"}, "text_model.model.norm.weight", "model.text_model.norm.weight"),

@@ -5,6 +5,7 @@ whoever renders with it, for training or for an answer, has no form to know.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 _PARTS = """\
@@ -31,6 +32,8 @@ _ARGUMENTS = """\
 {%- endfor %}
 {%- set messages = ft.messages %}
 """
+_OF_PARTS, _OF_CALLS = re.compile(r"\btype\b(?s:.*)\btext\b"), re.compile(r"\btool_calls\b(?s:.*)\barguments\b")
+"""In templates that may need them: no other is rendered before there is a conversation, with its limits on time and memory."""
 _QUESTION, _ANSWER, _VALUE = "ft_question", "ft_answer", "ft_value"
 _ASKED = {"role": "user", "content": _QUESTION}
 _TALK = [_ASKED, {"role": "assistant", "content": _ANSWER}]
@@ -40,10 +43,12 @@ _CALLING = [_ASKED, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]
 
 def fitted_template(tokenizer: Any) -> str:
     """The tokenizer's chat template, one text, behind the lines that it needs; what works without them, as it is."""
-    template = _behind(tokenizer, tokenizer.chat_template, _PARTS, _TALK, (_QUESTION, _ANSWER))
-    if "tool_calls" not in template:
-        return template
-    return _behind(tokenizer, template, _ARGUMENTS, _CALLING, (_QUESTION, _VALUE))
+    template = tokenizer.chat_template
+    if _OF_PARTS.search(template):
+        template = _behind(tokenizer, template, _PARTS, _TALK, (_QUESTION, _ANSWER))
+    if _OF_CALLS.search(template):
+        template = _behind(tokenizer, template, _ARGUMENTS, _CALLING, (_QUESTION, _VALUE))
+    return template
 
 
 def _behind(tokenizer: Any, template: str, lines: str, talk: list[dict[str, Any]], words: tuple[str, ...]) -> str:

@@ -90,7 +90,6 @@ def test_a_rank_pattern_that_matches_nothing(tmp_path: Path) -> None:
         ("t5", {}, "t5 model, which is no causal language model"),
         ("paligemma", {}, "paligemma model, made of several"),
         ("phimoe", {}, "draws experts at random"),
-        ("gpt2", {"n_layer": 1, "n_embd": 16, "n_head": 2}, "in place of linear layers"),
         ("jetmoe", {**COMMON, "num_local_experts": 2, "num_key_value_heads": 2, "kv_channels": 12}, "attention is a mixture"),
         ("roberta", {}, "its tokens see those behind them"),
         ("gemma3_text", {**COMMON, "use_bidirectional_attention": True}, "use_bidirectional_attention"),

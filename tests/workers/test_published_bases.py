@@ -25,6 +25,7 @@ def test_a_base_trains_as_it_is_published(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")  # the reference takes values in place of codes
 def test_every_base_works_as_the_tables_say(tmp_path: Path) -> None:
     """On two ranks, reloaded and resumed too."""
     found = check({name: save_published(name, tmp_path / "bases" / name) for name in BASES}, tmp_path)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 IN_CHUNKS = frozenset(
     {
-        *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt_neox"),
-        *("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gemma3n_text"),
+        *("bamba", "deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma", "gemma2"),
+        *("gemma3_text", "gemma3n_text", "gemma4_text", "glm4", "glm4_moe", "glm_moe_dsa", "gpt_neox", "gpt_oss", "jamba"),
+        *("kimi_linear", "lfm2", "llama", "llama4_text", "minimax_m2", "ministral3", "mistral", "mistral4", "mixtral"),
+        *("nemotron_h", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_5_vl_text", "qwen2_moe"),
+        *("qwen2_vl_text", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text"),
+        *("qwen3_vl_text", "seed_oss", "smollm3", "stablelm"),
     }
 )
 """Values of `model_type` whose output head is the last thing that the model does, but for `final_logit_softcapping`. Of these

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import gc
 import json
+import logging
 import os
 import signal
 import socket
@@ -32,6 +33,7 @@ from ft_service.control.reconciler import Reconciler
 from ft_service.control.sweeps import keeper as sweep_keeper
 from ft_service.control.tracking import keeper
 from ft_service.errors import SpecError, UnavailableError
+from ft_service.host.home import create_home, openness
 from ft_service.host.listeners import holder
 from ft_service.host.servers import announced, living_servers
 from ft_service.jobs.states import Phase, State
@@ -77,7 +79,7 @@ def serve(settings: Settings, reconcile: Work | None = None, *, api_only: bool =
     does not answer or is not up to date.
     """
     logs.configure(settings.log_level, settings.log_format)
-    settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _create_home(settings)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(_bound(settings))
         url = _url(settings, listener)
@@ -110,7 +112,7 @@ def reconcile_only(settings: Settings, reconcile: Work = reconcile_here, *, as_j
     the work has failed.
     """
     logs.configure(settings.log_level, settings.log_format)
-    settings.home.mkdir(parents=True, exist_ok=True)
+    _create_home(settings)
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(_opened(settings))
         end = stack.enter_context(_ended_by_signals(_End()))
@@ -121,6 +123,13 @@ def reconcile_only(settings: Settings, reconcile: Work = reconcile_here, *, as_j
         _say("reconciling", "Moving jobs.", as_json)
         while not end.should_exit:
             time.sleep(_END_POLL_SECONDS)
+
+
+def _create_home(settings: Settings) -> None:
+    create_home(settings.home)
+    # A cluster's volume is shared by groups on purpose, and no other user is in a container.
+    if settings.launcher == "local" and (warning := openness(settings.home)):
+        logging.getLogger(__name__).warning("%s", warning)
 
 
 @dataclass

@@ -35,6 +35,7 @@ from ft_service.client.client import Client
 from ft_service.client.connection import Connection
 from ft_service.client.progress import clock
 from ft_service.errors import FtError
+from ft_service.host.home import create_home
 from ft_service.host.lifetime import try_lock
 from ft_service.jobs.states import TERMINAL, State
 from ft_service.local.spec_file import SpecFile, load_spec_file
@@ -78,6 +79,7 @@ def main(spec_path: Path = SPEC) -> int:
     for number in STOP_SIGNALS:
         signal.signal(number, _interrupt)
     home = Path(os.environ.get("FT_HOME", ROOT / ".ft")).absolute()
+    create_home(home)
     lock = try_lock(home / "quickstart.lock")
     if lock is None:
         return _fail(f"another quickstart is running in {home}; wait for it, or name another folder with FT_HOME.")

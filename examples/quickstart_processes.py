@@ -16,6 +16,7 @@ from typing import IO, Any, Self
 import httpx2
 
 from ft_service.client.connection import Connection, find_connection
+from ft_service.host.home import create_home
 
 READY_SECONDS = 60.0
 STOP_SECONDS = 20.0
@@ -41,7 +42,7 @@ class Server:
         self._models = models
 
     def __enter__(self) -> Self:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
+        create_home(self.home)
         settings = {"FT_HOME": str(self.home), "FT_MODELS": str(self._models)}
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("FT_")}
         with self.log.open("wb") as log:

@@ -14,7 +14,8 @@ class Settings(BaseSettings):
     """Every field is an environment variable: `home` is FT_HOME.
 
     FT_CACHE, FT_CACHE_BYTES (ft_service/bases/cache_folder.py), FT_TOKENS (ft_service/data/token_folder.py) and
-    FT_CHECKPOINT_ADAPTERS (workers/output/saver.py) are not here: they are the workers'; supervisors pass them on.
+    FT_CHECKPOINT_ADAPTERS (workers/output/saver.py) are not here: they are the workers'; supervisors pass them on. Which other
+    variables child processes get, FT_PASS_ENVIRONMENT among them, says ft_service/host/environment.py.
     """
 
     model_config = SettingsConfigDict(env_prefix="FT_", frozen=True, extra="ignore")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ft_service.cli.output import load_settings
+from ft_service.host.home import create_home
 from ft_service.host.servers import living_servers
 from ft_service.settings import Settings
 
@@ -27,7 +28,7 @@ def local_store(settings: Settings) -> Iterator[Store]:
     """The store that FT_HOME or FT_DATABASE_URL names, brought to this version's schema."""
     from ft_service.store.sql import migrate, open_store  # half of the command line's start-up time, for few rare commands
 
-    settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    create_home(settings.home)
     url = settings.resolved_database_url()
     migrate(url)
     store = open_store(url)

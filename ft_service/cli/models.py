@@ -14,6 +14,7 @@ from ft_service.cli.local_store import SAMPLES, settings_with_models
 from ft_service.cli.output import Json, complain, connect, local_time, print_json, print_table, say, sentence
 from ft_service.control.base_facts import base_facts, refuse_untrainable
 from ft_service.errors import FtError, SpecError
+from ft_service.host.home import create_home
 from ft_service.spec import is_tuned
 
 INTERRUPTED = 130
@@ -59,6 +60,7 @@ def pull(
     called = name or repository
     folder = _model_folder(called)
     found = hub.look_up(repository, revision)
+    create_home(settings_with_models().home)
     there = read_origin(folder / called)
     target = folder / called
     if there is not None and (there.repository, there.commit) == (repository, found.commit):

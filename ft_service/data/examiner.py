@@ -42,8 +42,8 @@ from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokenizer_files import tokenizer_state
 from ft_service.data.whereabouts import Doing, Task, Whereabouts
 from ft_service.errors import DataError, SpecError, UnavailableError
+from ft_service.host.environment import child_environment
 from ft_service.host.hardware import memory_bytes
-from ft_service.host.processes import without_secrets
 from ft_service.rundir.documents import ErrorInfo
 from ft_service.spec import DataFileRef, JobSpec
 
@@ -196,7 +196,7 @@ class Examiner:
             stdout=subprocess.PIPE,
             stderr=last_words,
             pass_fds=(shared,),
-            env={**without_secrets(os.environ), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
+            env=child_environment(os.environ, HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error"),
             start_new_session=True,  # a terminal's Ctrl-C is for us
         )
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
 from ft_service.host.lifetime import die_with_parent, require_linux
 
-__all__ = ["ProcessIdentity", "die_with_parent", "is_alive", "kill", "of", "without_secrets"]
-
-SECRETS = frozenset({"FT_DATABASE_URL", "FT_INFERENCE_API_KEY", "FT_MLFLOW_TOKEN", "FT_TRACKIO_TOKEN", "FT_WANDB_API_KEY"})
-"""Environment variables with what the service shows to other services, and to nobody else. A database URL holds a password."""
+__all__ = ["ProcessIdentity", "die_with_parent", "is_alive", "kill", "of"]
 
 GONE_STATES = frozenset("ZXx")
 """Of /proc/<pid>/stat: a zombie runs nothing any more and only waits to be reaped."""
@@ -67,11 +63,6 @@ def kill(identity: ProcessIdentity, with_signal: int = signal.SIGKILL) -> bool:
     finally:
         os.close(handle)
     return True
-
-
-def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without SECRETS, for processes that have no business with them."""
-    return {name: value for name, value in environ.items() if name not in SECRETS}
 
 
 def _start_ticks(pid: int) -> int | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_service.host import processes
+from ft_service.host.environment import STORAGE, child_environment
 from ft_service.host.lifetime import RANKS_LOCK, is_locked, try_lock, wait_unlocked
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Absent, Ended, Running, Unknown
@@ -148,7 +149,7 @@ class Share:
                 code = subprocess.run(
                     [*command_line.program(), *words],
                     cwd=run.root,
-                    env=processes.without_secrets(os.environ),
+                    env=child_environment(os.environ, *(STORAGE if options.get("mirror") else ())),
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=file,

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from ft_service.errors import ConflictError, SpecError, UnavailableError
+from ft_service.host.environment import child_environment
 from ft_service.host.lifetime import is_locked, require_linux
 from ft_service.rundir.attempt import Attempt, last_attempt
 from ft_service.rundir.checkpoints import newest_checkpoint
@@ -188,7 +189,10 @@ def _spawn(
     with output.open("ab") as file:
         # In a session of its own: a terminal's Ctrl-C reaches us alone, and we pass on what it means.
         command = [*command_line.program(), *words]
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
+        environment = child_environment(os.environ)
+        return subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+        )
 
 
 def _follow(

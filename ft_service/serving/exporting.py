@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_service.errors import FtError, NotFoundError, SpecError
-from ft_service.host.processes import without_secrets
+from ft_service.host.environment import child_environment
 from ft_service.jobs.states import Job
 from ft_service.meters import Meters
 from ft_service.rundir.directory import RunDir, unfinished
@@ -162,7 +162,7 @@ def by_process(adapter: Path, out: Path, to: ExportFormat, stop: threading.Event
 def _tried(adapter: Path, out: Path, to: ExportFormat, stop: threading.Event) -> dict[str, Any] | None:
     """What the process reports; None: it was killed."""
     command = [*WORKER, str(os.getpid()), str(adapter), str(out), "--format", to.value]
-    environment = {**without_secrets(os.environ), "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = child_environment(os.environ, PYTHONSAFEPATH="1", CUDA_VISIBLE_DEVICES="")
     with subprocess.Popen(
         command,
         env=environment,

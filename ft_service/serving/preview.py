@@ -23,8 +23,8 @@ from typing import Any
 
 from ft_service.bases.cache_folder import FOLDER, folder_of
 from ft_service.errors import FtError
+from ft_service.host.environment import child_environment
 from ft_service.host.hardware import default_slots, gpu_count, visible_gpus
-from ft_service.host.processes import without_secrets
 from ft_service.jobs.states import Job
 from ft_service.launcher.local import host_id
 from ft_service.serving import verified
@@ -257,7 +257,7 @@ class Preview:
         return process
 
     def _environment(self, slot: int) -> dict[str, str]:
-        environment = {**without_secrets(os.environ), "PYTHONSAFEPATH": "1"}
+        environment = child_environment(os.environ, PYTHONSAFEPATH="1")
         cache = folder_of(os.environ, self._settings.home)
         environment[FOLDER] = str(cache) if cache else ""
         if self._gpu:

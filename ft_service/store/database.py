@@ -45,6 +45,7 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
 from ft_service.errors import ConflictError, SpecError, UnavailableError
+from ft_service.host.home import create_home, create_private_file
 
 log = logging.getLogger(__name__)
 
@@ -271,7 +272,9 @@ def _create_engine(url: URL) -> Engine:
     if url.get_backend_name() == "postgresql":
         return create_engine(url, pool_pre_ping=True, connect_args={"connect_timeout": BUSY_SECONDS}, **pool)
     assert url.database, "checked by _parse"
-    Path(url.database).parent.mkdir(parents=True, exist_ok=True)
+    create_home(Path(url.database).parent)
+    with contextlib.suppress(OSError):  # SQLite says what is wrong
+        create_private_file(Path(url.database))
     engine = create_engine(url, connect_args={"timeout": BUSY_SECONDS}, **pool)
     event.listen(engine, "connect", _set_up_sqlite)
     return engine

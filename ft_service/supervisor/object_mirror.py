@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 from ft_service.errors import UnavailableError
+from ft_service.host.environment import STORAGE, child_environment
 from ft_service.host.lifetime import die_with_parent
 from ft_service.rundir.directory import RunDir
 
@@ -56,6 +57,7 @@ class Mirror:
         supervisor = os.getpid()
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "ft_service.supervisor.object_sync", verb, *self._words],
+            env=child_environment(os.environ, *STORAGE),
             stdin=subprocess.DEVNULL,
             preexec_fn=lambda: die_with_parent(supervisor),  # one thread here too
         )

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from ft_service.bases import cache_folder
 from ft_service.data import token_folder
+from ft_service.host.environment import child_environment
 from ft_service.host.hardware import visible_gpus
 from ft_service.host.lifetime import RANKS_LOCK_PATH, SUPERVISOR_PID
-from ft_service.host.processes import without_secrets
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Start
 from ft_service.supervisor.node import Node
@@ -63,8 +63,8 @@ def _meeting(start: Start, run: RunDir, node: Node) -> list[str]:
 
 
 def environment(inherited: Mapping[str, str], start: Start, run: RunDir, node: Node) -> dict[str, str]:
-    """The environment of torchrun and its ranks. What the caller set for threads, interfaces, GPU memory and the cache stays;
-    the service's secrets do not."""
+    """The environment of torchrun and its ranks. What the caller set for threads, interfaces, GPU memory and the cache stays,
+    as `child_environment` lists it."""
     threads = max(1, len(os.sched_getaffinity(0)) * start.nodes // start.world_size)
     fixed = {
         "PYTHONSAFEPATH": "1",
@@ -79,7 +79,7 @@ def environment(inherited: Mapping[str, str], start: Start, run: RunDir, node: N
     # The host's: no file of a job names them.
     fixed[cache_folder.FOLDER] = str(cache_folder.folder_of(inherited, home) or "")
     fixed[token_folder.FOLDER] = str(token_folder.folder_of(inherited, home) or "")
-    return {**defaults, **without_secrets(inherited), **_devices(start, node), **among_nodes, **fixed}
+    return {**defaults, **child_environment(inherited), **_devices(start, node), **among_nodes, **fixed}
 
 
 def allocator_settings(inherited: Mapping[str, str]) -> dict[str, str]:

@@ -24,8 +24,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ft_service.host.environment import child_environment
 from ft_service.host.lifetime import die_with_parent
-from ft_service.host.processes import without_secrets
 from ft_service.rundir.directory import RunDir
 from ft_service.supervisor import command_line, torchrun
 
@@ -114,7 +114,10 @@ class Standby:
             command = [*command_line.program(), *command_line.standby_arguments(theirs.fileno())]
             silent = subprocess.DEVNULL
             fds = [theirs.fileno()]
-            code = subprocess.run(command, stdin=silent, stdout=silent, stderr=silent, pass_fds=fds, check=False).returncode
+            environment = child_environment(os.environ)
+            code = subprocess.run(
+                command, env=environment, stdin=silent, stdout=silent, stderr=silent, pass_fds=fds, check=False
+            ).returncode
         said = _said(ours, PRELOAD_SECONDS) if code == 0 else f"exit code {code}"
         if said != _READY:
             self._failures += 1
@@ -169,7 +172,7 @@ def _start_agent() -> subprocess.Popen[bytes]:
     parent = os.getpid()
     environment = {
         **torchrun.allocator_settings(os.environ),
-        **without_secrets(os.environ),
+        **child_environment(os.environ),
         "PYTHONUNBUFFERED": "1",
         "OPENBLAS_NUM_THREADS": "1",  # NumPy's would start threads at import, and what forks must have none
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # whether there is a GPU is asked without a CUDA context, which no fork survives

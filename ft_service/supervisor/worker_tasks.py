@@ -17,8 +17,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from ft_service.errors import FtError, NotFoundError, SpecError
+from ft_service.host.environment import child_environment
 from ft_service.host.lifetime import exclusive
-from ft_service.host.processes import without_secrets
 from ft_service.rundir.checkpoints import (
     CHECKPOINT_ADAPTER,
     CHECKPOINT_NAME,
@@ -43,7 +43,7 @@ def run_worker(module: str, arguments: Sequence[str], *, python: str = sys.execu
     Blocks for as long as it takes: from a server, call it on a thread.
     """
     command = [python, "-P", "-m", module, *arguments]
-    environment = {**without_secrets(os.environ), "PYTHONSAFEPATH": "1"}
+    environment = child_environment(os.environ, PYTHONSAFEPATH="1")
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     lines = ended.stdout.splitlines()
     if ended.returncode == 0 and lines:

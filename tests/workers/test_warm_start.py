@@ -23,6 +23,7 @@ from ft_service.rundir.documents import Exit, Start
 from ft_service.spec import JobSpec
 from ft_service.supervisor.warm_start import Standby
 from tests.support.attempts import gone, supervisor_of, wait_for
+from tests.support.secrets import SECRETS
 from tests.support.training.models import save_chat_base, save_chats, spec_for
 
 SECONDS = 300.0
@@ -124,19 +125,25 @@ def test_whoever_is_killed_no_rank_outlives_the_attempt_and_none_waits_on(
     assert not is_locked(again.path(RANKS_LOCK))
 
 
-def test_the_one_that_waits_ends_with_the_server(standby: Standby) -> None:
+def test_the_one_that_waits_has_no_secret_and_ends_with_the_server(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    standby: Standby = request.getfixturevalue("standby")
     wait_for(standby.is_ready, SECONDS)
     waiting = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and is_ours(entry)]
     assert len(waiting) == 1
     family = [processes.of(pid) for pid in (*waiting, *children(waiting[0]))]
     assert len(family) == 2
+    assert not any(b"secret-of-the-server" in Path(f"/proc/{process.pid}/environ").read_bytes() for process in family)
     standby.close()
     wait_for(lambda: gone(family), 30)
 
 
 def is_ours(process: Path) -> bool:
-    """A waiting supervisor that this test started: others may run beside it."""
-    mark = f"PYTEST_CURRENT_TEST={os.environ['PYTEST_CURRENT_TEST'].split()[0]}".encode()
+    """Return whether a process is a waiting supervisor that this test process started: others may run beside it."""
+    mark = f"FT_TEST_RUN={os.environ['FT_TEST_RUN']}".encode()
     try:
         return b"--standby" in (process / "cmdline").read_bytes() and mark in (process / "environ").read_bytes()
     except OSError:

@@ -42,6 +42,7 @@ from ft_service.data.samples import Page
 from ft_service.data.token_folder import folder_of
 from ft_service.data.token_options import TokenOptions
 from ft_service.errors import SpecError
+from ft_service.host.home import create_home
 from ft_service.local.spec_file import LocalData
 
 app = typer.Typer(help="Look at a data file before it is trained on: check, show, count and convert it.", no_args_is_help=True)
@@ -134,7 +135,9 @@ def convert(
 
 def examined(data: LocalData, model: str, options: TokenOptions, max_length: int) -> DataReport:
     """The report of a file by a base's tokenizer. Raises DataError for lines at fault, SpecError, ExaminerLost."""
-    with Examiner(tokens=folder_of(os.environ, settings_with_models().home)) as examiner:
+    home = settings_with_models().home
+    create_home(home)
+    with Examiner(tokens=folder_of(os.environ, home)) as examiner:
         found = open_data(data.path, data.files)
         found.look()
         pairs = found.shape.format is not None and found.shape.format.is_pairs

@@ -15,6 +15,7 @@ from ft_service.data.examiner import Examiner, Tell, data_files
 from ft_service.data.statistics import Level, Measure, Statistics, messages
 from ft_service.data.token_folder import folder_of
 from ft_service.errors import DataError, SpecError
+from ft_service.host.home import create_home
 from ft_service.plan.lengths import Lengths
 from ft_service.rundir.documents import ErrorInfo
 from ft_service.settings import Settings
@@ -61,6 +62,7 @@ def examine_data(spec: JobSpec, settings: Settings, tell: Tell, *, need_counts: 
     reports: dict[Param, DataReport] = {}
     statistics: Statistics | None = None
     if need_counts or (find_spec("transformers") is not None and has_tokenizer(Path(spec.model.path))):
+        create_home(settings.home)
         with Examiner(tokens=folder_of(os.environ, settings.home)) as examiner:
             for param, data in data_files(spec):
                 reports[param] = refuse_faults(examiner.examine_file(param, data, Path(data.path), spec, tell))

@@ -21,6 +21,7 @@ from ft_service.cli.output import Json, complain, print_json
 from ft_service.control.tracking.door import refuse_without_server
 from ft_service.errors import SpecError
 from ft_service.host.hardware import default_slots, gpu_count
+from ft_service.host.home import create_home
 from ft_service.ids import new_id
 from ft_service.local.parent import prepare_local
 from ft_service.local.run import run_local, wait_begun
@@ -74,6 +75,7 @@ def run(
     node = _node(loaded.request, run_dir, node_rank, rdzv_endpoint, address)
     job_id = new_id("ftjob-")
     folder = (run_dir or settings.runs_dir / job_id).absolute()
+    create_home(settings.home)
     if node is not None and node.index:
         wait_begun(folder)  # its id and its seed are drawn on host 0
     resolved = _with_ranks_of_this_host(resolve_for(loaded, settings, folder, job_id))

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from ft_service import logs
-from ft_service.host.processes import without_secrets
+from ft_service.host.environment import DATABASE, NETWORK, child_environment
 from ft_service.settings import Settings
 
 TURN_SECONDS = 1.0
@@ -62,9 +62,8 @@ def sdk_folder(settings: Settings) -> Path:
 
 
 def environment(inherited: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Of the process. W&B's SDK takes nothing from whoever started the server, writes to `folder` alone, and reports to nobody
-    how it is used."""
-    foreign = ("WANDB_", "MLFLOW_", "TRACKIO_")
-    ours = {name: value for name, value in without_secrets(inherited).items() if not name.startswith(foreign)}
+    """The environment of the process that sends metrics. W&B's SDK takes nothing from whoever started the server, writes to
+    `folder` alone, and reports to nobody how it is used."""
     folders = {f"WANDB_{kind}_DIR": str(folder) for kind in ("CACHE", "CONFIG", "DATA")}
-    return {**ours, **folders, "WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
+    quiet = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
+    return child_environment(inherited, *NETWORK, *DATABASE, **folders, **quiet)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_service import __version__
+from ft_service.host.environment import PASS_ENVIRONMENT, STORAGE, is_named
 from ft_service.launcher.kubernetes.profile import PodProfile
 from ft_service.launcher.kubernetes.volumes import Home, needs_own_home, pod_mounts
 from ft_service.supervisor import command_line
@@ -262,7 +263,14 @@ def _environment(profile: PodProfile, site: Site) -> list[Manifest]:
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         *({"name": key, "value": value} for key, value in fixed.items()),
         {"name": "FT_CACHE", "value": CACHE if profile.cache_volume is not None else ""},
+        *([{"name": PASS_ENVIRONMENT, "value": ",".join(for_ranks)}] if (for_ranks := _for_ranks(profile)) else []),
     ]
+
+
+def _for_ranks(profile: PodProfile) -> list[str]:
+    """Names of the profile's variables that ranks get from their supervisor: those with plain values, except the storage's."""
+    plain = [entry["name"] for entry in profile.env if "valueFrom" not in entry]
+    return [] if PASS_ENVIRONMENT in plain else [name for name in plain if not is_named(name, STORAGE)]
 
 
 def _volumes(attempt: AttemptShape, profile: PodProfile, site: Site) -> tuple[list[Manifest], list[Manifest]]:

@@ -20,6 +20,7 @@ from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Control, Desired, Exit, ExitReason, Result
 from ft_service.supervisor.verdict import exit_of
 from tests.support.attempts import all_processes, gone, new_run, process_of, scripted, starts, supervisor_of, wait_for
+from tests.support.secrets import SECRETS
 
 RESULT = Result(attempt=1, steps=10, trained_tokens=100, train_loss=1.0, valid_loss=None)
 
@@ -71,8 +72,8 @@ def children() -> set[str]:
 
 
 def test_nothing_of_an_attempt_has_the_servers_secrets(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in processes.SECRETS:
-        monkeypatch.setenv(name, "secret-of-the-server")
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
     run = new_run(folder)
     launcher = launcher_for("wait")
     launcher.start(Attempt(run, 1))

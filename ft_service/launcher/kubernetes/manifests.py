@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_service import __version__
-from ft_service.host.environment import PASS_ENVIRONMENT, STORAGE, is_named
+from ft_service.host.environment import PASS_ENVIRONMENT, STORAGE, child_environment, is_named
 from ft_service.launcher.kubernetes.profile import PodProfile
 from ft_service.launcher.kubernetes.volumes import Home, needs_own_home, pod_mounts
 from ft_service.supervisor import command_line
@@ -268,9 +268,11 @@ def _environment(profile: PodProfile, site: Site) -> list[Manifest]:
 
 
 def _for_ranks(profile: PodProfile) -> list[str]:
-    """Names of the profile's variables that ranks get from their supervisor: those with plain values, except the storage's."""
+    """Names of the profile's variables that ranks would not get by themselves: those with plain values, except the storage's."""
     plain = [entry["name"] for entry in profile.env if "valueFrom" not in entry]
-    return [] if PASS_ENVIRONMENT in plain else [name for name in plain if not is_named(name, STORAGE)]
+    if PASS_ENVIRONMENT in plain:
+        return []
+    return [name for name in plain if not is_named(name, STORAGE) and not child_environment({name: ""})]
 
 
 def _volumes(attempt: AttemptShape, profile: PodProfile, site: Site) -> tuple[list[Manifest], list[Manifest]]:

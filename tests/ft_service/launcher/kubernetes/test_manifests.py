@@ -12,6 +12,7 @@ import yaml
 
 from ft_service import __version__
 from ft_service.errors import SpecError
+from ft_service.host.environment import child_environment
 from ft_service.launcher.kubernetes.manifests import AttemptShape, Site, graces, job_manifest, object_name, owned_manifests
 from ft_service.launcher.kubernetes.profile import PodProfile, load_profile
 from tests.cluster.versions import KUBERNETES_VERSIONS
@@ -113,6 +114,18 @@ def test_a_notice_too_short_to_stop_in_is_refused(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump({**LOCAL, "termination_grace_seconds": 5}))
     with pytest.raises(SpecError, match=r"termination_grace_seconds.*5.*10"):
         load_profile(path)
+
+
+def test_ranks_get_the_profiles_variables_and_no_credential_of_the_pod() -> None:
+    secret = {"valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}
+    plain = {"NCCL_DEBUG": "INFO", "MY_PLUGIN": "1", "AWS_ENDPOINT_URL": "http://s3"}
+    env = [{"name": "AWS_SECRET_ACCESS_KEY", **secret}, *({"name": key, "value": value} for key, value in plain.items())]
+    profile = PodProfile.model_validate({**LOCAL, "env": env})
+    spec = job_manifest(AttemptShape(JOB, 1, 1, 1), profile, Site("training", HOME))["spec"]["template"]["spec"]
+    pod = {entry["name"]: entry.get("value", "secret") for entry in spec["containers"][0]["env"]}
+    assert {"AWS_SECRET_ACCESS_KEY", *plain} <= set(pod)
+    ranks = child_environment(pod)
+    assert {"NCCL_DEBUG", "MY_PLUGIN"} == set(ranks) & {"AWS_SECRET_ACCESS_KEY", *plain}
 
 
 def test_pods_carry_the_common_labels_and_the_operator_names_the_instance() -> None:

@@ -268,7 +268,7 @@ def _environment(profile: PodProfile, site: Site) -> list[Manifest]:
 
 
 def _for_ranks(profile: PodProfile) -> list[str]:
-    """Names of the profile's variables that ranks would not get by themselves: those with plain values, except the storage's."""
+    """Names of the profile's variables that ranks would not get otherwise: those with plain values, except the storage's."""
     plain = [entry["name"] for entry in profile.env if "valueFrom" not in entry]
     if PASS_ENVIRONMENT in plain:
         return []

@@ -60,8 +60,8 @@ class PodProfile(Strict):
     annotations: dict[str, str] = Field(default_factory=dict)
 
     env: Objects = Field(default_factory=list)
-    """Variables of the workers' container: NCCL's interfaces, credentials of object storage (by `valueFrom`). Ranks get those with
-    plain values; those with `valueFrom`, the storage's, and `env_from` stay with the supervisor (FT_PASS_ENVIRONMENT)."""
+    """Variables of the workers' container: NCCL's interfaces, credentials of object storage (by `valueFrom`). Ranks get those
+    with plain values; those with `valueFrom`, the storage's, and `env_from` stay with the supervisor (FT_PASS_ENVIRONMENT)."""
     env_from: Objects = Field(default_factory=list)
     volumes: Objects = Field(default_factory=list)
     volume_mounts: Objects = Field(default_factory=list)

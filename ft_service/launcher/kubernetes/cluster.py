@@ -123,6 +123,11 @@ class Cluster:
                     return None
                 raise
 
+    def jobs(self) -> list[Manifest]:
+        """Every Job of ours in the namespace."""
+        with _spoken():
+            return [_plain(job) for job in self._client.list(Job, labels=_LABELS)]
+
     def pods(self, job: str) -> list[Manifest]:
         """Of a Job, which may be gone."""
         with _spoken():

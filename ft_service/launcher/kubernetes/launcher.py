@@ -18,14 +18,16 @@ from typing import Any
 from ft_service.jobs.line import Host
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Absent, Ended, Observation, Running, Unknown
-from ft_service.launcher.base import LaunchError
+from ft_service.launcher.base import LaunchError, ListedAttempt
 from ft_service.launcher.kubernetes import status
 from ft_service.launcher.kubernetes.cluster import Cluster, ClusterAwayError, QuotaError, RefusedError
 from ft_service.launcher.kubernetes.manifests import (
+    JOB_LABEL,
     AttemptShape,
     Manifest,
     Site,
     graces,
+    instance_labels,
     job_manifest,
     object_name,
     owned_manifests,
@@ -241,6 +243,25 @@ class KubernetesLauncher:
                 self._delete(attempt)
         except (ClusterAwayError, RefusedError) as error:
             log.warning("%s: what is left of its Job was not looked at: %s", attempt, error)
+
+    def unfinished(self) -> list[ListedAttempt]:
+        """Jobs of this installation, told from others in the namespace by `app.kubernetes.io/instance`, that have not ended."""
+        labels = instance_labels(self._profile)
+        try:
+            jobs = self._cluster.jobs()
+        except (ClusterAwayError, RefusedError) as error:
+            raise LaunchError(f"the cluster cannot be asked: {error}") from error
+        return [
+            ListedAttempt(meta["name"], meta["labels"].get(JOB_LABEL, ""), str(meta.get("creationTimestamp", "")))
+            for job in jobs
+            if labels.items() <= (meta := job["metadata"]).get("labels", {}).items() and not status.is_finished(job)
+        ]
+
+    def end(self, name: str) -> None:
+        try:
+            self._cluster.delete_job(name)
+        except (ClusterAwayError, RefusedError) as error:
+            raise LaunchError(f"the cluster does not end {name}: {error}") from error
 
     def close(self) -> None:
         """Attempts go on; nothing of them is observed any more."""

@@ -65,6 +65,12 @@ class Meters:
             "For how long the place where attempts run (the cluster) has not answered; 0: it answers.",
             registry=registry,
         )
+        self.orphaned_jobs = Gauge(
+            "ft_orphaned_jobs",
+            "Unfinished Jobs of the cluster that the database does not know (ft doctor); NaN: not counted in this process.",
+            registry=registry,
+        )
+        self.orphaned_jobs.set(math.nan)
         Gauge(
             "ft_reconciler_turn_age_seconds",
             "Since the reconciler's loop last began a turn, with or without a job; NaN: it does not run in this process.",

@@ -14,8 +14,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("ft_service", "api", "workers")
-MODULES_OF_A_FOLDER = 14
-FOLDERS_OF_THE_CORE = 33
 
 _PATH = re.compile(r"(?<![\w<>*$/.{-])((?:\.\./)*(?:[\w.-]+/)*[\w.-]+\.(?:py|md|toml))\b(?![/<*({])")
 _YAML = re.compile(r"(?<![\w<>*$/.{-])((?:\.\./)*(?:deploy|docs|examples|tests)/[\w./-]+\.(?:yaml|yml|jsonl))\b")
@@ -73,15 +71,6 @@ def test_the_glossary_gives_each_word_one_meaning() -> None:
     words = Counter(word for terms, _ in rows[1:] for word in terms.split(", "))
     assert len(words) >= 20
     assert not [word for word, times in words.items() if times > 1]
-
-
-def test_folders_stay_small_and_few() -> None:
-    counts = {
-        folder: len([p for p in folder.glob("*.py") if not p.name.startswith("__")]) for p in PACKAGES for folder in _folders(p)
-    }
-    large = {str(folder.relative_to(ROOT)): count for folder, count in counts.items() if count > MODULES_OF_A_FOLDER}
-    assert not large, f"more than {MODULES_OF_A_FOLDER} modules"
-    assert len(_folders("ft_service")) - 1 <= FOLDERS_OF_THE_CORE
 
 
 @cache

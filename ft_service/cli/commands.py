@@ -106,6 +106,11 @@ ENTRIES: Mapping[str, Entry] = {
         "Remove, from this machine's FT_HOME, adapters of deleted models and what belongs to no job or file; with an age "
         "(here or in FT_KEEP_…_DAYS) also what is older.",
     ),
+    "doctor": Entry(
+        "doctor_command",
+        _SERVICE,
+        "Look for attempts that run in the cluster although this database does not know their job, as after its loss.",
+    ),
     "agent": Entry("agents", _SERVICE, "Make this machine one of several hosts where jobs run, and say which of them may."),
     "agents": Entry(
         "agents", _SERVICE, "List the hosts whose agents have joined: what they have, what is in use, and whether they answer."

@@ -6,6 +6,7 @@ claim of the job does again. One reconciler per host; another one beside it (whi
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import platform
@@ -18,12 +19,13 @@ from typing import Protocol, assert_never
 
 from ft_service.control.checks.data_checks import Check, Checks, check_data
 from ft_service.control.intake import Intake, collect_result, note_event, read_report
+from ft_service.control.orphans import COUNT_SECONDS, find_orphans
 from ft_service.control.placing import Placing
 from ft_service.errors import NotFoundError
 from ft_service.jobs import decisions, reasons
 from ft_service.jobs.decisions import Become, Kill, Launch, Place, Signal, Validate, Wait
 from ft_service.jobs.states import Absent, Ended, Job, Observation, Running, State
-from ft_service.launcher.base import Launcher, LaunchError
+from ft_service.launcher.base import Launcher, LaunchError, ListsAttempts
 from ft_service.logs import about, fields
 from ft_service.meters import Meters
 from ft_service.rundir.attempt import Attempt
@@ -96,6 +98,7 @@ class Reconciler:
         self._wake = store.stirred
         self._queue_first = False
         self._drop_at = 0.0
+        self._count_at = 0.0
         self._warm = check is None
         self._checks = Checks(check or partial(check_data, places=places), self.wake, places.tokens_dir)
 
@@ -121,6 +124,7 @@ class Reconciler:
     def step(self) -> bool:
         """Give one job its turn. True if one was due. Raises UnavailableError if the database is away."""
         self._attend_to_checks()
+        self._count_orphans()
         claim = self._claim()
         if claim is None:
             return False
@@ -157,6 +161,14 @@ class Reconciler:
             for job in self._checks.under_way():
                 if not self._is_validating(job):
                     self._checks.drop(job)
+
+    def _count_orphans(self) -> None:
+        """Count, now and then, what runs in the place although nobody knows its job."""
+        if not isinstance(self._launcher, ListsAttempts) or time.monotonic() < self._count_at:
+            return
+        self._count_at = time.monotonic() + COUNT_SECONDS
+        with contextlib.suppress(LaunchError):  # the place is away, which its jobs say
+            self._meters.orphaned_jobs.set(len(find_orphans(self._store, self._launcher)))
 
     def _is_validating(self, job: Job) -> bool:
         try:

@@ -131,7 +131,8 @@ def _tell_seen(job: Job) -> Become:
 
 def _decide_running(job: Job, seen: Observation, now: float) -> Action:
     if _is_unseen(job) and not isinstance(seen, Unknown):
-        return _tell_seen(job)
+        # Another replica may answer from a look that it made before the outage.
+        return Wait() if isinstance(seen, Running) and not seen.fresh else _tell_seen(job)
     match seen:
         case Unknown():
             return _tell_unseen(job, seen) if _is_news(job, seen) else Wait()

@@ -185,6 +185,8 @@ class Running:
     """Level of the note."""
     admitted: bool = True
     """False: its place keeps it waiting, and it does not train yet."""
+    fresh: bool = True
+    """The place was asked for this observation; False: it is remembered from an earlier one, and says nothing of an outage."""
     leaving: str | None = None
     """Why its host is to be left, for the user; None: it may stay."""
 

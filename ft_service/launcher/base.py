@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from ft_service.jobs.line import Host
 from ft_service.jobs.reasons import Reason
@@ -64,4 +65,32 @@ class Launcher(Protocol):
 
     def clean(self, attempt: Attempt) -> None:
         """The attempt has ended and that is stored: remove what its place still keeps of it. Run directories stay."""
+        ...
+
+
+@dataclass(frozen=True)
+class ListedAttempt:
+    """An attempt that a place lists without having been asked for it by name."""
+
+    name: str
+    """What the place calls it: the name of the Kubernetes Job."""
+    job_id: str
+    created_at: str
+    """RFC 3339, by the place's clock."""
+
+
+@runtime_checkable
+class ListsAttempts(Protocol):
+    """A launcher whose place can list what runs there."""
+
+    def unfinished(self) -> Sequence[ListedAttempt]:
+        """Every attempt of this installation that has not ended. Raises LaunchError if the place cannot be asked."""
+        ...
+
+    def end(self, name: str) -> None:
+        """End one of them for good; without effect if it is gone. Raises LaunchError if the place cannot be asked."""
+        ...
+
+    def close(self) -> None:
+        """Ask nothing more."""
         ...

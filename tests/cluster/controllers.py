@@ -201,7 +201,8 @@ class Controllers:
             self.state.change(_key("pods", pod), lambda there: there["status"].update(phase="Failed"))
 
     def _fits(self, pod: Object, node: Object) -> bool:
-        if node["spec"].get("taints"):
+        tolerated = {toleration["key"] for toleration in pod["spec"].get("tolerations", [])}
+        if any(taint["key"] not in tolerated for taint in node["spec"].get("taints", [])):
             return False
         labels = node["metadata"].get("labels", {})
         return all(labels.get(name) == value for name, value in pod["spec"].get("nodeSelector", {}).items())

@@ -8,6 +8,7 @@ from typing import Any
 import httpx2
 
 from tests.cluster.harness import HarnessCluster
+from tests.cluster.kubelet import TOLERATION
 from tests.support.attempts import wait_for
 
 SECONDS = 120.0
@@ -33,6 +34,7 @@ class Jobs:
         pod = {
             "restartPolicy": "Never",
             "nodeSelector": self.cluster.node_selector,
+            "tolerations": [TOLERATION],
             "containers": [worker],
             "serviceAccountName": "ft-worker",
         }

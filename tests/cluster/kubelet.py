@@ -37,6 +37,11 @@ IN_IMAGE = (str(ROOT), sys.prefix)
 POD_IP = "127.0.0.1"
 TOLD_IP = "192.0.2.1"
 """A pod's address as the cluster hears it: it takes no loopback address for an endpoint of a Service."""
+MERGE = {"Content-Type": "application/merge-patch+json"}
+TAINT = {"key": "ft-service/tests", "effect": "NoSchedule"}
+"""Of the node from its creation: a shared cluster must not place anybody else's pods on it."""
+TOLERATION = {**TAINT, "operator": "Exists"}
+"""Of pods that are to run on it."""
 MISSING_IMAGE = "missing:latest"
 """An image that no pod of this node can get."""
 
@@ -169,11 +174,12 @@ class Kubelet:
         ready = {"type": "Ready", "status": "True", "reason": "KubeletReady", "message": "", "lastHeartbeatTime": now()}
         room = {"cpu": "64", "memory": "256Gi", "pods": "110", "ephemeral-storage": "100Gi"}
         status = {"conditions": [{**ready, "lastTransitionTime": now()}], "capacity": room, "allocatable": room}
-        node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": self.name, "labels": self.labels}}
+        node: Object = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": self.name, "labels": self.labels}}
+        node["spec"] = {"taints": [TAINT]}
         self._http.post("/api/v1/nodes", json=node)
         if self._patch(f"/api/v1/nodes/{self.name}/status", {"status": status}):
             # A new node is not ready until somebody says otherwise, and not every control plane has somebody who does.
-            self._patch(f"/api/v1/nodes/{self.name}", {"spec": {"taints": None}})
+            self._http.patch(f"/api/v1/nodes/{self.name}", json={"spec": {"taints": [TAINT]}}, headers=MERGE)
             self._beat = time.monotonic()
 
     def _turn(self) -> None:

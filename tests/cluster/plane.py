@@ -19,6 +19,7 @@ from lightkube.config.kubeconfig import KubeConfig
 from lightkube.config.models import User
 
 from tests.cluster.apiserver import Object
+from tests.cluster.kubelet import MERGE, TAINT, TOLERATION
 from tests.support.attempts import wait_for
 
 SECONDS = 60.0
@@ -27,7 +28,6 @@ NODE_SECONDS = 60.0
 SCHEDULER_SECONDS = 5.0
 """How long a pod of a control plane with a scheduler is without a word of it."""
 POLL_SECONDS = 0.1
-MERGE = {"Content-Type": "application/merge-patch+json"}
 STRATEGIC = {"Content-Type": "application/strategic-merge-patch+json"}
 PROBE = "ft-probe"
 
@@ -123,7 +123,8 @@ def working(http: httpx2.Client, namespace: str, node: str, labels: dict[str, st
 def _probe(http: httpx2.Client, namespace: str, labels: dict[str, str], scheduler: Scheduler) -> None:
     """One Job from its creation to its end, which asks everything that the tests need of a control plane."""
     container = {"name": "worker", "image": "x:1", "command": ["true"]}
-    pod = {"restartPolicy": "Never", "nodeSelector": labels, "serviceAccountName": "ft-worker", "containers": [container]}
+    pod = {"restartPolicy": "Never", "nodeSelector": labels, "tolerations": [TOLERATION], "containers": [container]}
+    pod["serviceAccountName"] = "ft-worker"
     spec = {"completionMode": "Indexed", "completions": 1, "parallelism": 1, "backoffLimit": 0, "ttlSecondsAfterFinished": 0}
     body = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": PROBE}}
     jobs, pods = f"/apis/batch/v1/namespaces/{namespace}/jobs", f"/api/v1/namespaces/{namespace}/pods"
@@ -167,7 +168,7 @@ def remove_namespace(http: httpx2.Client, namespace: str, node_stops: Callable[[
 
 def _schedulable(http: httpx2.Client, node: str) -> bool:
     answer = http.get(f"/api/v1/nodes/{node}")
-    return answer.is_success and not answer.json().get("spec", {}).get("taints")
+    return answer.is_success and answer.json().get("spec", {}).get("taints") == [TAINT]
 
 
 def _is_scheduled(pod: Object) -> bool:

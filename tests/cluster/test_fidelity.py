@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.cluster import plane
 from tests.cluster.harness import HarnessCluster, open_cluster
 from tests.cluster.jobs import SECONDS, Jobs
 from tests.support.attempts import wait_for
@@ -155,6 +156,21 @@ def test_what_is_created_has_no_status_yet(cluster: HarnessCluster) -> None:
     made = cluster.http.post(path, json=body).raise_for_status().json()
     assert (made["status"]["phase"], "reason" in made["status"]) == ("Pending", False)
     cluster.http.delete(f"{path}/{pod['metadata']['name']}").raise_for_status()
+
+
+def test_nothing_foreign_is_placed_on_the_tests_node(cluster: HarnessCluster) -> None:
+    """A shared cluster has pods that tolerate nothing and choose no node."""
+    worker = {"name": "worker", "image": "x:1", "command": ["true"]}
+    name = f"p-{secrets.token_hex(3)}"
+    spec = {"containers": [worker], "serviceAccountName": "ft-worker", "nodeSelector": cluster.node_selector}
+    path = f"/api/v1/namespaces/{cluster.namespace}/pods"
+    body = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec}
+    cluster.http.post(path, json=body).raise_for_status()
+    try:
+        pod = wait_for(lambda: found if plane.conditions(found := cluster.get("pods", name)) else None)
+        assert not pod["spec"].get("nodeName")
+    finally:
+        cluster.http.delete(f"{path}/{name}").raise_for_status()
 
 
 def test_what_a_job_owns_goes_with_it(jobs: Jobs) -> None:

@@ -57,6 +57,14 @@ def config_of(objects: list[Object], name: str) -> dict[str, str]:
     return next(o["data"] for o in objects if o["kind"] == "ConfigMap" and o["metadata"]["name"].startswith(f"{name}-"))
 
 
+def test_claim_templates_are_as_the_api_server_keeps_them() -> None:
+    """What it fills in is a difference at every apply."""
+    sets = [d for path in KUBERNETES.rglob("*.yaml") for d in documents_of(path.read_text()) if d.get("kind") == "StatefulSet"]
+    claims = [claim for found in sets for claim in found["spec"]["volumeClaimTemplates"]]
+    filled = {(claim["apiVersion"], claim["kind"], claim["spec"]["volumeMode"]) for claim in claims}
+    assert filled == {("v1", "PersistentVolumeClaim", "Filesystem")}
+
+
 @pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
 def test_every_file_fits_every_supported_version(version: str) -> None:
     """As it stands: this needs no kubectl."""
@@ -155,7 +163,8 @@ def fixed(item: Object) -> Any:
                 "minReadySeconds",
                 "persistentVolumeClaimRetentionPolicy",
             )
-            return {key: value for key, value in spec.items() if key not in free}
+            claims = [as_kept(claim) for claim in spec.get("volumeClaimTemplates", [])]
+            return {key: value for key, value in spec.items() if key not in free} | {"volumeClaimTemplates": claims}
         case "PersistentVolumeClaim":
             return {key: value for key, value in spec.items() if key != "resources"}
         case "Service":
@@ -166,6 +175,12 @@ def fixed(item: Object) -> Any:
             return item["data"] if item.get("immutable") else None
         case _:
             return None
+
+
+def as_kept(claim: Object) -> Object:
+    """A claim's template as the API server keeps it, whatever of this was left out."""
+    spec = {"volumeMode": "Filesystem", **claim["spec"]}
+    return {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": claim["metadata"], "spec": spec}
 
 
 def fixed_by_name(objects: list[Object]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from ft_service.storage.object_store import ObjectStore
 from ft_service.store.sql import Store
 from ft_service.supervisor import worker_tasks
 from tests.cluster.harness import HarnessCluster, open_cluster
-from tests.cluster.kubelet import can_mount
+from tests.cluster.kubelet import TOLERATION, can_mount
 from tests.support.creating import create_job
 from tests.support.ports import free_port
 from tests.support.reconciling import PROJECT, get, messages, new_store
@@ -96,6 +96,7 @@ def profile_for(cluster: HarnessCluster, home: Path, env: dict[str, str] | None 
             "volumes": [{"name": "data", "hostPath": {"path": str(home)}}],
             "volume_mounts": [{"name": "data", "mountPath": str(home)}],
             "node_selector": cluster.node_selector,
+            "tolerations": [TOLERATION],
             "rendezvous_port": free_port(),
             **changes,
         }

@@ -18,6 +18,7 @@ from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Start
 from tests.cluster.harness import HarnessCluster
+from tests.cluster.kubelet import TOLERATION
 from tests.support.attempts import wait_for
 
 POD_WORKER = Path(__file__).parent / "programs/pod_worker.py"
@@ -138,6 +139,7 @@ def profile_for(home: Path, script: str, **changes: Any) -> PodProfile:
         "ranks_per_node": 4,
         "gpu_resource": None,
         "env": [{"name": "POD_SCRIPT", "value": script}],
+        "tolerations": [TOLERATION],
         "volumes": [{"name": "data", "hostPath": {"path": str(home)}}],
         "volume_mounts": [{"name": "data", "mountPath": str(home)}],
     }

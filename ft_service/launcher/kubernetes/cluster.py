@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,6 +74,7 @@ class Cluster:
         """`config`: None: that of the pod, or of KUBECONFIG. Raises SpecError if there is none."""
         self.namespace = namespace
         self.closed = False
+        self._awake = threading.Condition()
         try:
             # `httpx2` would take proxies from the environment, and a cluster's API server is not behind one.
             self._client = Client(
@@ -86,9 +88,20 @@ class Cluster:
             raise SpecError(f"FT_LAUNCHER = kubernetes: no cluster to talk to: {error}", param="FT_LAUNCHER") from None
 
     def close(self) -> None:
-        """No further request is made; watches end."""
+        """Make no further request; watches end."""
         self.closed = True
+        self.wake()
         self._client.close()
+
+    def rest(self, seconds: float) -> None:
+        """Block for so long, or until `wake`: between two tries of a watch that failed."""
+        with self._awake:
+            self._awake.wait(seconds)
+
+    def wake(self) -> None:
+        """End every `rest`: the cluster answers again, so that nothing needs to wait out its break."""
+        with self._awake:
+            self._awake.notify_all()
 
     def create(self, manifest: Manifest) -> Manifest:
         """Create an object, or find the one that has its name. Raises RefusedError, and of its kind QuotaError."""
@@ -109,6 +122,11 @@ class Cluster:
                 if error.status.code == 404:
                     return None
                 raise
+
+    def jobs(self) -> list[Manifest]:
+        """Every Job of ours in the namespace."""
+        with _spoken():
+            return [_plain(job) for job in self._client.list(Job, labels=_LABELS)]
 
     def pods(self, job: str) -> list[Manifest]:
         """Of a Job, which may be gone."""
@@ -161,7 +179,8 @@ class Cluster:
             return OnErrorResult(OnErrorAction.STOP)
         if _code(error) == 410:
             raise ExpiredError from error
-        return OnErrorResult(OnErrorAction.RETRY, sleep=min(0.5 * 2**count, MAX_BREAK_SECONDS))
+        self.rest(min(0.5 * 2**count, MAX_BREAK_SECONDS))  # not in the client, whose sleep nothing can end
+        return OnErrorResult(OnErrorAction.RETRY, sleep=0)
 
 
 def _code(error: Exception) -> int | None:

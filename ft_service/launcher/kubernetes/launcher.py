@@ -18,14 +18,16 @@ from typing import Any
 from ft_service.jobs.line import Host
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Absent, Ended, Observation, Running, Unknown
-from ft_service.launcher.base import LaunchError
+from ft_service.launcher.base import LaunchError, ListedAttempt
 from ft_service.launcher.kubernetes import status
 from ft_service.launcher.kubernetes.cluster import Cluster, ClusterAwayError, QuotaError, RefusedError
 from ft_service.launcher.kubernetes.manifests import (
+    JOB_LABEL,
     AttemptShape,
     Manifest,
     Site,
     graces,
+    instance_labels,
     job_manifest,
     object_name,
     owned_manifests,
@@ -61,6 +63,8 @@ class _Look:
     workload: dict[str, Any] | None
     """Kueue's, while it keeps the Job suspended."""
     at: float
+    fresh: bool = True
+    """False: it was made in an earlier turn."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,7 @@ class KubernetesLauncher:
     def observe(self, attempt: Attempt) -> Observation:
         held = self._held.get(_name(attempt))
         if held is not None and self._clock() < held.until and not self._was_started_or_ended(attempt):
-            return Running(note=held.reason, admitted=False)
+            return Running(note=held.reason, admitted=False, fresh=False)
         try:
             look = self._look(_name(attempt))
         except (ClusterAwayError, RefusedError) as error:
@@ -191,7 +195,7 @@ class KubernetesLauncher:
             return self._taken_back(attempt, look)
         if look.job is None or not status.is_finished(look.job) or any(map(status.is_alive, look.pods)):
             self._end_cancelled(attempt)
-            return self._running(attempt, look)
+            return replace(self._running(attempt, look), fresh=look.fresh)
         return self._ended(attempt, look)
 
     def signal(self, attempt: Attempt, control: Control) -> None:
@@ -240,6 +244,25 @@ class KubernetesLauncher:
         except (ClusterAwayError, RefusedError) as error:
             log.warning("%s: what is left of its Job was not looked at: %s", attempt, error)
 
+    def unfinished(self) -> list[ListedAttempt]:
+        """Jobs of this installation, told from others in the namespace by `app.kubernetes.io/instance`, that have not ended."""
+        labels = instance_labels(self._profile)
+        try:
+            jobs = self._cluster.jobs()
+        except (ClusterAwayError, RefusedError) as error:
+            raise LaunchError(f"the cluster cannot be asked: {error}") from error
+        return [
+            ListedAttempt(meta["name"], meta["labels"].get(JOB_LABEL, ""), str(meta.get("creationTimestamp", "")))
+            for job in jobs
+            if labels.items() <= (meta := job["metadata"]).get("labels", {}).items() and not status.is_finished(job)
+        ]
+
+    def end(self, name: str) -> None:
+        try:
+            self._cluster.delete_job(name)
+        except (ClusterAwayError, RefusedError) as error:
+            raise LaunchError(f"the cluster does not end {name}: {error}") from error
+
     def close(self) -> None:
         """Attempts go on; nothing of them is observed any more."""
         self._cluster.close()
@@ -248,11 +271,12 @@ class KubernetesLauncher:
         known = self._looks.get(name)
         changed = self._changes is None or self._changes.take(name)
         if known is not None and not changed and self._clock() - known.at < LOOK_SECONDS:
-            return known
+            return replace(known, fresh=False)
         self._looks.pop(name, None)
         job = self._cluster.job(name)
         pods = self._cluster.pods(name)
-        self._outage.over()
+        if self._outage.over():
+            self._cluster.wake()
         refused = job is not None and len(pods) < job["spec"].get("parallelism", 1) and not status.is_suspended(job)
         queued = job is not None and status.is_suspended(job) and status.queue_of(job) is not None
         workload = self._cluster.workload(job["metadata"]["uid"]) if job is not None and queued else None
@@ -363,7 +387,8 @@ class KubernetesLauncher:
         if recorded is not None and result is None:
             return recorded
         outcome = attempt.read_outcome()
-        return status.judge(start.nodes, attempt.read_node_exits(start.nodes), outcome, result, job, pods)
+        exits = attempt.read_node_exits(start.nodes)
+        return status.judge(start.nodes, exits, outcome, result, job, pods, trained=attempt.has_segment(0))
 
     def _seal(self, attempt: Attempt, ended: Exit) -> None:
         attempt.write_exit(ended)

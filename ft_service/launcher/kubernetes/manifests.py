@@ -171,6 +171,11 @@ def _labels(attempt: AttemptShape, profile: PodProfile) -> dict[str, str]:
     return {**INSTANCE, **profile.labels, **COMMON_LABELS, **ours}
 
 
+def instance_labels(profile: PodProfile) -> dict[str, str]:
+    """The label by which the objects of this installation differ from those of another one in the same namespace."""
+    return {key: profile.labels.get(key, value) for key, value in INSTANCE.items()}
+
+
 def graces(profile: PodProfile, site: Site) -> tuple[float, int]:
     """Seconds that the ranks may take to stop, and that the pod may take to end."""
     longest = profile.termination_grace_seconds

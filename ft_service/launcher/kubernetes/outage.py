@@ -40,8 +40,10 @@ class Outage:
             self._told_at, self._rest = now, min(2 * self._rest, MAX_REMIND_SECONDS)
             log.warning("%s, for %.0f seconds now: %s", self._what, self.seconds, error)
 
-    def over(self) -> None:
-        """It has answered."""
-        if self._since is not None:
-            log.warning("%s: no longer, after %.0f seconds", self._what, self.seconds)
-            self._since = None
+    def over(self) -> bool:
+        """Note that it has answered. Returns whether that ended an outage."""
+        if self._since is None:
+            return False
+        log.warning("%s: no longer, after %.0f seconds", self._what, self.seconds)
+        self._since = None
+        return True

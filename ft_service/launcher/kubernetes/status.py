@@ -17,10 +17,17 @@ Object = Mapping[str, Any]
 
 _WAITING_FOR_NOTHING = frozenset({"ContainerCreating", "PodInitializing", ""})
 """Reasons of a waiting container that pass by themselves."""
-WAITED_IN_VAIN = ("RendezvousTimeoutError", "RendezvousConnectionError")
-"""torchrun's words for nodes that did not come."""
+_NEVER_CAME = "RendezvousTimeoutError"
+"""torchrun's error for nodes that did not come in time."""
+_STORE_GONE = "RendezvousConnectionError"
+"""torchrun's error where node 0 cannot be reached: it did not come, or it died while the ranks trained."""
 _POD_SUFFIX = re.compile(r"(-\d+)-[a-z0-9]{5}(?![a-z0-9-])")
 """Of a pod's name, after its index: another one each time the cluster tries to create it."""
+_SCHEDULER = re.compile(
+    r"\d+/\d+ nodes are available: (.+?)(?:\.? (?:no new claims to deallocate|preemption: ).*|\.?$)", re.DOTALL
+)
+"""Of what a scheduler says of a pod: the part that says what nodes lack, separated by commas."""
+_COUNT = re.compile(r"^\d+ ")
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _QUOTA = re.compile("exceeded quota|status unknown for quota")
 _RULE = re.compile(r"matching FailJob rule at index (\d+)")
@@ -90,10 +97,10 @@ def waiting(job: Object, pods: Sequence[Object], warnings: Sequence[str], worklo
     `workload`: Kueue's, of a Job that it keeps suspended."""
     if is_suspended(job):
         return Waiting(_admission(queue_of(job), workload), admitted=False)
-    for pod in pods:
-        condition = _true_condition(pod, "PodScheduled", status="False")
-        if condition is not None:
-            return Waiting(f"The cluster has no place for {_name(pod)}: {_text(condition)}", admitted=False)
+    unplaced = [found for pod in pods if (found := _true_condition(pod, "PodScheduled", status="False")) is not None]
+    if unplaced:
+        wanted = job.get("spec", {}).get("parallelism", 1)
+        return Waiting(f"The cluster has no place for {len(unplaced)} of {wanted} pods: {_wanting(unplaced)}", admitted=False)
     if len(pods) < job.get("spec", {}).get("parallelism", 1) and warnings:
         return _refused(warnings[-1])
     for pod in pods:
@@ -102,6 +109,18 @@ def waiting(job: Object, pods: Sequence[Object], warnings: Sequence[str], worklo
             message = f"{state['reason']}: {state.get('message', '')}".rstrip(": ")
             return Waiting(f"{_name(pod)} cannot start: {message[:_MAX_TEXT]}", admitted=True, level="error")
     return None
+
+
+def _wanting(unplaced: Sequence[Object]) -> str:
+    """What nodes lack, in the scheduler's words, once for all pods of a gang.
+
+    Left out are its counts, which change whenever a node comes or goes, and what it says of preemption and claims.
+    """
+    lacks: set[str] = set()
+    for condition in unplaced:
+        said = _SCHEDULER.match(_text(condition))
+        lacks |= {_COUNT.sub("", lack) for lack in said[1].split(", ")} if said else {_text(condition)}
+    return "; ".join(sorted(lacks))[:_MAX_TEXT]
 
 
 def _refused(warning: str) -> Waiting:
@@ -159,8 +178,12 @@ def judge(
     result: Result | None,
     job: Object | None,
     pods: Sequence[Object],
+    *,
+    trained: bool = False,
 ) -> Exit | None:
     """How an attempt ended whose Job has ended and whose pods are gone. None: nobody left a word, and nobody knows why.
+
+    `trained`: rank 0 has written an event, so that all nodes had met.
 
     What the ranks agreed on, and an error that a rank raised, come first; then causes that they cannot see (out of memory,
     eviction, the deadline); then the errors of those who only lost their peers or could not stop.
@@ -178,20 +201,32 @@ def judge(
     taken = disruption(pods)
     if taken is not None:
         return exit_of(ExitReason.STOPPED, taken)
-    cause = _evicted(pods) or _never_whole(nodes, exits, pods)
+    cause = _evicted(pods) or _missing(nodes, exits, pods, said, trained=trained)
     return cause or said or _by_rule(failed)
 
 
-def _never_whole(nodes: int, exits: Mapping[int, Exit], pods: Sequence[Object]) -> Exit | None:
-    """Nodes that gave up waiting for others whose pods never ran: nothing that training could have done otherwise."""
+def _missing(nodes: int, exits: Mapping[int, Exit], pods: Sequence[Object], said: Exit | None, *, trained: bool) -> Exit | None:
+    """How an attempt ended of which some nodes left no record while the others only lost them; None: nothing of the kind.
+
+    Nodes that never ran could not have been trained on: the attempt was stopped. A pod that ran and is gone was killed.
+    """
     came = exits.keys() | {_index(pod) for pod in pods if has_started([pod])}
-    missing = [str(index) for index in range(nodes) if index not in came]
-    gave_up = any(word in _words(exit) for exit in exits.values() for word in WAITED_IN_VAIN)
-    if not missing or not gave_up:
+    missing = [index for index in range(nodes) if index not in came]
+    only_lost = said is not None and cause_of(said) in (Cause.LOST_PEER, Cause.STOP_TIMEOUT, Cause.SILENT)
+    if not missing or not only_lost:
         return None
-    return exit_of(
-        ExitReason.STOPPED, f"Of {nodes} pods these never ran, and the others waited for them in vain: {', '.join(missing)}."
-    )
+    named = ", ".join(map(str, missing))
+    waits = {_index(pod) for pod in pods if not has_started([pod])}
+    if not trained and (_gave_up(exits, _NEVER_CAME) or (_gave_up(exits, _STORE_GONE) and waits & set(missing))):
+        return exit_of(ExitReason.STOPPED, f"Of {nodes} pods these never ran, and the others waited for them in vain: {named}.")
+    if not trained and not _gave_up(exits, _STORE_GONE):
+        return None
+    gone = f"Of {nodes} pods these are gone without a record, deleted by force or lost with their node: {named}."
+    return _killed("pod_gone", f"{gone} The others lost them: {said.message if said else ''}"[:_MAX_TEXT])
+
+
+def _gave_up(exits: Mapping[int, Exit], error: str) -> bool:
+    return any(error in _words(exit) for exit in exits.values())
 
 
 def _words(exit: Exit) -> str:

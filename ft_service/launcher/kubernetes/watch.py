@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 from ft_service.launcher.kubernetes.cluster import Cluster, ClusterAwayError, ExpiredError, RefusedError
 from ft_service.launcher.kubernetes.outage import Outage
@@ -46,5 +45,5 @@ class Changes:
             except RuntimeError:  # of a client that was closed meanwhile
                 if not self._cluster.closed:
                     raise
-            time.sleep(rest)
+            self._cluster.rest(rest)
             rest = min(2 * rest, MAX_BREAK_SECONDS)

@@ -46,6 +46,7 @@ COMMANDS = {
         "export",
         "merge",
         "prune",
+        "doctor",
         "migrate",
         "open",
         "reconcile",

@@ -401,6 +401,13 @@ def test_a_job_whose_place_does_not_answer_says_so_once_and_says_when_it_does(ph
         assert decide(told.job, seen, NOW) == Become(replace(job, pending=None), message="The job is observed again.")
 
 
+def test_a_remembered_observation_does_not_end_an_outage() -> None:
+    told = decide(running_job(), AWAY, NOW)
+    assert isinstance(told, Become)
+    assert isinstance(decide(told.job, Running(reported=True, fresh=False), NOW), Wait)
+    assert isinstance(decide(told.job, Running(reported=True), NOW), Become)
+
+
 def test_a_queued_job_whose_place_does_not_answer_says_so_once() -> None:
     job = replace(running_job(), state=State.QUEUED, phase=None)
     told = decide(job, AWAY, NOW)

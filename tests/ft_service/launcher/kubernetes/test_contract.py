@@ -17,7 +17,7 @@ from ft_service.jobs.verbs import Verb
 from ft_service.launcher.base import LaunchError
 from ft_service.launcher.kubernetes import launcher as launcher_module
 from ft_service.launcher.kubernetes.launcher import LOOK_SECONDS, KubernetesLauncher
-from ft_service.launcher.kubernetes.manifests import object_name
+from ft_service.launcher.kubernetes.manifests import INSTANCE, Site, object_name
 from ft_service.launcher.kubernetes.watch import Changes
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Control, Desired, ExitReason
@@ -232,6 +232,33 @@ def test_a_job_that_somebody_deletes_was_lost_and_not_absent(attempts: Attempts,
     )
     attempt.wait_gone()
     assert attempt.seen() == Ended(None)
+
+
+def test_unfinished_jobs_of_this_installation_are_listed_and_can_be_ended(attempts: Attempts, cluster: HarnessCluster) -> None:
+    mine, done = attempts("event,hang"), attempts("succeed")
+    foreign = attempts("hang", labels=dict.fromkeys(INSTANCE, "other"))
+    for attempt in (mine, done, foreign):
+        attempt.start()
+    done.wait_ended()
+    assert {listed.name: listed.job_id for listed in mine.launcher.unfinished()} == {mine.name: mine.job_id}
+    assert [listed.name for listed in foreign.launcher.unfinished()] == [foreign.name]
+    mine.launcher.end(mine.name)
+    mine.launcher.end(mine.name)
+    mine.wait_gone()
+
+
+def test_a_look_that_is_remembered_says_so(attempts: Attempts, cluster: HarnessCluster) -> None:
+    attempt = attempts("event,hang")
+    launcher = KubernetesLauncher(cluster.client(), attempt.profile, Site(cluster.namespace, attempt.home), watch=True)
+    launcher.start(attempt.handle)
+    attempt.wait_reported()
+
+    def seen() -> Running | None:
+        found = launcher.observe(attempt.handle)
+        return found if isinstance(found, Running) and not found.fresh else None
+
+    wait_for(seen, SECONDS)
+    launcher.signal(attempt.handle, Control(generation=2, desired=Desired.CANCEL))
 
 
 def test_a_node_that_does_not_answer_keeps_the_attempt_alive(attempts: Attempts, cluster: HarnessCluster) -> None:
@@ -534,6 +561,7 @@ def test_the_role_in_deploy_grants_what_is_used_and_nothing_else(attempts: Attem
     attempt.wait_noted()
     client = ours.client()
     client.warnings(attempt.name)
+    assert [job["metadata"]["name"] for job in client.jobs()] == [attempt.name]
     assert client.workload("none") is None, "without Kueue, too"
     attempt.launcher.kill(attempt.handle, Reason.STALLED)
     Changes(client)

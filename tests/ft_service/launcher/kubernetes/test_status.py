@@ -15,6 +15,11 @@ IN_VAIN = exit_of(
     "A rank failed: torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError",
     ErrorInfo(code="training_failed", message="m"),
 )
+STORE_GONE = exit_of(
+    ExitReason.WORKER_ERROR,
+    "A rank of node 1 failed: torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: the store has failed",
+    ErrorInfo(code="training_failed", message="m"),
+)
 LOST_PEER = exit_of(ExitReason.WORKER_ERROR, "Rank 0 failed: Connection closed by peer")
 DONE = exit_of(ExitReason.SUCCEEDED, "The ranks of this node are done.")
 RESULT = Result(attempt=1, steps=5, trained_tokens=1, train_loss=None, valid_loss=None)
@@ -32,11 +37,15 @@ def ended_by(reason: str) -> dict[str, Any]:
     return pod(containerStatuses=[{"name": "worker", "state": {"terminated": {"reason": reason, "exitCode": 137}}}])
 
 
-def indexed(index: int) -> dict[str, Any]:
-    """The pod of an index, which runs."""
+def indexed(index: int, state: str = "running") -> dict[str, Any]:
+    """The pod of an index, in this state."""
     labels = {"batch.kubernetes.io/job-completion-index": str(index)}
-    running = {"containerStatuses": [{"name": "worker", "state": {"running": {}}}]}
-    return {"metadata": {"name": "p", "labels": labels}, "status": running}
+    status = {"containerStatuses": [{"name": "worker", "state": {state: {}}}]}
+    return {"metadata": {"name": "p", "labels": labels}, "status": status}
+
+
+def unplaced(message: str) -> dict[str, Any]:
+    return pod(conditions=[{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}])
 
 
 DISRUPTED = pod(
@@ -79,6 +88,13 @@ RULE = "Container worker for pod ft/p failed with exit code {} matching FailJob 
         ({"exits": {0: IN_VAIN, 1: LOST_PEER}}, "worker_error", "training_failed"),
         ({"exits": {0: LOST_PEER}, "pods": [indexed(0)]}, "worker_error", None),
         ({"exits": {0: IN_VAIN}, "pods": [indexed(1)]}, "worker_error", "training_failed"),
+        ({"exits": {1: STORE_GONE}, "trained": True}, "worker_killed", "pod_gone"),
+        ({"exits": {1: STORE_GONE}}, "worker_killed", "pod_gone"),
+        ({"exits": {1: STORE_GONE}, "pods": [indexed(0, "waiting")]}, "stopped", None),
+        ({"exits": {0: IN_VAIN}, "trained": True}, "worker_killed", "pod_gone"),
+        ({"exits": {0: LOST_PEER}, "trained": True}, "worker_killed", "pod_gone"),
+        ({"exits": {0: LOST_PEER}}, "worker_error", None),
+        ({"exits": {0: RAISED}, "trained": True}, "worker_error", "training_failed"),
         ({"job": failed("PodFailurePolicy", RULE.format(64, 0))}, "permanent_error", None),
         ({"job": failed("PodFailurePolicy", RULE.format(75, 1))}, "stopped", None),
     ],
@@ -119,6 +135,21 @@ def test_a_refusal_is_told_in_the_same_words_each_time() -> None:
     told = [waiting(job, [], [text.format(name)]) for name in ("0-x7k2p", "0-9qwzt")]
     words = 'Error creating: pods "ft-ab3de5-12-0" is forbidden: violates PodSecurity "restricted:v1.31"'
     assert told == [Waiting(f"The cluster refuses pods: {words}", admitted=False, level="error")] * 2, "no quota: that stays"
+
+
+def test_what_the_scheduler_says_is_one_sentence_for_a_gang() -> None:
+    job: dict[str, Any] = {"metadata": {}, "spec": {"parallelism": 3}}
+    taint = "node(s) had untolerated taint {node.kubernetes.io/unreachable: }"
+    behind = "no new claims to deallocate, preemption: 0/{0} nodes are available: {0} Preemption is not helpful for scheduling."
+    said = [f"0/{n} nodes are available: 1 Insufficient cpu, {n - 1} {taint}. {behind.format(n)}" for n in (2, 5)]
+    words = f"Insufficient cpu; {taint}"
+    assert waiting(job, [unplaced(said[0]), unplaced(said[1]), pod()], []) == Waiting(
+        f"The cluster has no place for 2 of 3 pods: {words}", admitted=False
+    )
+    assert waiting(job, [unplaced(said[0])], []) == waiting(job, [unplaced(said[1])], []), "no event a node that comes or goes"
+    other = waiting(job, [unplaced("another scheduler's words")], [])
+    assert other is not None
+    assert other.reason == "The cluster has no place for 1 of 3 pods: another scheduler's words"
 
 
 def test_one_pod_that_cannot_start_does_not_hide_that_another_has_no_place() -> None:

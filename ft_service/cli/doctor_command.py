@@ -1,0 +1,54 @@
+"""`ft doctor`: what is wrong with an installation that nobody sees from its jobs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from ft_service.cli.local_store import local_store
+from ft_service.cli.output import Json, load_settings, print_json, print_table, say, sentence
+from ft_service.errors import UnavailableError
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(doctor)
+
+
+def doctor(
+    end: Annotated[bool, typer.Option("--end", help="End the attempts that it lists, for good.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Look for attempts that run in the cluster although this database does not know their job, as after its loss. They hold
+    GPUs until they end. The exit code is 1 if some are left."""
+    from ft_service.control.launcher_choice import new_launcher  # the database takes time to import
+    from ft_service.control.orphans import find_orphans
+    from ft_service.launcher.base import LaunchError, ListsAttempts
+
+    settings = load_settings()
+    with local_store(settings) as store:
+        launcher = new_launcher(settings, store) if settings.launcher == "kubernetes" else None
+        if not isinstance(launcher, ListsAttempts):
+            say(f"FT_LAUNCHER = {settings.launcher}: attempts are found by their run directories; there is nothing to list.")
+            if as_json:
+                print_json([])
+            return 0
+        try:
+            found = find_orphans(store, launcher)
+            for attempt in found if end else []:
+                launcher.end(attempt.name)
+        except LaunchError as error:
+            raise UnavailableError(str(error)) from None
+        finally:
+            launcher.close()
+    if as_json:
+        print_json([{**asdict(attempt), "ended": end} for attempt in found])
+    elif found:
+        print_table(("JOB OF THE CLUSTER", "OF", "SINCE"), [(a.name, a.job_id, a.created_at) for a in found])
+        print(
+            sentence("All of them were ended." if end else "This database does not know their jobs. End them: ft doctor --end")
+        )
+    else:
+        print("Every attempt in the cluster belongs to a job of this database.")
+    return 1 if found and not end else 0

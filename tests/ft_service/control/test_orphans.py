@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ft_service.control.orphans import find_orphans
+from ft_service.launcher.base import LaunchError, ListedAttempt, ListsAttempts
+from ft_service.launcher.fake import FakeLauncher
+from ft_service.meters import Meters
+from tests.support.reconciling import add_job, new_reconciler, new_store
+
+
+class ListingLauncher(FakeLauncher):
+    """A place that lists what runs there, or cannot be asked."""
+
+    def __init__(self, *job_ids: str) -> None:
+        super().__init__()
+        self.running = [ListedAttempt(f"ft-{job_id}-1", job_id, "2026-01-01T00:00:00Z") for job_id in job_ids]
+        self.is_away = False
+
+    def unfinished(self) -> list[ListedAttempt]:
+        if self.is_away:
+            raise LaunchError("the cluster cannot be asked")
+        return self.running
+
+    def end(self, name: str) -> None:
+        self.running = [attempt for attempt in self.running if attempt.name != name]
+
+    def close(self) -> None:
+        pass
+
+
+def test_what_the_database_does_not_know_is_orphaned(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    add_job(store, "ftjob-1")
+    launcher = ListingLauncher("ftjob-1", "ftjob-of-another-database")
+    assert [orphan.job_id for orphan in find_orphans(store, launcher)] == ["ftjob-of-another-database"]
+    assert not isinstance(FakeLauncher(), ListsAttempts), "a place that cannot list is not asked"
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_the_reconciler_counts_them(tmp_path: Path, is_away: bool) -> None:
+    store, meters = new_store(tmp_path), Meters()
+    launcher = ListingLauncher("ftjob-a", "ftjob-b")
+    launcher.is_away = is_away
+    reconciler = new_reconciler(tmp_path, store, launcher, meters=meters)
+    reconciler.step()
+    reconciler.close()
+    counted = meters.registry.get_sample_value("ft_orphaned_jobs")
+    assert counted == 2 if not is_away else counted != counted, "NaN where nobody could be asked"

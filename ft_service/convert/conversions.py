@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ft_service.convert.rules import (
+from ft_service.convert.verdicts import (
     NOT_SET,
     OFF,
     Lost,
@@ -117,6 +117,8 @@ def warmup_of_total(value: Any, source: Source) -> Verdict:
 
 
 def target_modules(value: Any, source: Source) -> Verdict:
+    if as_plain(source.get("lora_target_linear")) is True:
+        return NoEffect("lora_target_linear has all of them")
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         return ToDo("expected names of modules: set lora.target_modules")
@@ -288,7 +290,7 @@ def chat_template(value: Any, source: Source) -> Verdict:
 
 # Beside training ------------------------------------------------------------------------------------------------------------
 
-_KERNELS = ("cut_cross_entropy", "liger", "kernels")
+_KERNELS = ("cut_cross_entropy", "liger", "kernels", "swanlab", "expert_parallel")
 
 
 def plugins(value: Any, source: Source) -> Verdict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,23 +11,19 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ft_service.convert import conversions
-from ft_service.convert.rules import (
+from ft_service.convert.rules import Table, flatten, load_table, lookup, verdict_on
+from ft_service.convert.verdicts import (
     NOT_SET,
     Lost,
     Named,
     NoEffect,
     Refused,
     Source,
-    Table,
     Taken,
     ToCheck,
     ToDo,
     Verdict,
     as_plain,
-    flatten,
-    load_table,
-    lookup,
-    verdict_on,
 )
 from ft_service.convert.yaml_text import yaml_text
 from ft_service.errors import SpecError
@@ -47,6 +44,9 @@ _HINTS = {
     "model": "a base that `ft models` lists, or a folder (./…, /…) for `ft run`",
     "training_file": "your data, relative to this file; see `ft data check FILE`",
 }
+_METHODS = "methods are supervised and dpo"
+_OTHER_METHOD = re.compile(r"(?<![a-z])(orpo|kto|cpo|simpo|grpo|gspo|ppo|rloo|gkd|reward)(?![a-z])", re.IGNORECASE)
+"""Methods of TRL whose files may be the same as one of DPO."""
 _ORDER = ("model", "training_file", "validation_split", "method", "lora", "precision", "training", "distributed", "checkpoint")
 OUTCOMES: Mapping[type, str] = {
     Refused: "refused",
@@ -201,7 +201,8 @@ def recognised(body: Mapping[str, Any]) -> Table | None:
     for table in map(load_table, LAUNCHERS):
         if body.keys() & set(table.marks):
             return table
-    marked = sorted(map(load_table, TRAINERS), key=lambda table: -len(body.keys() & set(table.marks)))
+    trainers = (table for table in map(load_table, TRAINERS) if body.keys() >= set(table.needs))
+    marked = sorted(trainers, key=lambda table: -len(body.keys() & set(table.marks)))
     if body.keys() & set(marked[0].marks) and _mostly(body, marked[0]):
         return marked[0]
     return next((table for table in map(load_table, ("transformers", "fsdp_config")) if _mostly(body, table)), None)
@@ -225,7 +226,7 @@ def convert(
     source.method, known_by = _method(source, table, method)
     taken: dict[str, Any] = {"method.type": "dpo"} if source.method == "dpo" else {}
     decisions: list[Decision] = []
-    for name in (*(name for name in (*absent, *table.first) if name in source), *source):
+    for name in (*(name for name in (*absent, table.says_method) if name in source), *source):
         if any(decision.option == name for decision in decisions):
             continue
         rule = lookup(table, name)
@@ -246,26 +247,32 @@ def convert(
 
 def _method(source: Source, table: Table, asked: Method | None) -> tuple[Method, str]:
     """What the job learns from, and how that is known. Raises SpecError for what is neither supervised nor dpo."""
-    for name in table.first:
-        verdict = verdict_on(table, source, name) if name in source else None
-        if isinstance(verdict, Refused):
-            return "supervised", ""
-        if isinstance(verdict, Taken):
-            return _agreed(verdict.options["method.type"], asked, f"{name}: {source[name]}")
+    if name := table.says_method:
         if name not in source:
             return _agreed("supervised", asked, f"supervised, since {name} is not given")
-        return _agreed("supervised", asked, f"{name}: {source[name]}")
+        verdict = verdict_on(table, source, name)
+        if isinstance(verdict, Refused):
+            return "supervised", ""  # its own verdict says why
+        found = verdict.options["method.type"] if isinstance(verdict, Taken) else "supervised"
+        return _agreed(found, asked, f"{name}: {source[name]}")
+    if not table.methods:
+        return asked or "supervised", f"for {asked} as asked for" if asked else ""
     for found, marks in table.methods.items():
         marked = next((mark for mark in marks if _is_marked(source, mark)), None)
-        if marked is None:
-            continue
-        if found not in get_args(Method):
-            methods = "methods are supervised and dpo"
-            raise SpecError(f"{table.title} that says {marked} is for {found}, which is not converted: {methods}.")
-        return _agreed(found, asked, f"for DPO, since it says {marked}")
+        if marked is not None and found not in get_args(Method):
+            raise SpecError(f"{table.title} that says {marked} is for {found}, which is not converted: {_METHODS}.")
     if asked is not None:
         return asked, f"for {asked} as asked for"
-    return "supervised", "taken as supervised, since nothing in it is of DPO (else: --method dpo)" if table.methods else ""
+    for name in ("output_dir", "hub_model_id", "run_name"):  # ORPO's options are among DPO's
+        if other := _OTHER_METHOD.search(str(source.get(name, ""))):
+            raise SpecError(
+                f"{table.title} with {name}: {source[name]} seems to be for {other[0].upper()}, which is not converted: "
+                f"{_METHODS}. If it is for one of these, say so by --method."
+            )
+    marked = next((mark for mark in table.methods["dpo"] if _is_marked(source, mark)), None)
+    if marked is not None:
+        return "dpo", f"taken as DPO's, since it says {marked} (else: --method supervised)"
+    return "supervised", "taken as supervised, since it says nothing of DPO (else: --method dpo)"
 
 
 def _agreed(found: Any, asked: Method | None, by: str) -> tuple[Method, str]:

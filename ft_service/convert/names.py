@@ -9,21 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ft_service.convert.rules import (
-    ONLY_DPO,
-    Lost,
-    Named,
-    NoEffect,
-    Refused,
-    Source,
-    Table,
-    Taken,
-    ToCheck,
-    ToDo,
-    Verdict,
-    load_table,
-    verdict_on,
-)
+from ft_service.convert.rules import Table, load_table, verdict_on
+from ft_service.convert.verdicts import ONLY_DPO, Lost, Named, NoEffect, Refused, Source, Taken, ToCheck, ToDo, Verdict
 
 PAGES = ("trl", "axolotl", "llama_factory", "unsloth")
 

@@ -1,4 +1,4 @@
-"""Verdicts on one option of another tool, and the tables of rules (`tables/*.yaml`) from which they come.
+"""The tables of rules (`tables/*.yaml`) from which verdicts come.
 
 A table says of every option one of these:
 
@@ -21,103 +21,33 @@ A section names its source, the file of the tool that defines the options, and l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
+from ft_service.convert import conversions
+from ft_service.convert.verdicts import (
+    OFF,
+    ONLY_DPO,
+    Lost,
+    NoEffect,
+    Refused,
+    Rule,
+    Source,
+    Taken,
+    ToCheck,
+    ToDo,
+    Verdict,
+    as_number,
+    as_plain,
+)
 
-@dataclass(frozen=True)
-class Taken:
-    """The option's meaning is kept, by options of ours: dotted name → value."""
-
-    options: Mapping[str, Any]
-    remark: str = ""
-
-
-@dataclass(frozen=True)
-class Named:
-    """Data by name, which a SPEC names as a file: shown beside training_file."""
-
-    data: str
-
-
-@dataclass(frozen=True)
-class NoEffect:
-    """Leaving the option out changes nothing here."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class ToCheck:
-    """The option asks for what is not done here, and the model that results is the same."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class ToDo:
-    """The option asks for what the user must do by hand, else the result may differ."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Lost:
-    """The option asks for what this service does not do, and the result may differ."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A file that asks for this is not converted at all."""
-
-    reason: str
-
-
-Verdict = Taken | Named | NoEffect | ToCheck | ToDo | Lost | Refused
 _TEXTS = {"none": NoEffect, "check": ToCheck, "todo": ToDo, "lost": Lost, "refuse": Refused}
-
-
-class Source(dict[str, Any]):
-    """Every option of a file by its dotted name, for rules that look at more than one."""
-
-    method: Literal["supervised", "dpo"] = "supervised"
-    tool = ""
-    gpus: int | None = None
-    """How many train together, as the user says."""
-    micro_batch: int | None = None
-    """Samples of a micro-batch where the file does not say; None: the tool has no default."""
-    around: Source | None = None
-    """The file in which this is a section."""
-
-    def number(self, *names: str) -> int | None:
-        """The first of some options that is a whole number. None: none is."""
-        for name in names:
-            value = as_number(self.get(name))
-            if value is not None and value == int(value):
-                return int(value)
-        return None
-
-    def inside(self, prefix: str) -> Source:
-        """A section of this file as a file of its own."""
-        inner = Source({name.removeprefix(prefix): value for name, value in self.items() if name.startswith(prefix)})
-        inner.method, inner.tool, inner.gpus, inner.around = self.method, self.tool, self.gpus, self
-        return inner
-
-
-Rule = Callable[[Any, Source], Verdict]
-
-OFF: tuple[Any, ...] = (None, False, "", "no", "none", "NO", "off", 0, [], {})
-NOT_SET = NoEffect("it is not set")
-"""For a value that means that the option is not given."""
 _IT_IS_OFF = NoEffect("it is off here too")
-ONLY_DPO = NoEffect("only direct preference optimisation reads it")
 
 
 @dataclass(frozen=True)
@@ -144,6 +74,8 @@ class Table:
     """Of the tool whose options it holds."""
     marks: tuple[str, ...] = ()
     """Top-level names by which a file of the tool is known."""
+    needs: tuple[str, ...] = ()
+    """Names without which a file is not the tool's."""
     rules: Mapping[str, Rule] = field(default_factory=dict)
     """Dotted name → rule. A name that ends in `.*` speaks for every option below it that has no rule of its own."""
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -151,8 +83,8 @@ class Table:
     defaults: Mapping[str, Default] = field(default_factory=dict)
     """Dotted name of ours → what the tool takes."""
     micro_batch: int | None = None
-    first: tuple[str, ...] = ()
-    """Options that decide what others mean."""
+    says_method: str = ""
+    """The option that names the method; empty: none does, and `methods` tell it."""
     absent: Mapping[str, Any] = field(default_factory=dict)
     """Options that say something where they are not given, with what they say."""
     trains_all: tuple[str, ...] = ()
@@ -190,8 +122,8 @@ def load_table(name: str) -> Table:
         defaults[option] = Default(**{**one, "unless": tuple(one.get("unless", ()))})
     return Table(
         name=name,
-        **{key: given.get(key, "") for key in ("tool", "title", "version")},
-        **{key: tuple(given.get(key, ())) for key in ("marks", "first", "trains_all")},
+        **{key: given.get(key, "") for key in ("tool", "title", "version", "says_method")},
+        **{key: tuple(given.get(key, ())) for key in ("marks", "needs", "trains_all")},
         **{key: given.get(key, {}) for key in ("absent", "differs", "examples")},
         rules=rules,
         sources=sources,
@@ -279,8 +211,6 @@ def _choice(values: Mapping[str, Mapping[str, Any]], otherwise: Rule) -> Rule:
 
 
 def _function(named: str | list[str]) -> Rule:
-    from ft_service.convert import conversions  # which is made of what is defined here
-
     name, *arguments = [named] if isinstance(named, str) else named
     function = getattr(conversions, name)
     return function if not arguments else lambda value, source: function(value, source, *arguments)
@@ -296,24 +226,6 @@ def _number_of_text(value: Any) -> Any:
     """YAML reads `1e-4`, without a dot, as text."""
     number = as_number(value) if isinstance(value, str) else None
     return value if number is None else int(number) if number.is_integer() and "e" not in value.lower() else number
-
-
-def as_plain(value: Any) -> Any:
-    """A value, with the text that tools write for a truth value replaced by that truth value."""
-    if isinstance(value, str) and value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    return value
-
-
-def as_number(value: Any) -> float | None:
-    """A finite number, or text that is one. None: it is none."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        return None
-    return number if abs(number) < float("inf") else None
 
 
 def lookup(table: Table, name: str) -> str | None:

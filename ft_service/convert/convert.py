@@ -87,7 +87,7 @@ class Decision:
         if isinstance(self.verdict, Taken):
             options = ", ".join(f"{name}: {json.dumps(value)}" for name, value in self.verdict.options.items())
             return options + (f" ({self.verdict.remark})" if self.verdict.remark else "")
-        return self.verdict.data if isinstance(self.verdict, Named) else self.verdict.reason
+        return self.verdict.reason
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Conversion:
         for decision in self.decisions:
             verdict = decision.verdict
             if isinstance(verdict, Named):
-                said["training_file"].append(f"it was {decision.option}: {verdict.data}")
+                said["training_file"].append(f"it was {decision.option}: {verdict.reason}")
             if not isinstance(verdict, Taken):
                 continue
             for name in verdict.options:
@@ -182,7 +182,7 @@ def convert_file(path: Path, *, gpus: int | None = None, method: Method | None =
     """Read a file and convert it. `gpus`: how many train together, for the batch size; None: one is assumed and said.
     `method`: what a file of TRL or Transformers is for, which it does not say itself.
 
-    Raises SpecError if it cannot be read, is of an unknown kind, or asks for a method that there is not.
+    Raises SpecError if it cannot be read, is of an unknown kind, asks for a method that there is not, or has no use for `gpus`.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -241,8 +241,15 @@ def convert(
         said = "; ".join(f"{one.option}: {json.dumps(one.value, default=str)}: {one.text()}" for one in refused)
         raise SpecError(f"{file}, {table.title}, is not converted. {said}.")
     defaults = _defaults(table, source, decisions, taken)
+    _check_gpus(gpus, decisions, defaults)
     title = f"{table.title}, {known_by}" if known_by else table.title
     return Conversion(file, table.tool, f"{title} (options of {table.version})", nested(taken), decisions, defaults)
+
+
+def _check_gpus(gpus: int | None, decisions: list[Decision], defaults: list[WrittenDefault]) -> None:
+    said = [d.verdict.remark for d in decisions if isinstance(d.verdict, Taken)] + [default.note for default in defaults]
+    if gpus is not None and not any(text.endswith(" GPUs") for text in said):
+        raise SpecError(f"--gpus {gpus}: the file does not say the batch size of one GPU. Leave --gpus out.")
 
 
 def _method(source: Source, table: Table, asked: Method | None) -> tuple[Method, str]:

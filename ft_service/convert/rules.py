@@ -5,7 +5,7 @@ A table says of every option one of these:
     to: OPTION [note: TEXT]     the value is taken over as that option of ours
     set: {OPTION: VALUE, …}     it is taken over as these values
     none: TEXT                  it has no effect here, and why
-    check: TEXT                 it is not taken over; the model that results is the same
+    check: TEXT                 it is not taken over; the model that results is most likely the same
     todo: TEXT                  it is to be done by hand, else the result may differ
     lost: TEXT                  it is not supported, and the result may differ
     refuse: TEXT                a file that says so is not converted

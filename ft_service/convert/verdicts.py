@@ -16,48 +16,37 @@ class Taken:
 
 
 @dataclass(frozen=True)
-class Named:
+class Reason:
+    """What is said of an option that is not taken over."""
+
+    reason: str
+
+
+class Named(Reason):
     """Data by name, which a SPEC names as a file: shown beside training_file."""
 
-    data: str
 
-
-@dataclass(frozen=True)
-class NoEffect:
+class NoEffect(Reason):
     """Leaving the option out changes nothing here."""
 
-    reason: str
+
+class ToCheck(Reason):
+    """The option asks for what is not done here, and the model that results is most likely the same."""
 
 
-@dataclass(frozen=True)
-class ToCheck:
-    """The option asks for what is not done here, and the model that results is the same."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class ToDo:
+class ToDo(Reason):
     """The option asks for what the user must do by hand, else the result may differ."""
 
-    reason: str
 
-
-@dataclass(frozen=True)
-class Lost:
+class Lost(Reason):
     """The option asks for what this service does not do, and the result may differ."""
 
-    reason: str
 
-
-@dataclass(frozen=True)
-class Refused:
+class Refused(Reason):
     """A file that asks for this is not converted at all."""
 
-    reason: str
 
-
-Verdict = Taken | Named | NoEffect | ToCheck | ToDo | Lost | Refused
+Verdict = Taken | Reason
 
 
 class Source(dict[str, Any]):

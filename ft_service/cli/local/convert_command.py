@@ -36,6 +36,8 @@ def convert(
     """Print a configuration of Accelerate, DeepSpeed, Transformers, TRL, Axolotl or LLaMA-Factory as a SPEC, and what becomes
     of each of its options. Exits with 0 where nothing that changes the result is lost, with 1 where something is to be done or
     is not supported (it says what), and with 64 where the file is not converted at all."""
+    if force and out is None:
+        raise SpecError("--force overwrites the file that --out names: give --out SPEC too, or leave it out.")
     outcome = convert_file(file, gpus=gpus, method=method)
     if out is not None:
         _write(out, outcome.spec_yaml(), force)

@@ -257,20 +257,22 @@ REFUSING = {"stage", "rl", "pref_loss", "reward_model"}
 @pytest.mark.parametrize("kind", ["axolotl", "llama_factory", "trl"])
 def test_whatever_an_option_of_a_method_says_the_file_is_refused_or_valid(kind: str) -> None:
     table = load_table(kind)
-    outcomes = set()
+    refusals: list[str] = []
+    valid = 0
     for name in sorted(REFUSING | {mark.partition("=")[0] for marks in table.methods.values() for mark in marks}):
-        for value in (*VALUES, "dpo", "sft"):
+        for value in (True, 0.5, "dpo", "text", ["sigmoid"], {"a": 1}):
             try:
                 parse_request(yaml.safe_load(convert({name: deepcopy(value)}, table, "file").spec_yaml()))
             except SpecError as error:
-                assert "not converted" in error.message
-                outcomes.add("refused")
+                refusals.append(error.message)
             else:
-                outcomes.add("valid")
-    assert outcomes == {"refused", "valid"}
+                valid += 1
+    assert valid
+    assert refusals
+    assert [text for text in refusals if "not converted" not in text] == []
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", [name for name in FORMATS if name != "transformers"])  # which others extend
 def test_whatever_a_file_says_the_spec_that_comes_out_is_valid(kind: str) -> None:
     table = load_table(kind)
     for value in VALUES:
@@ -286,7 +288,7 @@ def test_whatever_a_file_says_the_spec_that_comes_out_is_valid(kind: str) -> Non
             target.setdefault(last, deepcopy(value))
         for name in REFUSING | {mark.partition("=")[0] for marks in table.methods.values() for mark in marks}:
             body.pop(name, None)
-        conversion = convert(body, table, "file")
+        conversion = convert(body, table, "file", method="dpo" if kind == "trl" else None)
         parse_request(yaml.safe_load(conversion.spec_yaml()))
         for decision in conversion.decisions:
             assert "→" in decision.line()
@@ -346,6 +348,7 @@ def test_a_file_is_written_and_not_overwritten_unasked(ft: Ft, tmp_path: Path) -
     assert ft("convert", path, "--out", out, "--force").code == 0
     assert yaml.safe_load(out.read_text())["training"]["batch_size"] == 1
     assert ft("convert", path, "--out", tmp_path / "absent" / "spec.yaml").code == 64
+    assert ft("convert", path, "--force").code == 64
 
 
 TRL = {

@@ -303,6 +303,13 @@ def test_the_batch_size_is_the_product(tmp_path: Path, body: dict[str, Any], one
     assert any(f"{one} x 4 GPUs" in line for line in said)
 
 
+def test_a_number_of_gpus_that_says_nothing_is_refused(tmp_path: Path) -> None:
+    for body in (ACCELERATE, ZERO_3, ZERO_3 | {"train_batch_size": 64}):
+        with pytest.raises(SpecError, match="--gpus 4: the file does not say the batch size of one GPU"):
+            converted(tmp_path, body, gpus=4)
+    assert converted(tmp_path, ZERO_3 | {"train_micro_batch_size_per_gpu": 2}, gpus=4).body["training"]["batch_size"] == 8
+
+
 def test_what_changes_the_data_is_to_be_done_with_what_it_was(tmp_path: Path) -> None:
     text = " ".join(converted(tmp_path, AXOLOTL).spec_yaml().replace("#", "").split())
     assert "split: train[:20%], field_messages: conversations, message_property_mappings" in text
@@ -375,7 +382,7 @@ def test_a_template_of_several_lines_is_a_block_and_a_name_is_the_bases_own(tmp_
 
 
 def test_names_of_a_file_stay_in_its_comments(tmp_path: Path) -> None:
-    odd = {"a\u2028model: b": 1, "c\nmodel: d": "e\u0085f\x07", "datasets": [{"path": "g\nmodel: h"}]}
+    odd = {"a\u2028model: b": 1, "c\nmodel: d": "e\u0085f\x07", "datasets": [{"path": "g\nmodel: h\x07"}]}
     assert converted(tmp_path, GPT_OSS | odd).body["model"] == "openai/gpt-oss-20b"
     path = tmp_path / "config.json"
     path.write_text(json.dumps(FACTORY | odd))

@@ -7,10 +7,12 @@ import re
 import subprocess
 import sys
 import tarfile
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 
 from ft_service.convert import conversions
 from ft_service.convert.convert import FORMATS
@@ -61,10 +63,18 @@ def test_every_option_that_says_a_default_is_one_of_a_tool() -> None:
 
 def test_the_options_that_tables_name_are_ours() -> None:
     tables = Path(conversions.__file__).parent / "tables"
-    text = "\n".join(path.read_text() for path in tables.glob("*.yaml"))
-    named = set(re.findall(r"\bto: ([\w.]+)", text)) | set(re.findall(r"\bset: \{([\w.]+):", text))
-    assert len(named) > 20
+    named = {option for path in tables.glob("*.yaml") for option in targets(yaml.safe_load(path.read_text()).get("sections"))}
+    assert len(named) > 30
     assert named - set(options_of(JobRequest)) == set()
+
+
+def targets(part: object) -> Iterator[str]:
+    """The options of ours that `to` and `set` name, anywhere below."""
+    if isinstance(part, dict):
+        yield from [part["to"]] if isinstance(part.get("to"), str) else []
+        yield from part["set"] if isinstance(part.get("set"), dict) else []
+    for inner in part.values() if isinstance(part, dict) else part if isinstance(part, list) else []:
+        yield from targets(inner)
 
 
 @pytest.mark.parametrize("spec", [{}, {"too": "lora.r"}, {"if_on": {"none": "x"}, "if_off": {"nothing": "x"}}])

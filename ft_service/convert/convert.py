@@ -1,4 +1,4 @@
-"""Which tool wrote a file, the decision on each of its options, and the SPEC that results."""
+"""Recognise the tool that wrote a file, decide on each of its options, and make the SPEC that results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TRAINERS = ("axolotl", "llama_factory", "trl", "unsloth")
 FORMATS = (*LAUNCHERS, *TRAINERS, "transformers", "fsdp_config")
 
 PLACEHOLDERS = {"model": "MODEL", "training_file": "TRAINING.jsonl"}
-"""What a SPEC must say, as long as no file said it."""
+"""Values of what a SPEC must say, as long as no file said it."""
 _HINTS = {
     "model": "a base that `ft models` lists, or a folder (./…, /…) for `ft run`",
     "training_file": "your data, relative to this file; see `ft data check FILE`",
@@ -78,12 +78,15 @@ class Decision:
     """False: the file does not say it, and that says something."""
 
     def line(self) -> str:
-        shown = json.dumps(self.value, ensure_ascii=False, default=str)
-        shown = shown if len(shown) <= 60 else shown[:57] + "..."
-        return f"{self.option}: {shown if self.given else '(not given)'} → {self.text()}"
+        return f"{self.said()} → {self.text()}"
+
+    def said(self) -> str:
+        """The option as the file has it, cut where it is long."""
+        shown = json.dumps(self.value, ensure_ascii=False, default=str) if self.given else "(not given)"
+        return f"{self.option}: {shown if len(shown) <= 60 else shown[:57] + '...'}"
 
     def text(self) -> str:
-        """What becomes of it, and why."""
+        """The options of ours that it becomes, or why it becomes none."""
         if isinstance(self.verdict, Taken):
             options = ", ".join(f"{name}: {json.dumps(value)}" for name, value in self.verdict.options.items())
             return options + (f" ({self.verdict.remark})" if self.verdict.remark else "")
@@ -106,7 +109,7 @@ class Conversion:
     file: str
     tool: str
     format: str
-    """What the file was recognised as, and by what, and whose options are known."""
+    """Kind of the file, how its method is known, and the version of the tool whose options are known."""
     body: dict[str, Any]
     decisions: list[Decision]
     defaults: list[WrittenDefault] = field(default_factory=list)
@@ -115,9 +118,13 @@ class Conversion:
         """The SPEC file. What was not taken over stands first, so that it keeps the record of where it comes from."""
         head = _wrapped(f"From {self.file}: {self.format}.", "")
         for kind, title in _HEADINGS.items():
-            head += self._group(f"{title}:", [d.line() for d in self.decisions if isinstance(d.verdict, kind)])
+            by_text: dict[str, list[str]] = {}
+            for one in self.decisions:
+                if isinstance(one.verdict, kind):
+                    by_text.setdefault(one.text(), []).append(one.said())
+            head += self._group(f"{title}:", [f"{', '.join(said)} → {text}" for text, said in by_text.items()])
         head += self._group(
-            f"{self.tool}'s defaults that differ from those here, written out below:",
+            f"{self._whose} defaults that differ from those here, written out below:",
             [", ".join(default.option for default in self.defaults)] if self.defaults else [],
         )
         idle = [d.option for d in self.decisions if isinstance(d.verdict, NoEffect)]
@@ -126,13 +133,17 @@ class Conversion:
         body = {name: body[name] for name in (*(name for name in _ORDER if name in body), *body)}
         text = yaml_text(body, self._comments())
         if "validation_file" not in body and "validation_split" not in body:
-            first, second, *rest = text.splitlines()
-            text = "\n".join([first, second, "# validation_file: to be named here, if there is one", *rest, ""])
+            first, second, rest = text.split("\n", 2)
+            text = "\n".join([first, second, "# validation_file: to be named here, if there is one", rest])
         return "\n".join([*(f"# {line}".rstrip() for line in head), "", text])
 
     def open(self) -> list[str]:
         """The options without which the model that results may be another."""
         return [d.option for d in self.decisions if isinstance(d.verdict, Lost | ToDo)]
+
+    @property
+    def _whose(self) -> str:
+        return f"{self.tool}'" if self.tool.endswith("s") else f"{self.tool}'s"
 
     @staticmethod
     def _group(title: str, lines: list[str]) -> list[str]:
@@ -157,7 +168,7 @@ class Conversion:
                     said[name].append(text)
         for default in self.defaults:
             note = f" ({default.note})" if default.note else ""
-            said.setdefault(default.option, []).append(f"{self.tool}'s default{note}")
+            said.setdefault(default.option, []).append(f"{self._whose} default{note}")
         return {name: _printable("; ".join(text for text in texts if text)) for name, texts in said.items()}
 
 
@@ -253,7 +264,7 @@ def _check_gpus(gpus: int | None, decisions: list[Decision], defaults: list[Writ
 
 
 def _method(source: Source, table: Table, asked: Method | None) -> tuple[Method, str]:
-    """What the job learns from, and how that is known. Raises SpecError for what is neither supervised nor dpo."""
+    """The method, and how it is known. Raises SpecError for one that is neither supervised nor dpo."""
     if name := table.says_method:
         if name not in source:
             return _agreed("supervised", asked, f"supervised, since {name} is not given")
@@ -309,7 +320,7 @@ def _settle(verdict: Verdict, taken: Mapping[str, Any], earlier: list[Decision])
 
 
 def _fault(options: Mapping[str, Any]) -> str | None:
-    """What our own SPEC has against options, in its words."""
+    """The fault that our own SPEC finds with options, in its words. None: they are valid."""
     try:
         parse_request(PLACEHOLDERS | nested(options))
     except SpecError as error:
@@ -354,7 +365,7 @@ def _defaults(table: Table, source: Source, decisions: list[Decision], taken: di
 
 
 def _ours(option: str, taken: Mapping[str, Any]) -> Any:
-    """What a job takes for an option that its SPEC does not give."""
+    """The value that a job takes for an option that its SPEC does not give."""
     request: JobRequest = parse_request(PLACEHOLDERS | nested(taken))
     dpo = request.method.dpo_options()
     if option.startswith("method.dpo."):

@@ -1,4 +1,4 @@
-"""What the usual options of other tools are called here: docs/from-other-tools.md, made from the tables of `ft convert`.
+"""Our names of the usual options of other tools: docs/from-other-tools.md, made from the tables of `ft convert`.
 
 `python -m ft_service.convert.names` prints the page; a test holds the page to it.
 """
@@ -70,7 +70,7 @@ def page() -> str:
 
 
 def _verdict(table: Table, name: str, usual: Mapping[str, Any]) -> Verdict:
-    """By itself, but for what an option's meaning hangs on."""
+    """The verdict on an option by itself, but for the options that its meaning depends on."""
     beside = {
         "gradient_accumulation_steps": _MICRO,
         "val_set_size": (),

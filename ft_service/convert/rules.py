@@ -52,10 +52,10 @@ _IT_IS_OFF = NoEffect("it is off here too")
 
 @dataclass(frozen=True)
 class Default:
-    """What the tool takes where a file does not say it."""
+    """A value that the tool takes where a file does not give one."""
 
     value: Any = None
-    """Of any method, or by method."""
+    """One for any method, or a mapping by method."""
     rule: str = ""
     """The function of `conversions.py` that says it instead."""
     unless: tuple[str, ...] = ()
@@ -65,13 +65,13 @@ class Default:
 
 @dataclass(frozen=True)
 class Table:
-    """What becomes of the options of one tool."""
+    """The rules for the options of one tool, and its defaults."""
 
     name: str
     tool: str
     title: str = ""
     version: str = ""
-    """Of the tool whose options it holds."""
+    """Version of the tool whose options it holds."""
     marks: tuple[str, ...] = ()
     """Top-level names by which a file of the tool is known."""
     needs: tuple[str, ...] = ()

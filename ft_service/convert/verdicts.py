@@ -17,7 +17,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Reason:
-    """What is said of an option that is not taken over."""
+    """A verdict on an option that is not taken over."""
 
     reason: str
 
@@ -55,7 +55,7 @@ class Source(dict[str, Any]):
     method: Literal["supervised", "dpo"] = "supervised"
     tool = ""
     gpus: int | None = None
-    """How many train together, as the user says."""
+    """Number of GPUs that train together, as the user says. None: it is not said."""
     micro_batch: int | None = None
     """Samples of a micro-batch where the file does not say; None: the tool has no default."""
     around: Source | None = None
@@ -80,7 +80,7 @@ Rule = Callable[[Any, Source], Verdict]
 
 OFF: tuple[Any, ...] = (None, False, "", "no", "none", "NO", "off", 0, [], {})
 NOT_SET = NoEffect("it is not set")
-"""For a value that means that the option is not given."""
+"""The verdict on a value that means that the option is not given."""
 ONLY_DPO = NoEffect("only direct preference optimisation reads it")
 
 

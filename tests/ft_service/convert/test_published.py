@@ -371,6 +371,11 @@ def test_what_was_not_taken_comes_first_and_what_has_no_effect_is_one_list(tmp_p
     assert idle.split(", ") == [d.option for d in conversion.decisions if isinstance(d.verdict, NoEffect)]
 
 
+def test_options_of_which_the_same_is_said_stand_together(tmp_path: Path) -> None:
+    text = converted(tmp_path, GPT_OSS | {"wandb_project": "mine", "wandb_entity": "us"}).spec_yaml()
+    assert '#   wandb_project: "mine", wandb_entity: "us" → ' in text
+
+
 def test_a_template_of_several_lines_is_a_block_and_a_name_is_the_bases_own(tmp_path: Path) -> None:
     template = "{% for m in messages %}\n  {{ m['content'] }} \n\n{% endfor %}\n"
     conversion = converted(tmp_path, ZEPHYR | {"chat_template": template})

@@ -24,7 +24,7 @@ FACTORY: dict[str, Any] = {
     **{"lr_scheduler_type": "cosine", "warmup_ratio": 0.1, "bf16": True, "ddp_timeout": 180000000},
     "resume_from_checkpoint": None,
 }
-"""LLaMA-Factory, examples/train_lora/qwen3_lora_sft.yaml."""
+"""LLaMA-Factory, examples/train_lora/qwen3_lora_sft."""
 FACTORY_DPO = FACTORY | {
     "stage": "dpo",
     "pref_beta": 0.1,
@@ -32,7 +32,7 @@ FACTORY_DPO = FACTORY | {
     "dataset": "dpo_en_demo",
     "learning_rate": 5.0e-6,
 }
-"""LLaMA-Factory, examples/train_lora/qwen3_lora_dpo.yaml."""
+"""LLaMA-Factory, examples/train_lora/qwen3_lora_dpo."""
 _NO_WANDB = dict.fromkeys(("wandb_project", "wandb_entity", "wandb_watch", "wandb_name", "wandb_log_model"))
 AXOLOTL: dict[str, Any] = {
     **{"base_model": "Qwen/Qwen3-32B", "strict": False, "chat_template": "qwen3"},
@@ -51,7 +51,7 @@ AXOLOTL: dict[str, Any] = {
     **{"flash_attention": True, "warmup_ratio": 0.1, "evals_per_epoch": 4, "saves_per_epoch": 1, "weight_decay": 0.0},
     "special_tokens": None,
 }
-"""Axolotl, examples/qwen3/32b-qlora.yaml."""
+"""Axolotl, examples/qwen3/32b-qlora."""
 GPT_OSS: dict[str, Any] = {
     **{"base_model": "openai/gpt-oss-20b", "use_kernels": True, "model_quantization_config": "Mxfp4Config"},
     "model_quantization_config_kwargs": {"dequantize": True},
@@ -69,7 +69,7 @@ GPT_OSS: dict[str, Any] = {
     **{"activation_offloading": True, "logging_steps": 1, "saves_per_epoch": 1, "warmup_ratio": 0.1},
     **{"special_tokens": None, "eot_tokens": ["<|end|>"]},
 }
-"""Axolotl, examples/gpt-oss/gpt-oss-20b-sft-lora-singlegpu.yaml."""
+"""Axolotl, examples/gpt-oss/gpt-oss-20b-sft-lora-singlegpu."""
 LLAMA_DPO: dict[str, Any] = {
     **{
         "base_model": "meta-llama/Meta-Llama-3-8B-Instruct",
@@ -88,12 +88,12 @@ LLAMA_DPO: dict[str, Any] = {
     **{"lr_scheduler": "cosine", "learning_rate": 0.0002, "bf16": "auto", "tf32": False, "gradient_checkpointing": True},
     **{"flash_attention": True, "warmup_steps": 10, "evals_per_epoch": 4, "saves_per_epoch": 1, "weight_decay": 0.0},
 }
-"""Axolotl, examples/llama-3/instruct-dpo-lora-8b.yml."""
+"""Axolotl, examples/llama-3/instruct-dpo-lora-8b."""
 TRL: dict[str, Any] = {
     **{"model_name_or_path": "Qwen/Qwen2.5-0.5B", "dataset_name": "stanfordnlp/imdb", "report_to": "none"},
     **{"learning_rate": 0.0001, "lr_scheduler_type": "cosine"},
 }
-"""TRL, examples/cli_configs/example_config.yaml."""
+"""TRL, examples/cli_configs/example_config."""
 ZEPHYR: dict[str, Any] = {
     **{"model_name_or_path": "alignment-handbook/zephyr-7b-sft-qlora", "torch_dtype": "float16", "use_peft": True},
     **{"load_in_4bit": True, "lora_r": 16, "lora_alpha": 16, "lora_dropout": 0.05, "lora_target_modules": ["q_proj", "k_proj"]},
@@ -111,7 +111,7 @@ ZEPHYR: dict[str, Any] = {
     **{"per_device_eval_batch_size": 8, "push_to_hub": True, "save_strategy": "steps", "save_steps": 100},
     **{"save_total_limit": 1, "seed": 42, "warmup_ratio": 0.1},
 }
-"""alignment-handbook, recipes/zephyr-7b-beta/dpo/config_qlora.yaml."""
+"""alignment-handbook, recipes/zephyr-7b-beta/dpo/config_qlora."""
 ORPO: dict[str, Any] = {
     **{
         "model_name_or_path": "mistral-community/Mixtral-8x22B-v0.1",
@@ -120,7 +120,7 @@ ORPO: dict[str, Any] = {
     **{"bf16": True, "beta": 0.05, "learning_rate": 5.0e-6, "max_length": 2048, "max_prompt_length": 1792},
     **{"hub_model_id": "zephyr-orpo-141b-A35b", "num_train_epochs": 3, "per_device_train_batch_size": 1},
 }
-"""alignment-handbook, recipes/zephyr-141b-A35b/orpo/config_full.yaml: none of its options is ORPO's alone."""
+"""alignment-handbook, recipes/zephyr-141b-A35b/orpo/config_full: none of its options is ORPO's alone."""
 ACCELERATE: dict[str, Any] = {
     **{"compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": "FSDP", "downcast_bf16": "no"},
     "fsdp_config": {
@@ -131,7 +131,7 @@ ACCELERATE: dict[str, Any] = {
     **{"machine_rank": 0, "main_training_function": "main", "mixed_precision": "bf16", "num_machines": 1, "num_processes": 2},
     **{"rdzv_backend": "static", "same_network": True, "tpu_use_cluster": False, "tpu_use_sudo": False, "use_cpu": False},
 }
-"""Accelerate's FSDP2, as LLaMA-Factory publishes it (examples/accelerate/fsdp2_config.yaml)."""
+"""Accelerate's FSDP2, as LLaMA-Factory publishes it (examples/accelerate/fsdp2_config)."""
 ZERO_3: dict[str, Any] = {
     **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"),
     **{"gradient_clipping": "auto", "zero_allow_untested_optimizer": True, "bf16": {"enabled": "auto"}},
@@ -148,7 +148,7 @@ ZERO_3: dict[str, Any] = {
         "stage3_gather_16bit_weights_on_model_save": True,
     },
 }
-"""DeepSpeed's ZeRO 3, as LLaMA-Factory publishes it (examples/deepspeed/ds_z3_config.json)."""
+"""DeepSpeed's ZeRO 3, as LLaMA-Factory publishes it (examples/deepspeed/ds_z3_config)."""
 
 
 def converted(folder: Path, body: dict[str, Any], **asked: Any) -> Conversion:

@@ -1,4 +1,4 @@
-"""From other tools' configurations to ours: `convert` reads one file and says what becomes of every option in it."""
+"""From other tools' configurations to ours: `convert_file` reads one file and says what becomes of every option in it."""
 
 from ft_service.convert.convert import Conversion, Decision, convert_file
 

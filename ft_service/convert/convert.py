@@ -1,38 +1,67 @@
-"""Which tool wrote a file, the decision on each of its options, and the SPEC that results."""
+"""Recognise the tool that wrote a file, decide on each of its options, and make the SPEC that results."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import re
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
-import yaml
-
-from ft_service.convert import accelerate, deepspeed, transformers
-from ft_service.convert.rules import NotSupported, Table, Taken, Verdict, body_of, flatten, verdict_on
+from ft_service.convert import conversions
+from ft_service.convert.rules import Table, flatten, load_table, lookup, verdict_on
+from ft_service.convert.verdicts import (
+    NOT_SET,
+    Lost,
+    Named,
+    NoEffect,
+    Refused,
+    Source,
+    Taken,
+    ToCheck,
+    ToDo,
+    Verdict,
+    as_plain,
+)
+from ft_service.convert.yaml_text import yaml_text
 from ft_service.errors import SpecError
 from ft_service.local.spec_file import parse_yaml
-from ft_service.spec import parse_request
+from ft_service.spec import JobRequest, parse_request
 
-PLACEHOLDERS = {
+Method = Literal["supervised", "dpo"]
+
+LAUNCHERS = ("accelerate", "deepspeed")
+"""Tables whose files are known by a single name."""
+TRAINERS = ("axolotl", "llama_factory", "trl", "unsloth")
+"""Tables whose files are known by most of their names; of several, the one with the most names of its own."""
+FORMATS = (*LAUNCHERS, *TRAINERS, "transformers", "fsdp_config")
+
+PLACEHOLDERS = {"model": "MODEL", "training_file": "TRAINING.jsonl"}
+"""Values of what a SPEC must say, as long as no file said it."""
+_HINTS = {
     "model": "a base that `ft models` lists, or a folder (./…, /…) for `ft run`",
-    "training_file": "your data, relative to this file; `ft data check FILE` says what it is",
+    "training_file": "your data, relative to this file; see `ft data check FILE`",
 }
-"""What a SPEC must say and no such file says."""
-
-
-@dataclass(frozen=True)
-class ConfigFormat:
-    """A kind of configuration file."""
-
-    title: str
-    version: str
-    """Of the tool whose options the table holds."""
-    table: Table
-    marks: Callable[[Mapping[str, Any]], bool]
-    """Whether a file is of this kind, by its top-level names."""
+_METHODS = "methods are supervised and dpo"
+_OTHER_METHOD = re.compile(r"(?<![a-z])(orpo|kto|cpo|simpo|grpo|gspo|ppo|rloo|gkd|reward)(?![a-z])", re.IGNORECASE)
+"""Methods of TRL whose files may be the same as one of DPO."""
+_ORDER = ("model", "training_file", "validation_split", "method", "lora", "precision", "training", "distributed", "checkpoint")
+OUTCOMES: Mapping[type, str] = {
+    Refused: "refused",
+    Lost: "not supported",
+    ToDo: "to do",
+    ToCheck: "to check",
+    Taken: "taken over",
+    Named: "named",
+    NoEffect: "no effect",
+}
+_HEADINGS: Mapping[type, str] = {
+    Lost: "Not supported here, and the result may differ",
+    ToDo: "To do, or the result may differ",
+    ToCheck: "To check",
+}
 
 
 @dataclass(frozen=True)
@@ -43,17 +72,34 @@ class Decision:
     """Dotted, as the file writes it."""
     value: Any
     verdict: Verdict
+    source: str = ""
+    """The file of the tool that defines it; empty: it is not known."""
+    given: bool = True
+    """False: the file does not say it, and that says something."""
 
     def line(self) -> str:
-        shown = json.dumps(self.value, ensure_ascii=False, default=str)
-        return f"{self.option}: {shown if len(shown) <= 60 else shown[:57] + '...'} → {self._outcome()}"
+        return f"{self.said()} → {self.text()}"
 
-    def _outcome(self) -> str:
+    def said(self) -> str:
+        """The option as the file has it, cut where it is long."""
+        shown = json.dumps(self.value, ensure_ascii=False, default=str) if self.given else "(not given)"
+        return f"{self.option}: {shown if len(shown) <= 60 else shown[:57] + '...'}"
+
+    def text(self) -> str:
+        """The options of ours that it becomes, or why it becomes none."""
         if isinstance(self.verdict, Taken):
             options = ", ".join(f"{name}: {json.dumps(value)}" for name, value in self.verdict.options.items())
-            return f"taken over as {options}" + (f" ({self.verdict.remark})" if self.verdict.remark else "")
-        kind = "not supported because" if isinstance(self.verdict, NotSupported) else "not needed because"
-        return f"{kind} {self.verdict.reason}"
+            return options + (f" ({self.verdict.remark})" if self.verdict.remark else "")
+        return self.verdict.reason
+
+
+@dataclass(frozen=True)
+class WrittenDefault:
+    """A default of the tool that differs from ours."""
+
+    option: str
+    value: Any
+    note: str
 
 
 @dataclass(frozen=True)
@@ -61,106 +107,270 @@ class Conversion:
     """The outcome: a SPEC that is valid as it stands but for its placeholders, and one decision per option of the file."""
 
     file: str
+    tool: str
     format: str
+    """Kind of the file, how its method is known, and the version of the tool whose options are known."""
     body: dict[str, Any]
     decisions: list[Decision]
+    defaults: list[WrittenDefault] = field(default_factory=list)
 
     def spec_yaml(self) -> str:
-        """The SPEC file: decisions as comments first, so that it keeps the record of where it comes from."""
-        head = [f"# From {self.file}: {self.format}.", "#", *(f"# {decision.line()}" for decision in self.decisions), ""]
-        missing = [self._named(name, hint) for name, hint in PLACEHOLDERS.items()]
-        rest = {name: value for name, value in self.body.items() if name not in PLACEHOLDERS}
-        taken = yaml.safe_dump(rest, sort_keys=False, allow_unicode=True) if rest else ""
-        return "\n".join([*head, *missing, "# validation_file: to be named here, if there is one", taken])
+        """The SPEC file. What was not taken over stands first, so that it keeps the record of where it comes from."""
+        head = _wrapped(f"From {self.file}: {self.format}.", "")
+        for kind, title in _HEADINGS.items():
+            by_text: dict[str, list[str]] = {}
+            for one in self.decisions:
+                if isinstance(one.verdict, kind):
+                    by_text.setdefault(one.text(), []).append(one.said())
+            head += self._group(f"{title}:", [f"{', '.join(said)} → {text}" for text, said in by_text.items()])
+        head += self._group(
+            f"{self._whose} defaults that differ from those here, written out below:",
+            [", ".join(default.option for default in self.defaults)] if self.defaults else [],
+        )
+        idle = [d.option for d in self.decisions if isinstance(d.verdict, NoEffect)]
+        head += self._group("No effect here:", [", ".join(idle)] if idle else [])
+        body = PLACEHOLDERS | self.body
+        body = {name: body[name] for name in (*(name for name in _ORDER if name in body), *body)}
+        text = yaml_text(body, self._comments())
+        if "validation_file" not in body and "validation_split" not in body:
+            first, second, rest = text.split("\n", 2)
+            text = "\n".join([first, second, "# validation_file: to be named here, if there is one", rest])
+        return "\n".join([*(f"# {line}".rstrip() for line in head), "", text])
 
-    def lost(self) -> list[str]:
+    def open(self) -> list[str]:
         """The options without which the model that results may be another."""
-        return [d.option for d in self.decisions if isinstance(d.verdict, NotSupported) and d.verdict.changes_result]
+        return [d.option for d in self.decisions if isinstance(d.verdict, Lost | ToDo)]
 
-    def _named(self, name: str, hint: str) -> str:
-        value = self.body[name]
-        return f"{name}: {json.dumps(value)} # {'to fill in: ' if value == body_of({})[name] else ''}{hint}"
+    @property
+    def _whose(self) -> str:
+        return f"{self.tool}'" if self.tool.endswith("s") else f"{self.tool}'s"
 
+    @staticmethod
+    def _group(title: str, lines: list[str]) -> list[str]:
+        # A comment stays a comment, whatever a file's names hold.
+        return ["", title, *(part for line in lines for part in _wrapped(line, "  "))] if lines else []
 
-FORMATS = (
-    ConfigFormat(
-        "an Accelerate config",
-        f"accelerate {accelerate.KNOWN_VERSION}",
-        accelerate.TABLE,
-        lambda names: bool(
-            names.keys() & {"compute_environment", "distributed_type", "num_machines", "main_training_function"}
-        ),
-    ),
-    ConfigFormat(
-        "a DeepSpeed config",
-        f"deepspeed {deepspeed.KNOWN_VERSION}",
-        deepspeed.TABLE,
-        lambda names: bool(names.keys() & {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"}),
-    ),
-    ConfigFormat(
-        "Transformers' TrainingArguments, or what TRL, Axolotl or LLaMA-Factory make of them",
-        f"transformers {transformers.KNOWN_VERSION}",
-        transformers.TABLE,
-        lambda names: _mostly(names, transformers.TABLE),
-    ),
-    ConfigFormat(
-        "a fsdp_config of Transformers' TrainingArguments",
-        f"transformers {transformers.KNOWN_VERSION}",
-        transformers.FSDP_CONFIG,
-        lambda names: _mostly(names, transformers.FSDP_CONFIG),
-    ),
-)
+    def _comments(self) -> dict[str, str]:
+        """Dotted name of ours → where its value comes from."""
+        said: dict[str, list[str]] = {}
+        for name, hint in _HINTS.items():
+            said[name] = [hint if name in self.body else f"to fill in: {hint}"]
+        for decision in self.decisions:
+            verdict = decision.verdict
+            if isinstance(verdict, Named):
+                said["training_file"].append(f"it was {decision.option}: {verdict.reason}")
+            if not isinstance(verdict, Taken):
+                continue
+            for name in verdict.options:
+                same = decision.option.rpartition(".")[2] == name.rpartition(".")[2] or name in ("model", "training.batch_size")
+                text = ": ".join(part for part in ("" if same else decision.option, verdict.remark) if part)
+                if text not in said.setdefault(name, []):
+                    said[name].append(text)
+        for default in self.defaults:
+            note = f" ({default.note})" if default.note else ""
+            said.setdefault(default.option, []).append(f"{self._whose} default{note}")
+        return {name: _printable("; ".join(text for text in texts if text)) for name, texts in said.items()}
 
 
-def convert_file(path: Path) -> Conversion:
-    """Read a file and convert it. Raises SpecError if it cannot be read or is of an unknown kind."""
+def _wrapped(line: str, indent: str) -> list[str]:
+    """A line of comment, as several where it is long. Line ends that a file's text brings are spaces."""
+    return textwrap.wrap(
+        _printable(line),
+        116,
+        initial_indent=indent,
+        subsequent_indent=f"{indent}    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _printable(text: str) -> str:
+    """Text of a file, as a comment takes it: on one line, and nothing that YAML does not read."""
+    return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
+
+
+def convert_file(path: Path, *, gpus: int | None = None, method: Method | None = None) -> Conversion:
+    """Read a file and convert it. `gpus`: how many train together, for the batch size; None: one is assumed and said.
+    `method`: what a file of TRL or Transformers is for, which it does not say itself.
+
+    Raises SpecError if it cannot be read, is of an unknown kind, asks for a method that there is not, or has no use for `gpus`.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is no text file'}.") from None
+        raise SpecError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is not a text file'}.") from None
     body = parse_yaml(text, str(path))  # JSON is YAML but for tabs, which no config is indented with by these tools
-    kind = next((known for known in FORMATS if known.marks(body)), None)
-    if kind is None:
-        titles = "; ".join(known.title for known in FORMATS)
-        raise SpecError(f"{path} is none of the files that can be converted: {titles}.")
-    return convert(body, kind, path.name)
+    table = recognised(body)
+    if table is None:
+        titles = "; ".join(load_table(name).title for name in FORMATS)
+        raise SpecError(f"{path} is not one of the files that can be converted: {titles}.")
+    return convert(body, table, path.name, gpus=gpus, method=method)
 
 
-def convert(body: Mapping[str, Any], kind: ConfigFormat, file: str) -> Conversion:
-    """Convert a file's contents, with one decision per option. Of two options that set one option of ours differently, one is
-    refused.
-    """
-    source = flatten(kind.table, body)
-    decisions: list[Decision] = []
-    for name in source:
-        decisions.append(Decision(name, source[name], _settle(verdict_on(kind.table, source, name), decisions)))
-    return Conversion(file, f"{kind.title} (options of {kind.version})", _body(decisions), decisions)
-
-
-def _settle(verdict: Verdict, earlier: list[Decision]) -> Verdict:
-    """A verdict, unless an earlier option said otherwise or the SPEC would not be valid with it."""
-    if not isinstance(verdict, Taken):
-        return verdict
-    for decision in earlier:
-        said = decision.verdict.options if isinstance(decision.verdict, Taken) else {}
-        for name, value in verdict.options.items():
-            if name in said and said[name] != value:
-                return NotSupported(f"{decision.option} already says {name}: {json.dumps(said[name])}; keep one of the two")
-    try:
-        parse_request(_body([*earlier, Decision("", None, verdict)]))
-    except SpecError as error:
-        return NotSupported(error.message.removesuffix("."))
-    return verdict
-
-
-def _body(decisions: list[Decision]) -> dict[str, Any]:
-    taken: dict[str, Any] = {}
-    for decision in decisions:
-        if isinstance(decision.verdict, Taken):
-            taken.update(decision.verdict.options)
-    return body_of(taken)
+def recognised(body: Mapping[str, Any]) -> Table | None:
+    """The table of the tool whose file this is. None: it is not one that is known."""
+    for table in map(load_table, LAUNCHERS):
+        if body.keys() & set(table.marks):
+            return table
+    trainers = (table for table in map(load_table, TRAINERS) if body.keys() >= set(table.needs))
+    marked = sorted(trainers, key=lambda table: -len(body.keys() & set(table.marks)))
+    if body.keys() & set(marked[0].marks) and _mostly(body, marked[0]):
+        return marked[0]
+    return next((table for table in map(load_table, ("transformers", "fsdp_config")) if _mostly(body, table)), None)
 
 
 def _mostly(names: Mapping[str, Any], table: Table) -> bool:
-    known = [name for name in names if name in table or any(other.startswith(f"{name}.") for other in table)]
+    known = [name for name in names if lookup(table, name) or any(other.startswith(f"{name}.") for other in table.rules)]
     return len(known) * 2 > len(names)
+
+
+def convert(
+    body: Mapping[str, Any], table: Table, file: str, *, gpus: int | None = None, method: Method | None = None
+) -> Conversion:
+    """Convert a file's contents, with one decision per option. Of two options that set one option of ours differently, one is
+    not taken. Raises SpecError where it asks for a method that there is not.
+    """
+    source = Source(flatten(table, body))
+    source.tool, source.gpus, source.micro_batch = table.tool, gpus, table.micro_batch
+    absent = {name: value for name, value in table.absent.items() if name not in source}
+    source |= absent
+    source.method, known_by = _method(source, table, method)
+    taken: dict[str, Any] = {"method.type": "dpo"} if source.method == "dpo" else {}
+    decisions: list[Decision] = []
+    for name in (*(name for name in (*absent, table.says_method) if name in source), *source):
+        if any(decision.option == name for decision in decisions):
+            continue
+        rule = lookup(table, name)
+        verdict = _settle(verdict_on(table, source, name), taken, decisions)
+        if isinstance(verdict, Taken):
+            taken |= verdict.options
+        decisions.append(Decision(name, source[name], verdict, table.sources[rule] if rule else "", name not in absent))
+    for name, text in table.differs.items():
+        if name not in source:
+            decisions.append(Decision(name, None, ToCheck(text), given=False))
+    if refused := [decision for decision in decisions if isinstance(decision.verdict, Refused)]:
+        said = "; ".join(f"{one.option}: {json.dumps(one.value, default=str)}: {one.text()}" for one in refused)
+        raise SpecError(f"{file}, {table.title}, is not converted. {said}.")
+    defaults = _defaults(table, source, decisions, taken)
+    _check_gpus(gpus, decisions, defaults)
+    title = f"{table.title}, {known_by}" if known_by else table.title
+    return Conversion(file, table.tool, f"{title} (options of {table.version})", nested(taken), decisions, defaults)
+
+
+def _check_gpus(gpus: int | None, decisions: list[Decision], defaults: list[WrittenDefault]) -> None:
+    said = [d.verdict.remark for d in decisions if isinstance(d.verdict, Taken)] + [default.note for default in defaults]
+    if gpus is not None and not any(text.endswith(" GPUs") for text in said):
+        raise SpecError(f"--gpus {gpus}: the file does not say the batch size of one GPU. Leave --gpus out.")
+
+
+def _method(source: Source, table: Table, asked: Method | None) -> tuple[Method, str]:
+    """The method, and how it is known. Raises SpecError for one that is neither supervised nor dpo."""
+    if name := table.says_method:
+        if name not in source:
+            return _agreed("supervised", asked, f"supervised, since {name} is not given")
+        verdict = verdict_on(table, source, name)
+        if isinstance(verdict, Refused):
+            return "supervised", ""  # its own verdict says why
+        found = verdict.options["method.type"] if isinstance(verdict, Taken) else "supervised"
+        return _agreed(found, asked, f"{name}: {source[name]}")
+    if not table.methods:
+        return asked or "supervised", f"for {asked} as asked for" if asked else ""
+    for found, marks in table.methods.items():
+        marked = next((mark for mark in marks if _is_marked(source, mark)), None)
+        if marked is not None and found not in get_args(Method):
+            raise SpecError(f"{table.title} that says {marked} is for {found}, which is not converted: {_METHODS}.")
+    if asked is not None:
+        return asked, f"for {asked} as asked for"
+    for name in ("output_dir", "hub_model_id", "run_name"):  # ORPO's options are among DPO's
+        if other := _OTHER_METHOD.search(str(source.get(name, ""))):
+            raise SpecError(
+                f"{table.title} with {name}: {source[name]} seems to be for {other[0].upper()}, which is not converted: "
+                f"{_METHODS}. If it is for one of these, say so by --method."
+            )
+    marked = next((mark for mark in table.methods["dpo"] if _is_marked(source, mark)), None)
+    if marked is not None:
+        return "dpo", f"taken as DPO's, since it says {marked} (else: --method supervised)"
+    return "supervised", "taken as supervised, since it says nothing of DPO (else: --method dpo)"
+
+
+def _agreed(found: Any, asked: Method | None, by: str) -> tuple[Method, str]:
+    if asked is not None and asked != found:
+        raise SpecError(f"--method {asked}: the file is for {found} ({by}). Leave --method out.")
+    return found, by
+
+
+def _is_marked(source: Source, mark: str) -> bool:
+    name, _, value = mark.partition("=")
+    if name not in source:
+        return False
+    given = source[name] if isinstance(source[name], list) else [source[name]]
+    return value in map(str, given) if value else as_plain(source[name]) is not False
+
+
+def _settle(verdict: Verdict, taken: Mapping[str, Any], earlier: list[Decision]) -> Verdict:
+    """A verdict, unless an earlier option said otherwise or the SPEC would not be valid with it."""
+    if not isinstance(verdict, Taken):
+        return verdict
+    for name, value in verdict.options.items():
+        if name in taken and taken[name] != value:
+            by = next((d.option for d in earlier if isinstance(d.verdict, Taken) and name in d.verdict.options), "the method")
+            return ToDo(f"{by} already says {name}: {json.dumps(taken[name])}; keep one of the two")
+    fault = _fault({**taken, **verdict.options})
+    return verdict if fault is None else Lost(fault)
+
+
+def _fault(options: Mapping[str, Any]) -> str | None:
+    """The fault that our own SPEC finds with options, in its words. None: they are valid."""
+    try:
+        parse_request(PLACEHOLDERS | nested(options))
+    except SpecError as error:
+        return error.message.removesuffix(".")
+    return None
+
+
+def nested(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A body of dotted options."""
+    body: dict[str, Any] = {}
+    for name, value in options.items():
+        *sections, key = name.split(".")
+        target = body
+        for section in sections:
+            target = target.setdefault(section, {})
+        target[key] = value
+    return body
+
+
+def _defaults(table: Table, source: Source, decisions: list[Decision], taken: dict[str, Any]) -> list[WrittenDefault]:
+    """The tool's defaults that differ from ours, where the file does not say otherwise; `taken` gets them."""
+    said = {decision.option for decision in decisions if decision.verdict != NOT_SET}
+    no_adapter = any(isinstance(d.verdict, Lost) and d.option in table.trains_all for d in decisions)
+    written: list[WrittenDefault] = []
+    for option, default in table.defaults.items():
+        if option in taken or said & set(default.unless) or (no_adapter and option.startswith("lora.")):
+            continue
+        value, note = default.value, default.note
+        if default.rule:
+            verdict = getattr(conversions, default.rule)(None, source)
+            if not isinstance(verdict, Taken):
+                continue
+            value, note = verdict.options[option], note or verdict.remark
+        elif isinstance(value, Mapping):
+            value = value.get(source.method)
+        stated = option == "training.batch_size"  # the number of GPUs is part of it
+        if value is None or (not stated and value == _ours(option, taken)) or _fault({**taken, option: value}):
+            continue
+        taken[option] = value
+        written.append(WrittenDefault(option, value, note))
+    return written
+
+
+def _ours(option: str, taken: Mapping[str, Any]) -> Any:
+    """The value that a job takes for an option that its SPEC does not give."""
+    request: JobRequest = parse_request(PLACEHOLDERS | nested(taken))
+    dpo = request.method.dpo_options()
+    if option.startswith("method.dpo."):
+        return getattr(dpo, option.rpartition(".")[2], None)
+    value: Any = request.model_copy(update={"training": request.resolved_training()})
+    for part in option.split("."):
+        value = getattr(value, part)
+    return value

@@ -1,4 +1,4 @@
-"""What the usual options of other tools are called here: docs/from-other-tools.md, made from the rules of `ft convert`.
+"""Our names of the usual options of other tools: docs/from-other-tools.md, made from the tables of `ft convert`.
 
 `python -m ft_service.convert.names` prints the page; a test holds the page to it.
 """
@@ -6,178 +6,109 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ft_service.convert.rules import NotSupported, Source, Taken, Verdict, verdict_on
-from ft_service.convert.transformers import TABLE
+from ft_service.convert.rules import Table, load_table, verdict_on
+from ft_service.convert.verdicts import ONLY_DPO, Lost, Named, NoEffect, Refused, Source, Taken, ToCheck, ToDo, Verdict
 
-_TRAINING: Mapping[str, Any] = {
-    "num_train_epochs": 3,
-    "max_steps": 500,
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 2,
-    "learning_rate": 2e-4,
-    "lr_scheduler_type": "cosine",
-    "warmup_ratio": 0.03,
-    "weight_decay": 0.01,
-    "max_grad_norm": 1.0,
-    "optim": "adamw_8bit",
-    "bf16": True,
-    "gradient_checkpointing": True,
-    "eval_strategy": "steps",
-    "eval_steps": 50,
-    "save_steps": 50,
-    "save_total_limit": 3,
-    "seed": 7,
-    "report_to": "wandb",
-}
-"""Of Transformers' TrainingArguments, as trainers on top of it are used."""
-
-TOOLS: Mapping[str, Mapping[str, Any]] = {
-    "TRL": {
-        "model_name_or_path": "Qwen/Qwen3-8B",
-        "torch_dtype": "bfloat16",
-        "attn_implementation": "flash_attention_2",
-        "dataset_name": "org/data",
-        "use_peft": True,
-        "lora_r": 16,
-        "lora_alpha": 32,
-        "lora_dropout": 0.05,
-        "lora_target_modules": "all-linear",
-        "lora_modules_to_save": ["lm_head"],
-        "use_rslora": True,
-        "use_dora": True,
-        "load_in_4bit": True,
-        "load_in_8bit": True,
-        "bnb_4bit_quant_type": "nf4",
-        "max_length": 2048,
-        "packing": True,
-        "padding_free": True,
-        "assistant_only_loss": True,
-        **_TRAINING,
-    },
-    "Axolotl": {
-        "base_model": "Qwen/Qwen3-8B",
-        "adapter": "qlora",
-        "lora_r": 16,
-        "lora_alpha": 32,
-        "lora_dropout": 0.05,
-        "lora_target_modules": ["q_proj", "v_proj"],
-        "lora_target_linear": True,
-        "peft_use_rslora": True,
-        "load_in_4bit": True,
-        "load_in_8bit": True,
-        "datasets": [{"path": "data.jsonl"}],
-        "chat_template": "tokenizer_default",
-        "val_set_size": 0.05,
-        "train_on_inputs": False,
-        "sequence_len": 2048,
-        "sample_packing": True,
-        "num_epochs": 3,
-        "max_steps": 500,
-        "micro_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 2e-4,
-        "lr_scheduler": "cosine",
-        "warmup_ratio": 0.03,
-        "optimizer": "adamw_torch_fused",
-        "weight_decay": 0.01,
-        "gradient_checkpointing": True,
-        "flash_attention": True,
-        "evals_per_epoch": 1,
-        "eval_steps": 50,
-        "saves_per_epoch": 1,
-        "save_steps": 50,
-        "save_total_limit": 3,
-        "seed": 7,
-        "wandb_project": "mine",
-    },
-    "LLaMA-Factory": {
-        "model_name_or_path": "Qwen/Qwen3-8B",
-        "stage": "sft",
-        "finetuning_type": "lora",
-        "lora_rank": 16,
-        "lora_alpha": 32,
-        "lora_dropout": 0.05,
-        "lora_target": "all",
-        "additional_target": "lm_head",
-        "use_rslora": True,
-        "use_dora": True,
-        "quantization_bit": 4,
-        "quantization_method": "bnb",
-        "double_quantization": True,
-        "dataset": "mine",
-        "template": "qwen3",
-        "cutoff_len": 2048,
-        "max_samples": 1000,
-        "packing": True,
-        "neat_packing": True,
-        "train_on_prompt": False,
-        "val_size": 0.05,
-        "plot_loss": True,
-        "overwrite_output_dir": True,
-        **_TRAINING,
-    },
-    "Unsloth": {
-        "model_name": "unsloth/Qwen3-8B",
-        "max_seq_length": 2048,
-        "dtype": "bfloat16",
-        "load_in_4bit": True,
-        "load_in_8bit": True,
-        "full_finetuning": True,
-        "r": 16,
-        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
-        "lora_alpha": 16,
-        "lora_dropout": 0,
-        "bias": "none",
-        "use_gradient_checkpointing": "unsloth",
-        "random_state": 7,
-        "use_rslora": True,
-        "loftq_config": None,
-        **_TRAINING,
-    },
-}
-"""Tool → its usual options, each with a value as an example."""
+PAGES = ("trl", "axolotl", "llama_factory", "unsloth")
 
 _HEAD = """\
 # From TRL, Axolotl, LLaMA-Factory and Unsloth
 
-`ft convert FILE` turns a configuration of TRL, Axolotl, LLaMA-Factory, Accelerate, DeepSpeed or Transformers into a SPEC,
-says of every option what became of it, and exits with 1 where the result may differ without one. These tables are made from
-its rules, with a value as an example; they hold the usual options, and the command knows more. Unsloth is set up in Python:
-its arguments are `from_pretrained`'s, `get_peft_model`'s and the trainer's configuration. `ft submit` and `ft run` know
-these names too: who writes `lora.rank` is told that it is `lora.r` here.
+`ft convert FILE` turns a configuration of TRL, Axolotl, LLaMA-Factory, Accelerate, DeepSpeed or Transformers into a SPEC, and
+says of every option what became of it, what is lost or to be done first. Where that tool has another default than this service,
+the SPEC says it, with a comment. It exits with
+
+- 0 where nothing that changes the result is lost,
+- 1 where something is to be done by hand or is not supported, and the result may differ until then,
+- 64 where the file is not converted: it is of no known kind, or asks for a method that there is not (KTO, ORPO, SimPO, PPO,
+  GRPO, reward models, pre-training). Nothing is written then.
+
+`--gpus N` says how many GPUs trained together, which the batch size counts and most files do not say; `--method dpo` what a
+file of TRL is for that does not show it; `--out SPEC` writes a file, and overwrites one with `--force`.
+
+These tables are made from its rules (`ft_service/convert/tables/`: a line of YAML for an option, which you can add), with a
+value as an example; they hold the usual options, and the command knows more. Unsloth is set up in Python: its arguments are
+`from_pretrained`'s, `get_peft_model`'s and the trainer's configuration. `ft submit` and `ft run` know these names too: who
+writes `lora.rank` is told that it is `lora.r` here.
 
 What is the same for all of them:
 
-- **Data** are [chat lines](jobs.md#data). The base's own chat template renders them, and the assistant's messages are
-  learned.
+- **Data** are [chat lines](jobs.md#data), one file. The base's own chat template renders them, and the assistant's messages are
+  learned. A part of a data set, columns by other names or a mixture are to be written into that file.
 - **A step** is defined by `training.batch_size`: samples over all ranks. What another tool calls micro-batch, times
   accumulation, times processes, is that number. How many go through the model at once is chosen by memory.
 - **Packing** is on, and no sample sees another: results are those of padded samples.
 """
 
+_WORDS: Mapping[type, str] = {
+    Lost: "**no**: ",
+    ToDo: "**to do**: ",
+    Refused: "**refused**: ",
+    ToCheck: "to check: ",
+    NoEffect: "no effect: ",
+}
+
 
 def page() -> str:
     """The page, as Markdown."""
     parts = [_HEAD]
-    for tool, options in TOOLS.items():
-        rows = "\n".join(f"| `{name}: {_shown(value)}` | {text} |" for name, value, text in _rows(options))
-        parts.append(f"## {tool}\n\n| {tool} | here |\n| --- | --- |\n{rows}\n")
+    for table in map(load_table, PAGES):
+        usual = dict(table.examples) if table.name == "axolotl" else {**table.examples, **load_table("transformers").examples}
+        rows = "\n".join(
+            f"| `{name}: {_shown(value)}` | {_text(_verdict(table, name, usual))} |" for name, value in usual.items()
+        )
+        there = "\n".join(f"| `{option}` | {text} |" for option, text in _defaults(table))
+        parts.append(
+            f"## {table.tool}\n\n| {table.tool} | here |\n| --- | --- |\n{rows}\n\n"
+            f"Where a file does not say it, {table.tool} takes this, and the SPEC has it where another value is taken here:\n\n"
+            f"| option | {table.tool}'s default |\n| --- | --- |\n{there}\n"
+        )
     return "\n".join(parts)
 
 
-def _rows(options: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    for name, value in options.items():
-        alone = {name: value} if name != "gradient_accumulation_steps" else {name: value, "per_device_train_batch_size": 4}
-        yield name, value, _text(verdict_on(TABLE, Source(alone), name))
+def _verdict(table: Table, name: str, usual: Mapping[str, Any]) -> Verdict:
+    """The verdict on an option by itself, but for the options that its meaning depends on."""
+    beside = {
+        "gradient_accumulation_steps": _MICRO,
+        "val_set_size": (),
+        "evals_per_epoch": ("val_set_size",),
+        "loss_type": ("loss_weights",),
+    }
+    source = Source({one: usual[one] for one in (name, *beside.get(name, ())) if one in usual})
+    source.tool, source.micro_batch = table.tool, table.micro_batch
+    verdict = verdict_on(table, source, name)
+    if verdict == ONLY_DPO or name == "loss_type":
+        source.method = "dpo"
+        verdict = verdict_on(table, source, name)
+    return verdict
+
+
+_MICRO = ("per_device_train_batch_size", "micro_batch_size")
+
+
+def _defaults(table: Table) -> list[tuple[str, str]]:
+    rows = []
+    for option, default in table.defaults.items():
+        value = (
+            default.value
+            if not isinstance(default.value, Mapping)
+            else ", ".join(f"{_shown(v)} ({k})" for k, v in default.value.items())
+        )
+        text = f"{table.micro_batch} x 1 x your number of GPUs" if option == "training.batch_size" else _shown(value)
+        rows.append(
+            (option, default.note if default.rule and default.note else text + (f" ({default.note})" if default.note else ""))
+        )
+    return rows
 
 
 def _text(verdict: Verdict) -> str:
     if isinstance(verdict, Taken):
-        return ", ".join(f"`{name}: {_shown(value)}`" for name, value in verdict.options.items())
-    return f"{'**no**: ' if isinstance(verdict, NotSupported) else 'not needed: '}{verdict.reason}"
+        options = ", ".join(f"`{name}: {_shown(value)}`" for name, value in verdict.options.items())
+        return options + (f" ({verdict.remark})" if verdict.remark else "")
+    return "name your file as `training_file`" if isinstance(verdict, Named) else _WORDS[type(verdict)] + verdict.reason
 
 
 def _shown(value: object) -> str:

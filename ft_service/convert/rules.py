@@ -1,200 +1,257 @@
-"""Verdicts on one option of another tool, and the small rules from which the tables are made."""
+"""The tables of rules (`tables/*.yaml`) from which verdicts come.
+
+A table says of every option one of these:
+
+    to: OPTION [note: TEXT]     the value is taken over as that option of ours
+    set: {OPTION: VALUE, …}     it is taken over as these values
+    none: TEXT                  it has no effect here, and why
+    check: TEXT                 it is not taken over; the model that results is most likely the same
+    todo: TEXT                  it is to be done by hand, else the result may differ
+    lost: TEXT                  it is not supported, and the result may differ
+    refuse: TEXT                a file that says so is not converted
+    rule: NAME or [NAME, …]     a function of `conversions.py` decides, with these arguments
+    values: {"VALUE, …": RULE}  by value, as text without case; else: RULE
+    if_on: RULE, if_off: RULE   where it is on, and where it is off (default: no effect)
+    usual: [VALUE, …]           `none` at these values, and what else the rule says at any other
+    dpo: RULE                   with direct preference optimisation only
+
+A section names its source, the file of the tool that defines the options, and lists options of one verdict by their text:
+`none`, `check`, `todo`, `lost`, or `check_if_on`, `todo_if_on`, `lost_if_on`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
-from ft_service.errors import SpecError
-from ft_service.spec import parse_request
+import yaml
+
+from ft_service.convert import conversions
+from ft_service.convert.verdicts import (
+    OFF,
+    ONLY_DPO,
+    Lost,
+    NoEffect,
+    Refused,
+    Rule,
+    Source,
+    Taken,
+    ToCheck,
+    ToDo,
+    Verdict,
+    as_number,
+    as_plain,
+)
+
+_TEXTS = {"none": NoEffect, "check": ToCheck, "todo": ToDo, "lost": Lost, "refuse": Refused}
+_IT_IS_OFF = NoEffect("it is off here too")
 
 
 @dataclass(frozen=True)
-class Taken:
-    """The option's meaning is kept, by options of ours: dotted name → value."""
+class Default:
+    """A value that the tool takes where a file does not give one."""
 
-    options: Mapping[str, Any]
-    remark: str = ""
-
-
-@dataclass(frozen=True)
-class NotNeeded:
-    """Leaving the option out changes nothing here."""
-
-    reason: str
+    value: Any = None
+    """One for any method, or a mapping by method."""
+    rule: str = ""
+    """The function of `conversions.py` that says it instead."""
+    unless: tuple[str, ...] = ()
+    """The tool's options that say it."""
+    note: str = ""
 
 
 @dataclass(frozen=True)
-class NotSupported:
-    """The option asks for what this service does not do. `reason` says why, and what to do instead."""
+class Table:
+    """The rules for the options of one tool, and its defaults."""
 
-    reason: str
-    changes_result: bool = True
-    """Whether the model that results may be another without it."""
-
-
-Verdict = Taken | NotNeeded | NotSupported
-
-
-class Source(dict[str, Any]):
-    """Every option of a file by its dotted name, for rules that look at more than one."""
-
-    def number(self, *names: str) -> int | None:
-        """The first of some options that is a whole number. None: none is."""
-        for name in names:
-            value = as_number(self.get(name))
-            if value is not None:
-                return int(value)
-        return None
-
-
-Rule = Callable[[Any, Source], Verdict]
-Table = Mapping[str, Rule]
-"""Dotted name → rule. A name that ends in `.*` speaks for every option below it that has no rule of its own."""
-
-OFF: tuple[Any, ...] = (None, False, "", "no", "none", "NO", "off", 0, [], {})
-
-
-def needless(reason: str) -> Rule:
-    return lambda value, source: NotNeeded(reason)
-
-
-BY_LENGTH = needless("packed rows have no padding that it would save; with packing: false training.group_by_length does")
+    name: str
+    tool: str
+    title: str = ""
+    version: str = ""
+    """Version of the tool whose options it holds."""
+    marks: tuple[str, ...] = ()
+    """Top-level names by which a file of the tool is known."""
+    needs: tuple[str, ...] = ()
+    """Names without which a file is not the tool's."""
+    rules: Mapping[str, Rule] = field(default_factory=dict)
+    """Dotted name → rule. A name that ends in `.*` speaks for every option below it that has no rule of its own."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Dotted name → the file of the tool that defines it."""
+    defaults: Mapping[str, Default] = field(default_factory=dict)
+    """Dotted name of ours → what the tool takes."""
+    micro_batch: int | None = None
+    says_method: str = ""
+    """The option that names the method; empty: none does, and `methods` tell it."""
+    absent: Mapping[str, Any] = field(default_factory=dict)
+    """Options that say something where they are not given, with what they say."""
+    trains_all: tuple[str, ...] = ()
+    """Options that say that it is not a LoRA adapter that is trained: then the defaults of adapters say nothing."""
+    methods: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Method → options, or `option=value`, by which a file is known to be of it, where no option says it."""
+    differs: Mapping[str, str] = field(default_factory=dict)
+    """Option → what the tool does where it is not given, and no option of ours says."""
+    examples: Mapping[str, Any] = field(default_factory=dict)
+    """The usual options, each with a value, for docs/from-other-tools.md."""
 
 
-def refused(reason: str, *, changes_result: bool = True) -> Rule:
-    return lambda value, source: NotSupported(reason, changes_result)
+@cache
+def load_table(name: str) -> Table:
+    """The table `tables/NAME.yaml`, with those that it extends and includes. Raises ValueError for a rule that is none."""
+    text = (files("ft_service.convert") / "tables" / f"{name}.yaml").read_text(encoding="utf-8")
+    given: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    rules: dict[str, Rule] = {}
+    sources: dict[str, str] = {}
+    defaults: dict[str, Default] = {}
+    micro_batch, methods = given.get("micro_batch"), given.get("method", {})
+    for parent in map(load_table, given.get("extends", [])):
+        rules |= parent.rules
+        sources |= parent.sources
+        defaults |= parent.defaults
+        micro_batch = micro_batch or parent.micro_batch
+        methods = methods or parent.methods
+    for one in given.get("include", []):
+        for option, rule, source in _included(**one):
+            rules[option], sources[option] = rule, source
+    for section in given.get("sections", []):
+        for option, rule in _of_section(section, given.get("auto", "")):
+            rules[option], sources[option] = rule, section["source"]
+    for option, one in given.get("defaults", {}).items():
+        defaults[option] = Default(**{**one, "unless": tuple(one.get("unless", ()))})
+    return Table(
+        name=name,
+        **{key: given.get(key, "") for key in ("tool", "title", "version", "says_method")},
+        **{key: tuple(given.get(key, ())) for key in ("marks", "needs", "trains_all")},
+        **{key: given.get(key, {}) for key in ("absent", "differs", "examples")},
+        rules=rules,
+        sources=sources,
+        defaults=defaults,
+        micro_batch=micro_batch,
+        methods={method: tuple(names) for method, names in methods.items()},
+    )
 
 
-def takes(name: str, convert: Callable[[Any], Any] = lambda value: value) -> Rule:
-    return lambda value, source: Taken({name: convert(value)})
+def _included(table: str, under: list[str], only: str = "", inside: bool = False) -> Iterator[tuple[str, Rule, str]]:
+    """Another table's options, in a section of this file or under another prefix."""
+    other = load_table(table)
+    for prefix in under:
+        for option, rule in other.rules.items():
+            if option.startswith(only):
+                judged = _inside(prefix, rule) if inside else rule
+                yield f"{prefix}{option.removeprefix(only)}", judged, other.sources[option]
 
 
-def means(**options: Any) -> Rule:
-    """A rule: taken over as fixed options. `__` in a name stands for the dot."""
-    return lambda value, source: Taken({name.replace("__", "."): given for name, given in options.items()})
+def _inside(prefix: str, rule: Rule) -> Rule:
+    return lambda value, source: rule(value, source.inside(prefix))
 
 
-def unless(usual: Collection[Any], reason: str, otherwise: str, *, changes_result: bool = True) -> Rule:
-    """A rule: not needed at its usual values, not supported at any other."""
-    otherwise_not = NotSupported(otherwise, changes_result)
-    return lambda value, source: NotNeeded(reason) if as_plain(value) in usual else otherwise_not
+_LISTS = ("none", "check", "todo", "lost")
 
 
-def unless_off(otherwise: str, *, changes_result: bool = True) -> Rule:
-    return unless(OFF, "it is off here too", otherwise, changes_result=changes_result)
+def _of_section(section: Mapping[str, Any], auto: str) -> Iterator[tuple[str, Rule]]:
+    under = section.get("under", "")
+    unknown = section.keys() - {"source", "under", "options", *_LISTS, *(f"{kind}_if_on" for kind in _LISTS)}
+    if unknown:
+        raise ValueError(f"a section has no {', '.join(sorted(unknown))}")
+    for kind in _LISTS:
+        for suffix in ("", "_if_on"):
+            for text, names in section.get(kind + suffix, {}).items():
+                rule = compile_rule({kind: text} if not suffix else {"if_on": {kind: text}})
+                yield from ((f"{under}{name}", _auto(rule, auto)) for name in names)
+    for names, spec in section.get("options", {}).items():
+        rule = _auto(compile_rule(spec), auto)
+        yield from ((f"{under}{name}", rule) for name in str(names).split(", "))
 
 
-def switch(on: Rule, off: Rule | None = None) -> Rule:
-    """A rule of two: one where the option is on, another where it is off (default: not needed)."""
-    without = off or needless("it is off here too")
-    return lambda value, source: (without if as_plain(value) in OFF else on)(value, source)
+def _auto(rule: Rule, text: str) -> Rule:
+    """A rule of a tool whose "auto" means what the trainer around it was told."""
+    return rule if not text else lambda value, source: NoEffect(text) if value == "auto" else rule(value, source)
 
 
-def choice(rules: Mapping[str, Rule], otherwise: Rule) -> Rule:
-    """A rule by value, as text without case; YAML reads an unquoted `no` as false."""
+def compile_rule(spec: Mapping[str, Any]) -> Rule:
+    """The rule that a mapping of the tables says. Raises ValueError where it is none."""
+    if "rule" in spec:
+        return _function(spec["rule"])
+    if "usual" in spec:
+        usual, here = spec["usual"], NoEffect(spec["none"])
+        rest = {key: value for key, value in spec.items() if key not in ("usual", "none", "else")}
+        other = compile_rule(rest | spec.get("else", {}))
+        return lambda value, source: here if _is_one_of(value, usual) else other(value, source)
+    if "dpo" in spec:
+        of_dpo = compile_rule(spec["dpo"])
+        return lambda value, source: of_dpo(value, source) if source.method == "dpo" else ONLY_DPO
+    if "if_on" in spec:
+        on = compile_rule(spec["if_on"])
+        off: Rule = compile_rule(spec["if_off"]) if "if_off" in spec else lambda value, source: _IT_IS_OFF
+        return lambda value, source: (off if as_plain(value) in OFF else on)(value, source)
+    if "values" in spec:
+        return _choice(spec["values"], compile_rule(spec["else"]))
+    note = spec.get("note", "")
+    if "to" in spec:
+        return lambda value, source: Taken({spec["to"]: _number_of_text(value)}, note)
+    if "set" in spec:
+        return lambda value, source: Taken(spec["set"], note)
+    for key, verdict in _TEXTS.items():
+        if key in spec:
+            said = verdict(spec[key])
+            return lambda value, source: said
+    raise ValueError(f"not a rule: {spec}")
+
+
+def _choice(values: Mapping[str, Mapping[str, Any]], otherwise: Rule) -> Rule:
+    rules = {name: compile_rule(spec) for names, spec in values.items() for name in str(names).split(", ")}
 
     def pick(value: Any, source: Source) -> Verdict:
-        key = "no" if as_plain(value) is False else str(value).lower()
+        key = "no" if as_plain(value) is False else str(value).lower()  # YAML reads an unquoted `no` as false
         return rules.get(key, otherwise)(value, source)
 
     return pick
 
 
-def as_plain(value: Any) -> Any:
-    """A value, with the text that tools write for a truth value replaced by that truth value."""
-    if isinstance(value, str) and value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    return value
+def _function(named: str | list[str]) -> Rule:
+    name, *arguments = [named] if isinstance(named, str) else named
+    function = getattr(conversions, name)
+    return function if not arguments else lambda value, source: function(value, source, *arguments)
 
 
-def as_number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        return float(value)
-    except ValueError:
-        return None
+def _is_one_of(value: Any, usual: list[Any]) -> bool:
+    plain, number = as_plain(value), as_number(value)
+    same = any(plain == one and isinstance(plain, bool) == isinstance(one, bool) for one in usual)
+    return same or (number is not None and number in map(as_number, usual))
 
 
-def lookup(table: Table, name: str) -> Rule | None:
-    """The rule for a dotted name: its own, or that of the nearest section above it that has one."""
-    if name in table:
-        return table[name]
+def _number_of_text(value: Any) -> Any:
+    """YAML reads `1e-4`, without a dot, as text."""
+    number = as_number(value) if isinstance(value, str) else None
+    return value if number is None else int(number) if number.is_integer() and "e" not in value.lower() else number
+
+
+def lookup(table: Table, name: str) -> str | None:
+    """The name under which a table has a rule for a dotted name: its own, or that of the nearest section above it."""
+    if name in table.rules:
+        return name
     parts = name.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        rule = table.get(".".join(parts[:length]) + ".*")
-        if rule is not None:
-            return rule
-    return None
+    sections = (".".join(parts[:length]) + ".*" for length in range(len(parts) - 1, 0, -1))
+    return next((section for section in sections if section in table.rules), None)
 
 
-def flatten(table: Table, body: Mapping[str, Any], prefix: str = "") -> Source:
-    """Options by dotted name. A mapping is entered where the table knows options below it."""
-    options = Source()
+def flatten(table: Table, body: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Options by dotted name. A mapping is entered where the table knows options below it; what is not set is left out."""
+    options: dict[str, Any] = {}
     for key, value in body.items():
         name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value and any(known.startswith(f"{name}.") for known in table):
+        if isinstance(value, Mapping) and value and any(known.startswith(f"{name}.") for known in table.rules):
             options.update(flatten(table, value, f"{name}."))
-        else:
+        elif value is not None and value != "" and value != [] and value != {}:
             options[name] = value
     return options
 
 
 def verdict_on(table: Table, source: Source, name: str) -> Verdict:
-    """The verdict on one option of a file."""
-    value, rule = source[name], lookup(table, name)
-    if value is None or value == {}:
-        return NotNeeded("it is not set")
+    """The verdict of a table on one option of a file."""
+    rule = lookup(table, name)
     if rule is None:
-        return NotSupported("no option of that name is known: check its spelling, or leave it out")
-    verdict = rule(value, source)
-    return available(verdict) if isinstance(verdict, Taken) else verdict
-
-
-def available(taken: Taken) -> Taken | NotSupported:
-    """`taken` where this version accepts such options, else its refusal in the words of the spec's own validation."""
-    try:
-        parse_request(body_of(taken.options))
-    except SpecError as error:
-        if error.code == "unknown_parameter":
-            return NotSupported(f"this version has no such option ({', '.join(taken.options)}): leave it out")
-        return NotSupported(error.message.removesuffix("."))
-    return taken
-
-
-def body_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A create body of dotted options, with placeholders for what no other tool's file says."""
-    body: dict[str, Any] = {"model": "MODEL", "training_file": "TRAINING.jsonl"}
-    for name, value in options.items():
-        section, _, key = name.rpartition(".")
-        target = body.setdefault(section, {}) if section else body
-        target[key] = value
-    return body
-
-
-def samples_per_step(value: Any, source: Source, micro: str, ranks: str | None = None) -> Verdict:
-    """Options for gradient accumulation: a step is defined by its samples here, not by its rounds."""
-    rounds, size, world = as_number(value), source.number(micro), source.number(ranks) if ranks else None
-    if rounds is None:
-        return NotNeeded("a step's micro-batches follow from training.batch_size and the number of ranks")
-    if size is None or world is None:
-        shown = f"{size} x {int(rounds)}" if size else f"samples of a micro-batch x {int(rounds)}"
-        return NotSupported(f"a step is defined by its samples over all ranks: set training.batch_size to {shown} x ranks")
-    return Taken({"training.batch_size": size * int(rounds) * world}, f"{size} x {int(rounds)} x {world} ranks")
-
-
-CHOSEN = "training.tokens_per_micro_batch: auto takes what fits"
-"""In place of another tool's size of micro-batches."""
-
-
-def micro_batch(value: Any, source: Source, accumulation: str) -> Verdict:
-    """Options for the samples of a micro-batch: they count in a step's samples, and how many go through the model at once is
-    chosen by memory.
-    """
-    if source.number(accumulation) is not None:
-        return NotNeeded(f"{CHOSEN}; {accumulation} tells of a step")
-    return NotSupported(
-        f"{CHOSEN}; a step is defined by its samples over all ranks: set training.batch_size to {value} x ranks"
-    )
+        return Lost(f"no option of that name is known of {table.tool}: check its spelling, or leave it out")
+    return table.rules[rule](source[name], source)

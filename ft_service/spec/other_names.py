@@ -17,7 +17,7 @@ NAMES: Mapping[str, str] = {
     **dict.fromkeys(("base_model", "model_name_or_path", "model_name", "pretrained_model_name_or_path"), "model"),
     **dict.fromkeys(("train_file", "dataset", "datasets", "dataset_name", "train_data", "data"), "training_file"),
     **dict.fromkeys(("eval_file", "eval_dataset", "valid_file", "val_file", "validation_data"), "validation_file"),
-    **dict.fromkeys(("train_on_inputs", "train_on_prompt"), "training.train_on"),
+    **dict.fromkeys(("train_on_inputs", "train_on_prompt", "mask_history"), "training.train_on"),
     **dict.fromkeys(("val_set_size", "val_size", "validation_share", "eval_split", "test_size"), "validation_split"),
     **dict.fromkeys(("rank", "lora_r", "lora_rank"), "lora.r"),
     **dict.fromkeys(("alpha", "lora_alpha"), "lora.lora_alpha"),
@@ -27,7 +27,7 @@ NAMES: Mapping[str, str] = {
     **dict.fromkeys(
         ("load_in_4bit", "quantization", "quantization_bit", "bnb_4bit_quant_type", "format", "dtype_base"), "precision.default"
     ),
-    **dict.fromkeys(("bf16", "torch_dtype", "dtype"), "precision.compute"),
+    **dict.fromkeys(("bf16", "bfloat16", "float32", "torch_dtype", "dtype"), "precision.compute"),
     **dict.fromkeys(("num_train_epochs", "num_epochs", "epochs"), "training.n_epochs"),
     **dict.fromkeys(("steps", "max_train_steps"), "training.max_steps"),
     **dict.fromkeys(("train_batch_size", "global_batch_size", "total_batch_size"), "training.batch_size"),
@@ -43,6 +43,7 @@ NAMES: Mapping[str, str] = {
     **dict.fromkeys(("evaluation_steps", "validation_steps", "eval_interval"), "training.eval_steps"),
     **dict.fromkeys(("patience",), "training.early_stopping_patience"),
     **dict.fromkeys(("num_processes", "nproc", "gpus", "num_gpus", "world_size"), "distributed.nproc_per_node"),
+    **dict.fromkeys(("dp_replicate_size",), "distributed.replicate"),
     **dict.fromkeys(("num_machines", "num_nodes", "nodes"), "distributed.nnodes"),
     **dict.fromkeys(
         ("gradient_checkpointing", "use_gradient_checkpointing", "checkpointing"), "distributed.activation_checkpointing"

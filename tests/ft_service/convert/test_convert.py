@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from ft_service.convert import Conversion, convert_file
-from ft_service.convert.convert import FORMATS, ConfigFormat, convert
-from ft_service.convert.rules import CHOSEN, NotNeeded, NotSupported, Taken, Verdict
+from ft_service.convert.convert import FORMATS, convert
+from ft_service.convert.rules import load_table
+from ft_service.convert.verdicts import Lost, NoEffect, Taken, ToDo, Verdict
 from ft_service.errors import SpecError
 from ft_service.spec import parse_request
 from tests.support.command_line import Ft
@@ -121,8 +122,9 @@ def verdicts(conversion: Conversion) -> dict[str, Verdict]:
             "TrainingArguments",
             {
                 "training": {
+                    "batch_size": 16,
                     "n_epochs": 2,
-                    "learning_rate": "1e-4",
+                    "learning_rate": 1e-4,
                     "lr_scheduler_type": "cosine",
                     "warmup_ratio": 0.1,
                     "optim": "adamw_torch",
@@ -146,38 +148,43 @@ def test_each_kind_of_file_is_recognised_and_taken_over(
     assert printed == {"model": "MODEL", "training_file": "TRAINING.jsonl", **spec}
 
 
-def test_every_option_of_a_file_has_its_line(tmp_path: Path) -> None:
-    lines = [line for line in converted(tmp_path, FSDP1).spec_yaml().splitlines() if "→" in line]
-    assert len(lines) == len(FSDP1) - 1 + len(FSDP1["fsdp_config"])
-    for start in (
-        '# fsdp_config.fsdp_sharding_strategy: "SHARD_GRAD_OP" → taken over as distributed.reshard_after_forward: false',
-        "# fsdp_config.fsdp_use_orig_params: true → not needed because FSDP2",
-        '# fsdp_config.fsdp_colour: "red" → not supported because no option of that name is known',
+def test_every_option_of_a_file_is_in_what_is_printed(tmp_path: Path) -> None:
+    text = converted(tmp_path, FSDP1).spec_yaml()
+    for name in (*(name for name in FSDP1 if name != "fsdp_config"), *FSDP1["fsdp_config"]):
+        assert name in text
+    for part in (
+        "reshard_after_forward: false # fsdp_config.fsdp_sharding_strategy",
+        '#   fsdp_config.fsdp_colour: "red" → no option of that name is known of Accelerate',
+        "# No effect here:\n#   compute_environment, distributed_type, ",
     ):
-        assert any(line.startswith(start) for line in lines), start
+        assert part in text, part
 
 
 def test_what_is_not_supported_says_what_to_do_instead(tmp_path: Path) -> None:
     found = verdicts(converted(tmp_path, ZERO, "zero.json"))
-    assert found["zero_optimization.zero_quantized_weights"] == NotSupported(
-        "choose precision.default: fp8 or nf4, which the base is then also gathered in"
+    assert found["zero_optimization.zero_quantized_weights"] == Lost(
+        "choose precision.default: fp8 or nf4, which the frozen base is then also gathered in"
     )
-    assert isinstance(found["gradient_accumulation_steps"], NotNeeded), "auto"
-    rounds = verdicts(converted(tmp_path, ARGUMENTS, "arguments.json"))["gradient_accumulation_steps"]
-    assert rounds == NotSupported("a step is defined by its samples over all ranks: set training.batch_size to 2 x 8 x ranks")
+    assert isinstance(found["gradient_accumulation_steps"], NoEffect), "auto"
+
+
+def test_defaults_of_a_file_that_is_part_of_another_are_its_own(tmp_path: Path) -> None:
+    assert converted(tmp_path, {"zero_optimization": {"stage": 3}}).body["training"] == {"max_grad_norm": 0.0}
+    assert "training" not in converted(tmp_path, {"zero_optimization": {"stage": 3}, "gradient_clipping": "auto"}).body
+    assert converted(tmp_path, FSDP1).defaults == converted(tmp_path, FSDP_CONFIG).defaults == []
 
 
 def test_two_options_that_disagree_are_not_both_taken_over(tmp_path: Path) -> None:
     body = {**FSDP1, "fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_reshard_after_forward": False}}
     taken, refused = [v for name, v in verdicts(converted(tmp_path, body)).items() if name.startswith("fsdp_config")]
-    assert sorted([type(taken), type(refused)], key=str) == [NotSupported, Taken]
+    assert {type(taken), type(refused)} == {ToDo, Taken}
 
 
 def test_a_value_that_our_own_spec_refuses_is_refused_in_its_words(tmp_path: Path) -> None:
     found = verdicts(converted(tmp_path, {**ARGUMENTS, "learning_rate": 5, "weight_decay": "much"}, "arguments.json"))
     for option in ("learning_rate", "weight_decay"):
         verdict = found[option]
-        assert isinstance(verdict, NotSupported)
+        assert isinstance(verdict, Lost)
         assert verdict.reason.startswith(f"training.{option} = ")
 
 
@@ -185,7 +192,7 @@ def test_deepspeed_inside_of_training_arguments_is_judged_as_its_own_file(tmp_pa
     inner = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "train_batch_size": 32}
     found = verdicts(converted(tmp_path, {"output_dir": "x", "learning_rate": 1e-4, "deepspeed": inner}))
     assert found["deepspeed.train_batch_size"] == Taken({"training.batch_size": 32})
-    assert isinstance(found["deepspeed.gradient_accumulation_steps"], NotNeeded), "train_batch_size says it"
+    assert isinstance(found["deepspeed.gradient_accumulation_steps"], NoEffect), "train_batch_size says it"
 
 
 @pytest.mark.parametrize(
@@ -243,11 +250,34 @@ VALUES: tuple[Any, ...] = (
 )
 
 
-@pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.title)
-def test_whatever_a_file_says_the_spec_that_comes_out_is_valid(kind: ConfigFormat) -> None:
+REFUSING = {"stage", "rl", "pref_loss", "reward_model"}
+"""Options for the sake of which a whole file is refused, as it is by those that only another method has."""
+
+
+@pytest.mark.parametrize("kind", ["axolotl", "llama_factory", "trl"])
+def test_whatever_an_option_of_a_method_says_the_file_is_refused_or_valid(kind: str) -> None:
+    table = load_table(kind)
+    refusals: list[str] = []
+    valid = 0
+    for name in sorted(REFUSING | {mark.partition("=")[0] for marks in table.methods.values() for mark in marks}):
+        for value in (True, 0.5, "dpo", "text", ["sigmoid"], {"a": 1}):
+            try:
+                parse_request(yaml.safe_load(convert({name: deepcopy(value)}, table, "file").spec_yaml()))
+            except SpecError as error:
+                refusals.append(error.message)
+            else:
+                valid += 1
+    assert valid
+    assert refusals
+    assert [text for text in refusals if "not converted" not in text] == []
+
+
+@pytest.mark.parametrize("kind", [name for name in FORMATS if name != "transformers"])  # which others extend
+def test_whatever_a_file_says_the_spec_that_comes_out_is_valid(kind: str) -> None:
+    table = load_table(kind)
     for value in VALUES:
         body: dict[str, Any] = {}
-        for name in kind.table:
+        for name in table.rules:
             target = body
             *sections, last = name.removesuffix(".*").split(".")
             for section in sections:
@@ -256,7 +286,9 @@ def test_whatever_a_file_says_the_spec_that_comes_out_is_valid(kind: ConfigForma
                     below = target[section] = {}
                 target = below
             target.setdefault(last, deepcopy(value))
-        conversion = convert(body, kind, "file")
+        for name in REFUSING | {mark.partition("=")[0] for marks in table.methods.values() for mark in marks}:
+            body.pop(name, None)
+        conversion = convert(body, table, "file", method="dpo" if kind == "trl" else None)
         parse_request(yaml.safe_load(conversion.spec_yaml()))
         for decision in conversion.decisions:
             assert "→" in decision.line()
@@ -264,7 +296,11 @@ def test_whatever_a_file_says_the_spec_that_comes_out_is_valid(kind: ConfigForma
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("colour: red\nsize: 3\n", "none of the files that can be converted"), ("[1, 2]", "expected options"), ("a: [", "line 1")],
+    [
+        ("colour: red\nsize: 3\n", "is not one of the files that can be converted"),
+        ("[1, 2]", "expected options"),
+        ("a: [", "line 1"),
+    ],
 )
 def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "other.yaml").write_text(text)
@@ -277,12 +313,42 @@ def test_the_command_prints_a_spec_file_or_json(ft: Ft, tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(FSDP1))
     printed = ft("convert", path)
     assert printed.code == 1
-    assert "an option was not taken over, and the result may differ: fsdp_config.fsdp_colour." in printed.err
+    assert "an option is not taken over, and the result may differ: fsdp_config.fsdp_colour." in printed.err
     parse_request(yaml.safe_load(printed.out))
     document = json.loads(ft("convert", path, "--json").out)
+    assert document["tool"] == "Accelerate"
     assert document["spec"]["distributed"]["nproc_per_node"] == 4
-    assert {option["outcome"] for option in document["options"]} == {"taken over", "not needed", "not supported"}
+    assert {option["outcome"] for option in document["options"]} == {"taken over", "no effect", "not supported"}
+    sources = {option["option"]: option["source"] for option in document["options"]}
+    assert [name for name, source in sources.items() if source is None] == ["fsdp_config.fsdp_colour"]
+
+
+def test_the_exit_code_says_whether_anything_is_lost(ft: Ft, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(AXOLOTL))
+    printed = ft("convert", path)
+    assert (printed.code, printed.err) == (0, "")
+    path.write_text(yaml.safe_dump(AXOLOTL | {"rl": "kto"}))
+    refused = ft("convert", path, "--out", tmp_path / "spec.yaml")
+    assert (refused.code, refused.out) == (64, "")
+    assert 'rl: "kto": methods are supervised and dpo.' in refused.err
+    assert not (tmp_path / "spec.yaml").exists()
     assert ft("convert", tmp_path / "absent.yaml").code == 64
+
+
+def test_a_file_is_written_and_not_overwritten_unasked(ft: Ft, tmp_path: Path) -> None:
+    path, out = tmp_path / "config.yaml", tmp_path / "spec.yaml"
+    path.write_text(yaml.safe_dump(AXOLOTL))
+    written = ft("convert", path, "--out", out, "--gpus", "4")
+    assert (written.code, written.out, written.err) == (0, "", f"Wrote {out}.\n")
+    assert yaml.safe_load(out.read_text())["training"]["batch_size"] == 4
+    again = ft("convert", path, "--out", out)
+    assert (again.code, yaml.safe_load(out.read_text())["training"]["batch_size"]) == (64, 4)
+    assert "overwrite it with --force" in again.err
+    assert ft("convert", path, "--out", out, "--force").code == 0
+    assert yaml.safe_load(out.read_text())["training"]["batch_size"] == 1
+    assert ft("convert", path, "--out", tmp_path / "absent" / "spec.yaml").code == 64
+    assert ft("convert", path, "--force").code == 64
 
 
 TRL = {
@@ -332,7 +398,9 @@ def test_base_adapter_and_format_of_other_tools_are_taken_over(ft: Ft, tmp_path:
     assert (printed.code, printed.err) == (0, "")
     spec = yaml.safe_load(printed.out)
     assert spec["model"] == "Qwen/Qwen3-0.6B"
-    assert spec["lora"] == {"r": 32, "lora_alpha": 64, "target_modules": ["q_proj", "v_proj"]}
+    assert spec["lora"] == {"r": 32, "lora_alpha": 64, "target_modules": ["q_proj", "v_proj"]} | (
+        {"lora_dropout": 0.05} if body is TRL else {}
+    )
     assert spec["precision"] == {"default": "nf4"}
 
 
@@ -341,54 +409,75 @@ def test_what_changes_the_result_and_is_not_taken_over_is_named(ft: Ft, tmp_path
     path.write_text(yaml.safe_dump({**TRL, "use_dora": True}))
     printed = ft("convert", path)
     assert printed.code == 1
-    assert printed.err.startswith("ft: an option was not taken over, and the result may differ: use_dora. ")
+    assert printed.err.startswith("ft: an option is not taken over, and the result may differ: use_dora. ")
     assert ft("convert", path, "--json").code == 1
 
 
-def test_the_size_of_a_micro_batch_is_left_to_be_chosen(tmp_path: Path) -> None:
-    """It counts in a step's samples; packing has one name here and four elsewhere."""
-    alone = verdicts(converted(tmp_path, {"output_dir": "out", "per_device_train_batch_size": 4, "learning_rate": 1e-4}))
-    assert alone["per_device_train_batch_size"] == NotSupported(
-        f"{CHOSEN}; a step is defined by its samples over all ranks: set training.batch_size to 4 x ranks"
-    )
-    both = verdicts(converted(tmp_path, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "bf16": True}))
-    assert both["per_device_train_batch_size"] == NotNeeded(f"{CHOSEN}; gradient_accumulation_steps tells of a step")
-    assert both["gradient_accumulation_steps"] == NotSupported(
-        "a step is defined by its samples over all ranks: set training.batch_size to 4 x 2 x ranks"
-    )
+def test_a_batch_that_the_file_does_not_say_whole_is_to_be_done(tmp_path: Path) -> None:
+    assert verdicts(converted(tmp_path, {"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": 4}))[
+        "gradient_accumulation_steps"
+    ] == ToDo("set training.batch_size to the samples of a micro-batch x 4 x the number of your GPUs")
+    outer = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "bf16": True, "learning_rate": 1e-4}
+    both = converted(tmp_path, outer | {"deepspeed": {"gradient_accumulation_steps": 4}}, "arguments.json")
+    assert both.body["training"]["batch_size"] == 8
+    assert isinstance(verdicts(both)["deepspeed.gradient_accumulation_steps"], Taken)
 
 
-@pytest.mark.parametrize("name", ["packing", "sample_packing", "neat_packing", "padding_free"])
-def test_packing_is_known_by_the_names_of_other_tools(name: str, tmp_path: Path) -> None:
-    found = converted(tmp_path, {"output_dir": "out", "learning_rate": 1e-4, "bf16": True, name: True, "cutoff_len": 512})
-    assert found.body["training"] == {"learning_rate": 1e-4, "packing": True, "max_length": 512}
-    off = verdicts(converted(tmp_path, {"output_dir": "out", "learning_rate": 1e-4, "bf16": True, name: False}))
-    assert isinstance(off[name], NotNeeded)
+@pytest.mark.parametrize("body", [{"packing": True, "dataset_name": "d"}, {"sample_packing": True, "base_model": "b"}])
+def test_packing_is_known_by_the_names_of_other_tools(body: dict[str, Any], tmp_path: Path) -> None:
+    found = converted(tmp_path, {"output_dir": "out", "learning_rate": 1e-4, "bf16": True, **body})
+    assert found.body["training"]["packing"] is True
+    off = verdicts(converted(tmp_path, {"learning_rate": 1e-4, "bf16": True, **body, next(iter(body)): False}))
+    assert isinstance(off[next(iter(body))], NoEffect)
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "verdict"),
+    ("table", "option", "value", "verdict"),
     [
-        ("val_set_size", 0.05, Taken({"validation_split": 0.05})),
-        ("val_size", "0.05", Taken({"validation_split": 0.05})),
-        ("val_set_size", 0, NotNeeded("nothing is set aside here either")),
-        ("chat_template", "chatml", Taken({"chat_template": "chatml"})),
-        ("chat_template", "llama3", Taken({"chat_template": "llama-3"})),
-        ("chat_template", "{{ messages[0]['content'] }}", Taken({"chat_template": "{{ messages[0]['content'] }}"})),
-        ("chat_template", "tokenizer_default", NotNeeded("it is the base's")),
-        ("train_on_inputs", True, Taken({"training.train_on": "everything"})),
-        ("assistant_only_loss", False, Taken({"training.train_on": "everything"})),
-        ("bf16", "auto", NotNeeded("precision.compute is bf16 unless set")),
-        ("bf16", "full", Taken({"precision.compute": "bf16"})),
-        ("bf16", False, Taken({"precision.compute": "fp32"})),
-        ("eos_token", "<|im_end|>", NotSupported("the base's tokenizer is used as it is")),
+        ("axolotl", "val_set_size", 0.05, Taken({"validation_split": 0.05})),
+        ("llama_factory", "val_size", "0.05", Taken({"validation_split": 0.05})),
+        ("axolotl", "val_set_size", 0, NoEffect("nothing is set aside here either")),
+        ("axolotl", "chat_template", "chatml", Taken({"chat_template": "chatml"})),
+        ("axolotl", "chat_template", "llama3", Taken({"chat_template": "llama-3"})),
+        ("trl", "chat_template", "{{ messages[0]['content'] }}", Taken({"chat_template": "{{ messages[0]['content'] }}"})),
+        ("axolotl", "chat_template", "tokenizer_default", NoEffect("it is the base's, or the template that is given")),
+        ("axolotl", "train_on_inputs", True, Taken({"training.train_on": "everything"})),
+        ("llama_factory", "mask_history", True, Taken({"training.train_on": "last_assistant"})),
+        ("trl", "assistant_only_loss", False, Taken({"training.train_on": "everything"})),
+        ("axolotl", "bf16", "auto", NoEffect("precision.compute is bf16 unless set")),
+        ("axolotl", "bf16", "full", Taken({"precision.compute": "bf16"})),
+        ("transformers", "bf16", False, Taken({"precision.compute": "fp32"})),
+        ("trl", "eos_token", "<|im_end|>", ToDo("the base's tokenizer is used as it is")),
+        ("axolotl", "special_tokens", {"pad_token": "<pad>"}, None),
+        (
+            "axolotl",
+            "load_best_model_at_end",
+            True,
+            ToDo("set training.load_best_model_at_end, with a validation_file or validation_split"),
+        ),
     ],
 )
-def test_what_is_learned_of_which_data_is_taken_over(option: str, value: Any, verdict: Verdict, tmp_path: Path) -> None:
-    assert verdicts(converted(tmp_path, {"learning_rate": 1e-4, "bf16": True, option: value}))[option] == verdict
+def test_what_is_learned_of_which_data_is_taken_over(table: str, option: str, value: Any, verdict: Verdict | None) -> None:
+    conversion = convert({"learning_rate": 1e-4, option: value}, load_table(table), "file")
+    found = verdicts(conversion)
+    if verdict is None:
+        assert isinstance(found[f"{option}.{next(iter(value))}"], NoEffect)
+    else:
+        assert found[option] == verdict
+
+
+def test_what_goes_by_validation_is_taken_where_there_is_some(tmp_path: Path) -> None:
+    body = {**AXOLOTL, "early_stopping_patience": 3, "load_best_model_at_end": True, "val_set_size": 0.1}
+    conversion = converted(tmp_path, body)
+    assert conversion.open() == []
+    assert conversion.body["validation_split"] == 0.1
+    assert (conversion.body["training"]["early_stopping_patience"], conversion.body["training"]["load_best_model_at_end"]) == (
+        3,
+        True,
+    )
 
 
 def test_a_number_of_samples_for_validation_is_no_share_of_them(tmp_path: Path) -> None:
-    found = verdicts(converted(tmp_path, {"learning_rate": 1e-4, "bf16": True, "val_set_size": 200}))["val_set_size"]
-    assert isinstance(found, NotSupported)
+    found = verdicts(converted(tmp_path, {**AXOLOTL, "val_set_size": 200}))["val_set_size"]
+    assert isinstance(found, ToDo)
     assert "set validation_split to the share that they are" in found.reason

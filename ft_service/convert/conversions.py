@@ -1,0 +1,420 @@
+"""Verdicts that a line of a table cannot say, since they need arithmetic or other options. Tables name them by `rule:`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ft_service.convert.verdicts import (
+    NOT_SET,
+    OFF,
+    Lost,
+    Named,
+    NoEffect,
+    Refused,
+    Source,
+    Taken,
+    ToCheck,
+    ToDo,
+    Verdict,
+    as_number,
+    as_plain,
+)
+from ft_service.spec.templates import TEMPLATES
+
+# Steps and their samples ----------------------------------------------------------------------------------------------------
+
+_MICRO = ("per_device_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu")
+
+
+def batch_size(value: Any, source: Source) -> Verdict:
+    """A micro-batch, times accumulation, times GPUs: training.batch_size counts a step's samples over all of them."""
+    if source.number("train_batch_size") is not None:
+        return NoEffect("train_batch_size decides")
+    size = source.number(*_MICRO) or (source.around or source).number(*_MICRO) or source.micro_batch
+    rounds = source.number("gradient_accumulation_steps")
+    if rounds is None and size and (total := source.number("batch_size")):  # Axolotl's older name for the product of both
+        rounds = total // size
+    if size is None:
+        return ToDo(f"set training.batch_size to the samples of a micro-batch x {rounds or value} x the number of your GPUs")
+    rounds, gpus = rounds or 1, source.gpus
+    said = f"{size} x {rounds} x {gpus} GPUs" if gpus else f"{size} x {rounds} on one GPU; multiply by your number of GPUs"
+    return Taken({"training.batch_size": size * rounds * (gpus or 1)}, said)
+
+
+def epochs(value: Any, source: Source) -> Verdict:
+    number = as_number(value)
+    if (source.number("max_steps") or 0) > 0:
+        return NoEffect("max_steps decides")
+    if number is None or number != int(number):
+        return ToDo("epochs are whole: set training.n_epochs, or training.max_steps")
+    return Taken({"training.n_epochs": int(number)})
+
+
+def positive(value: Any, source: Source, option: str) -> Verdict:
+    number = as_number(value)
+    if number is not None and number <= 0:
+        return NOT_SET
+    return Taken({option: int(number) if number is not None and number == int(number) else value})
+
+
+def interval(value: Any, source: Source, option: str, *strategies: str) -> Verdict:
+    """`eval_steps` and `save_steps`: whole numbers, and only where the strategy goes by steps."""
+    if any(source.get(name, "steps") != "steps" for name in strategies):
+        return NoEffect(f"{strategies[0]} decides")
+    number = as_number(value)
+    if number is None or number < 1:
+        return ToCheck(f"shares of all steps are not known here: set {option} to a number of steps")
+    return Taken({option: int(number)})
+
+
+def per_epoch(value: Any, source: Source, option: str, *needs: str) -> Verdict:
+    """Validations or checkpoints of an epoch; of `needs` one must be there for any."""
+    if needs and not any(source.get(name) for name in needs):
+        return NoEffect("without data for it validation does not run")
+    return NoEffect("it is so here too") if as_number(value) == 1 else ToCheck(f"set {option} to a number of steps")
+
+
+# The schedule ---------------------------------------------------------------------------------------------------------------
+
+_CONSTANT = NoEffect("constant does not warm up; constant_with_warmup would")
+
+
+def _does_not_warm_up(source: Source) -> bool:
+    return "constant" in (source.get("lr_scheduler_type"), source.get("lr_scheduler"))
+
+
+def warmup(value: Any, source: Source) -> Verdict:
+    steps = as_number(value)
+    if _does_not_warm_up(source):
+        return _CONSTANT
+    if steps is None or steps < 0 or (steps >= 1 and steps != int(steps)):
+        return ToDo("it is a number of steps, or a share of them: set training.warmup_steps or training.warmup_ratio")
+    if steps >= 1:
+        return Taken({"training.warmup_steps": int(steps)})
+    decides = "warmup_ratio" in source and steps == 0 and source.tool != "Axolotl"
+    return NoEffect("warmup_ratio decides") if decides else Taken({"training.warmup_ratio": steps})
+
+
+def warmup_ratio(value: Any, source: Source) -> Verdict:
+    if _does_not_warm_up(source):
+        return _CONSTANT
+    steps = source.get("warmup_steps")
+    decides = steps is not None if source.tool == "Axolotl" else bool(as_number(steps))
+    return NoEffect("warmup_steps decides") if decides else Taken({"training.warmup_ratio": as_number(value)})
+
+
+def warmup_of_total(value: Any, source: Source) -> Verdict:
+    total, steps = source.number("scheduler.params.total_num_steps"), as_number(value)
+    if total and steps is not None:
+        return Taken({"training.warmup_ratio": round(steps / total, 6)})
+    return ToDo(f"the number of steps is not in this file: set training.warmup_ratio to {value} / steps")
+
+
+# The adapter and the base ---------------------------------------------------------------------------------------------------
+
+
+def target_modules(value: Any, source: Source) -> Verdict:
+    if as_plain(source.get("lora_target_linear")) is True:
+        return NoEffect("lora_target_linear has all of them")
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        return ToDo("expected names of modules: set lora.target_modules")
+    names = [part.strip() for name in names for part in name.split(",") if part.strip()]
+    if names in (["all"], ["all-linear"]):
+        return Taken({"lora.target_modules": "all-linear"})
+    pattern = len(names) == 1 and isinstance(value, str) and re.search(r"[^\w.]", names[0])
+    return Taken({"lora.target_modules": names[0] if pattern else names})
+
+
+def target_parameters(value: Any, source: Source) -> Verdict:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        return ToDo("expected names of stacks of experts: set lora.target_parameters")
+    return Taken({"lora.target_parameters": value})
+
+
+def twice_rank(value: Any, source: Source) -> Verdict:
+    return Taken({"lora.lora_alpha": 2 * (source.number("lora_rank") or 8)})
+
+
+_COMPUTE = {"bf16": "bf16", "bfloat16": "bf16", "no": "fp32", "fp32": "fp32", "float32": "fp32"}
+_NOT_SCALED = "there is not loss scaling here: bf16, with fp32 masters of what is trained, is the default"
+
+
+def compute_dtype(value: Any, source: Source) -> Verdict:
+    name = "no" if as_plain(value) is False else str(value).lower().removeprefix("torch.")
+    if name in _COMPUTE:
+        return Taken({"precision.compute": _COMPUTE[name]})
+    if name in ("fp16", "float16"):
+        return Lost(_NOT_SCALED)
+    return Lost("precision.compute is bf16 or fp32, and precision.default: fp8 stores and gathers the frozen weights in FP8")
+
+
+def dtype_policy(value: Any, source: Source) -> Verdict:
+    """`mixed_precision_policy`: a name, or a mapping with `param_dtype`."""
+    return compute_dtype(value.get("param_dtype") if isinstance(value, dict) else value, source)
+
+
+def dtype(value: Any, source: Source) -> Verdict:
+    """The type in which the base's weights are loaded: what computes is said by bf16 or fp16 where they are given."""
+    if str(value) == "auto" or as_plain(source.get("bf16")) is True or (source.tool == "TRL" and not source.get("fp16")):
+        return NoEffect("precision.default says how weights are stored, and precision.compute is bf16")
+    return compute_dtype(value, source)
+
+
+def bf16(value: Any, source: Source) -> Verdict:
+    if as_plain(value) is True or str(value).lower() == "full":  # Axolotl's
+        return Taken({"precision.compute": "bf16"})
+    if str(value).lower() == "auto":  # of the machine that trains, which is not this one
+        return NoEffect("precision.compute is bf16 unless set")
+    if as_plain(source.get("fp16")) is True:
+        return NoEffect("fp16 decides")
+    return Taken({"precision.compute": "fp32"})
+
+
+# Preferences ----------------------------------------------------------------------------------------------------------------
+
+_LOSSES = "of losses on pairs dpo has sigmoid, ipo and sigmoid_norm, and beside them sft as rpo_alpha"
+_OTHER_METHODS = ("kto", "simpo", "orpo", "cpo", "kto_pair", "apo_zero_unpaired")
+
+
+def dpo_loss(value: Any, source: Source, weights: str) -> Verdict:
+    """TRL's loss_type: one, or one with "sft" beside it, whose weight is rpo_alpha here."""
+    names = [str(name) for name in value] if isinstance(value, list) else [str(value)]
+    if source.method != "dpo":
+        plain = names in (["nll"], ["chunked_nll"])
+        return NoEffect("it is the mean cross entropy") if plain else Lost("the loss is plain cross entropy: leave it out")
+    if other := next((name for name in names if name in _OTHER_METHODS), None):
+        return Refused(f"{other} is not dpo: {_LOSSES}")
+    first, *more = names or [""]
+    given = source.get(weights)
+    shares = [as_number(one) for one in given] if isinstance(given, list) else [1.0] * len(names)
+    if (
+        first not in ("sigmoid", "ipo", "sigmoid_norm")
+        or more not in ([], ["sft"])
+        or shares[:1] != [1.0]
+        or len(shares) != len(names)
+    ):
+        return Lost(_LOSSES)
+    taken = {"method.dpo.hyperparameters.loss_type": first}
+    return Taken(taken | {"method.dpo.hyperparameters.rpo_alpha": shares[1]} if more else taken)
+
+
+# The data -------------------------------------------------------------------------------------------------------------------
+
+_WHOLE = {
+    "split": "train",
+    "weight": 1.0,
+    "name": "default",
+    "config": "default",
+    "field_messages": "messages",
+    "trust_remote_code": False,
+}
+"""Options of a data set that say nothing at these values."""
+_SAYS_NOTHING = {"path", "id", "ds_type", "revision"}
+_FORMATS = ("chat_template", "alpaca", "completion", "sharegpt", "chat_template.default")
+
+
+def datasets(value: Any, source: Source) -> Verdict:
+    """The data by name. More than a name (a part of them, columns by other names, a mixture) is to be done by hand."""
+    shown = [(name, said) for name, said in _data_sets(value)]
+    if len(shown) == 1 and not shown[0][1]:
+        return Named(shown[0][0])
+    said = "; ".join(f"{name} ({', '.join(options)})" if options else name for name, options in shown)
+    what = "write that part of it, under names that `ft data check` knows," if len(shown) == 1 else "write them"
+    return ToDo(f"this was {said or json.dumps(value, default=str)}: {what} into one file and name it as training_file")
+
+
+def _data_sets(value: Any) -> Iterator[tuple[str, list[str]]]:
+    """Each data set's name, with the options that change what is read of it."""
+    if isinstance(value, str):
+        yield from ((name.strip(), []) for name in value.split(",") if name.strip())
+    elif isinstance(value, list):
+        for one in value:
+            yield from _data_sets(one) if isinstance(one, str) else [_data_set(one)]
+    elif isinstance(value, Mapping) and "datasets" in value:
+        yield from _data_sets(value["datasets"])
+    elif isinstance(value, Mapping):  # alignment-handbook's mixer: name → share
+        yield from ((str(name), [] if share == 1 else [f"a share of {share}"]) for name, share in value.items())
+
+
+def _data_set(one: Any) -> tuple[str, list[str]]:
+    if not isinstance(one, Mapping):
+        return str(one), []
+    said = [
+        f"{key}: {json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, dict | list) else value}"
+        for key, value in one.items()
+        if key not in _SAYS_NOTHING
+        and value not in (None, "", [], {})
+        and _WHOLE.get(str(key)) != value
+        and not (key == "type" and value in _FORMATS)
+    ]
+    return str(one.get("path") or one.get("id") or "data without a name"), said
+
+
+def share(value: Any, source: Source) -> Verdict:
+    part = as_number(value)
+    if part is not None and part <= 0:
+        return NoEffect("nothing is set aside here either")
+    if part is None or part >= 1:
+        return ToDo("it is a number of samples: set validation_split to the share that they are, or name a validation_file")
+    return Taken({"validation_split": part})
+
+
+def needs_validation(value: Any, source: Source, option: str) -> Verdict:
+    """Options that go by validation loss, which a SPEC takes only with data for it."""
+    part = as_number(source.get("val_set_size") or source.get("val_size")) or 0
+    if 0 < part < 1:
+        here = value if isinstance(value, int) and not isinstance(value, bool) else True
+        return Taken({option: here, "validation_split": part})
+    return ToDo(f"set {option}, with a validation_file or validation_split")
+
+
+_STANDARD = {"llama3": "llama-3"}
+"""Standard chat templates elsewhere → ours."""
+
+
+def chat_template(value: Any, source: Source) -> Verdict:
+    name = _STANDARD.get(str(value), str(value))
+    if name in ("tokenizer_default", "jinja") or (name == "default" and source.tool != "LLaMA-Factory"):
+        return NoEffect("it is the base's, or the template that is given")
+    if name in TEMPLATES or "{{" in name or "{%" in name:
+        return Taken({"chat_template": name})
+    return ToCheck(
+        f"the base's own chat template is used, of which {source.tool}'s is a copy: compare what `ft data show` prints. "
+        f"Else chat_template takes {', '.join(TEMPLATES)}, or a template's text"
+    )
+
+
+# Beside training ------------------------------------------------------------------------------------------------------------
+
+_KERNELS = ("cut_cross_entropy", "liger", "kernels", "swanlab", "expert_parallel")
+
+
+def plugins(value: Any, source: Source) -> Verdict:
+    names = [str(name) for name in value] if isinstance(value, list) else [str(value)]
+    other = [name for name in names if not any(known in name.lower() for known in _KERNELS)]
+    if other:
+        return Lost(f"{', '.join(other)}: plugins are not run, and it may change what is learnt: leave it out")
+    return NoEffect("kernels are chosen by the workers, and compute the same")
+
+
+def tracker(value: Any, source: Source) -> Verdict:
+    names = [value] if not isinstance(value, list) else value
+    if all(as_plain(name) in OFF for name in names):
+        return NoEffect("every step is reported, in the job's events and in metrics.csv")
+    if names == ["tensorboard"]:
+        return Taken({"integrations": [{"type": "tensorboard"}]})
+    return ToCheck(
+        "metrics are in metrics.csv, in the job's events and at /metrics. For Weights & Biases a server's jobs have "
+        "integrations: [{type: wandb, wandb: {project: …}}]; mlflow and trackio go the same way"
+    )
+
+
+def timeout(value: Any, source: Source) -> Verdict:
+    seconds = as_number(value)
+    if seconds is None:
+        return NOT_SET
+    taken = min(max(int(seconds), 10), 1800)
+    return Taken(
+        {"distributed.collective_timeout_seconds": taken},
+        "" if taken == seconds else f"{seconds:.0f} there, 10 to 1800 seconds here",
+    )
+
+
+# Machines and sharding ------------------------------------------------------------------------------------------------------
+
+
+def processes(value: Any, source: Source) -> Verdict:
+    """`num_processes` counts over all machines, nproc_per_node on one."""
+    total, machines = source.number("num_processes"), source.number("num_machines") or 1
+    if total is None or total % machines:
+        return ToDo(f"it must be a multiple of num_machines = {machines}: set distributed.nproc_per_node")
+    return Taken({"distributed.nproc_per_node": total // machines})
+
+
+def machines(value: Any, source: Source) -> Verdict:
+    return NoEffect("one host is the default") if as_number(value) == 1 else Taken({"distributed.nnodes": value})
+
+
+def replicas(value: Any, source: Source) -> Verdict:
+    return NoEffect("all ranks shard") if as_number(value) in (None, 1) else Taken({"distributed.replicate": value})
+
+
+def zero_stage(value: Any, source: Source) -> Verdict:
+    """DeepSpeed's stages by what they keep whole on a rank: 3 nothing, 1 and 2 the weights, 0 everything."""
+    stage = as_number(value)
+    if stage == 3:
+        inner = source.number("zero_optimization.zero_hpz_partition_size") or 1
+        return Taken({"distributed.reshard_after_forward": inner if inner > 1 else True})
+    if stage in (1, 2):
+        return Taken({"distributed.reshard_after_forward": False}, "weights stay gathered from forward to backward")
+    if stage == 0:
+        return Taken({"distributed.replicate": -1}, "every rank keeps the whole base")
+    return ToCheck("such a ZeRO stage is not known")
+
+
+def offload_device(value: Any, source: Source) -> Verdict:
+    if str(value).lower() == "cpu":
+        return Taken({"distributed.offload": True})
+    if as_plain(value) in OFF:
+        return NoEffect("it is off here too")
+    return ToCheck("only the CPU's memory can be offloaded to; adapters and their optimizer are small")
+
+
+_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+_MIN_PARAMS = 100_000_000
+"""Accelerate's, where size-based wrapping is asked for without a size."""
+
+
+def strategy(value: Any, source: Source) -> Verdict:
+    """FSDP1's sharding strategy (name, number from 1), or FSDP2's truth value."""
+    plain = as_plain(value)
+    if isinstance(plain, bool):
+        return Taken({"distributed.reshard_after_forward": plain})
+    text = str(plain)
+    name = _STRATEGIES[int(text) - 1] if re.fullmatch("[1-5]", text) else text.upper()
+    if name == "NO_SHARD":
+        return Taken({"distributed.replicate": -1}, "every rank keeps the whole base")
+    if name in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        return Taken({"distributed.reshard_after_forward": name == "FULL_SHARD"})
+    if name not in _STRATEGIES:
+        return ToCheck(f"such a sharding strategy is not known: one of {', '.join(_STRATEGIES)}")
+    machines = source.number("num_machines")  # sharded inside a machine, replicated between machines
+    if machines is None:
+        return ToCheck("this file does not say on how many machines: set distributed.replicate to that number")
+    also = {"distributed.reshard_after_forward": name == "HYBRID_SHARD"}
+    if machines == 1:
+        return Taken(also, "there is one machine only")
+    return Taken({"distributed.replicate": machines, **also}, "one copy a machine")
+
+
+def wrap_by_size(value: Any, source: Source) -> Verdict:
+    given = [as_number(size) for name, size in source.items() if name.endswith("min_num_params")]
+    return Taken({"distributed.wrap": {"min_params": int(given[0] if given and given[0] else _MIN_PARAMS)}})
+
+
+def ignored_modules(value: Any, source: Source) -> Verdict:
+    """Modules by pattern there, weights by pattern here."""
+    if not isinstance(value, str):
+        return ToCheck("modules that Python code chose do not have names here: write patterns into distributed.ignored")
+    return Taken({"distributed.ignored": [rf"(?:{value})\..*"]})
+
+
+def legacy_fsdp(value: Any, source: Source) -> Verdict:
+    """`fsdp` of TrainingArguments: a truth value, or the older list of words."""
+    words = value.split() if isinstance(value, str) else value if isinstance(value, list) else []
+    if isinstance(as_plain(value), bool) or not words:
+        return NoEffect("training is always sharded over all ranks")
+    taken: dict[str, Any] = {}
+    for word in words:
+        if word == "offload":
+            taken["distributed.offload"] = True
+        elif word != "auto_wrap":
+            verdict = strategy(word, source)
+            if not isinstance(verdict, Taken):
+                return verdict
+            taken.update(verdict.options)
+    return Taken(taken) if taken else NoEffect("each decoder layer is one group")

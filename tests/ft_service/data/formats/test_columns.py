@@ -15,9 +15,12 @@ from ft_service.data.formats.reading import open_data
 from ft_service.data.line_errors import Fault
 from ft_service.data.records import Chat, PromptCompletion, Record, Text
 from ft_service.data.token_options import DEFAULT, TokenOptions
+from ft_service.data.tokens.tokenize import file_samples, load_tokenizer
 from ft_service.errors import SpecError
-from ft_service.spec import parse_request
+from ft_service.rundir.directory import sha256_of
+from ft_service.spec import DataFileRef, parse_request
 from ft_service.spec.options import DataOptions
+from tests.support.bases import SAMPLE
 
 TURNS = [{"speaker": "human", "said": "Hi"}, {"speaker": "gpt", "said": "Hello"}]
 
@@ -102,3 +105,21 @@ def test_the_command_line_takes_a_mapping(tmp_path: Path, capsys: pytest.Capture
     assert json.loads(capsys.readouterr().out)["messages"][1] == {"role": "assistant", "content": "So."}
     assert run(["data", "check", str(path), "--column", "promt=question"]) == 64
     assert "promt" in capsys.readouterr().err
+
+
+def test_a_job_trains_on_mapped_columns_as_on_the_formats_own(tmp_path: Path) -> None:
+    plain = [{"prompt": "Why? ", "completion": f"Since {n}."} for n in range(3)]
+    mapped = [{"question": row["prompt"], "answer": row["completion"], "prompt": "not this"} for row in plain]
+    files = [write(tmp_path / name, "jsonl", rows) for name, rows in made(tmp_path, plain=plain, mapped=mapped).items()]
+    tokenizer = load_tokenizer(str(SAMPLE))
+    asked = (DEFAULT, TokenOptions(columns=Columns((("completion", "answer"), ("prompt", "question")))))
+    refs = [DataFileRef(name=file.name, path=str(file), sha256=sha256_of(file)) for file in files]
+    first, second = (list(file_samples(tokenizer, ref, options)) for ref, options in zip(refs, asked, strict=True))
+    assert [sample.ids.tolist() for sample in first] == [sample.ids.tolist() for sample in second]
+    assert len(first) == 3
+
+
+def made(folder: Path, **rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    for name in rows:
+        (folder / name).mkdir()
+    return rows

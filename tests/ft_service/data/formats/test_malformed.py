@@ -86,7 +86,7 @@ CONTAINERS: dict[str, tuple[bytes, str]] = {
     "an element too long": (b'[{"text": "' + b"x" * MAX_LINE_BYTES + b'"}]', "element 1: is longer than"),
     "nested too deeply": (DEEP, "line 1: is not usable JSON: nested too deeply"),
     "a number of 5000 digits": (MANY_DIGITS, "line 1: is not usable JSON"),
-    "a mark before the second line": (GOOD + b"\xef\xbb\xbf" + GOOD, "is not JSON: Unexpected UTF-8 BOM"),
+    "a mark before the second line": (GOOD + b"\xef\xbb\xbf" + GOOD, "line 3: is not JSON"),
     "utf-16": (GOOD.decode().encode("utf-16"), "line 1: "),
     "utf-16 without a mark": (GOOD.decode().encode("utf-16-le"), "line 1: "),
     "utf-32": (GOOD.decode().encode("utf-32"), "line 1: "),

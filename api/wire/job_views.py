@@ -138,6 +138,8 @@ class JobView(BaseModel):
     queue: QueueView | None
     """While queued."""
     suffix: str | None
+    data: dict[str, str]
+    """What the data files call the columns of their format; empty: by their names."""
     chat_template: str | None
     """The text of the chat template in place of the base's; null: the base's."""
     serve: str | None
@@ -196,6 +198,7 @@ def job_view(
         pending_reason=job.pending if job.state in (State.QUEUED, State.RUNNING) else None,
         queue=_queue(place) if place and job.state is State.QUEUED else None,
         suffix=job.request.get("suffix"),
+        data=dict(spec.data.pairs),
         chat_template=spec.chat_template or None,
         serve=job.request.get("serve"),
         priority=job.priority,

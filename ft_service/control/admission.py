@@ -19,6 +19,7 @@ from ft_service.control.capacity import Capacity, capacity_now, refuse_too_many
 from ft_service.control.limits import allowed_priority, refuse_beyond, refuse_too_many_ranks
 from ft_service.control.tracking.door import refuse_unless_possible
 from ft_service.data.answer_metrics import check_metrics
+from ft_service.data.formats.columns import Columns
 from ft_service.data.formats.reading import count_samples
 from ft_service.errors import ConflictError, LimitError, NotFoundError, SpecError
 from ft_service.ids import new_id
@@ -268,13 +269,13 @@ def _count_samples(request: JobRequest, principal: Principal, store: Store, sett
     file = store.find_files({request.training_file}).get(request.training_file)
     if file is None or file.project_id != principal.project_id:
         return None
-    return _counted(Places.of(settings).file(file.id), file.bytes)
+    return _counted(Places.of(settings).file(file.id), file.bytes, Columns(request.data.pairs))
 
 
 @lru_cache(maxsize=256)
-def _counted(path: Path, size: int) -> int | None:
+def _counted(path: Path, size: int, columns: Columns) -> int | None:
     """Of a file, which never changes."""
-    return count_samples(path, most=COUNTED) if path.is_file() else None
+    return count_samples(path, (), columns, most=COUNTED) if path.is_file() else None
 
 
 def slots_to_resume_with(job: Job, nproc_per_node: int, store: Store, settings: Settings, limits: Limits) -> int:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
+from ft_service.data.formats.columns import AS_THEY_ARE, Columns
 from ft_service.data.formats.reading import Shape, open_data
 from ft_service.data.formats.recognise import Container, Format
 from ft_service.data.line_errors import Fault, counted
@@ -281,14 +282,16 @@ def check_lines(
     limit: int = SHOWN_FAULTS,
     files: Sequence[str] = (),
     *,
+    columns: Columns = AS_THEY_ARE,
     pairs: bool | None = None,
     note: Callable[[int, Record], object] = lambda number, record: None,
 ) -> DataReport:
-    """Report on a data file, without counting tokens. `files`: of a folder; `pairs`: it must hold pairs of answers, or must
-    not; None: either will do. `note`: is given every record that is fine. Raises OSError if it cannot be read.
+    """Report on a data file, without counting tokens. `files`: of a folder; `columns`: what they call theirs; `pairs`: it must
+    hold pairs of answers, or must not; None: either will do. `note`: is given every record that is fine. Raises OSError if it
+    cannot be read.
     """
     findings = Findings(limit)
-    with open_data(path, files) as reader:
+    with open_data(path, files, columns) as reader:
         for number, record in reader if pairs is None else for_method(reader, pairs=pairs):
             if isinstance(record, Fault):
                 findings.fault(record)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from typing import Any
 
+from ft_service.data.formats.columns import AS_THEY_ARE, Columns
 from ft_service.spec import JobSpec, TrainOn
 
 
@@ -18,10 +19,12 @@ class TokenOptions:
     date: str = ""
     """Year, month and day (ISO 8601) that chat templates which write today's date are given; empty: today's."""
     train_on: TrainOn = "all_assistant"
+    columns: Columns = AS_THEY_ARE
+    """What the data files call their columns."""
 
     @classmethod
     def of(cls, spec: JobSpec) -> TokenOptions:
-        return cls(spec.chat_template, spec.date, spec.training.train_on)
+        return cls(spec.chat_template, spec.date, spec.training.train_on, Columns(spec.data.pairs))
 
     @property
     def day(self) -> date:
@@ -29,7 +32,7 @@ class TokenOptions:
 
     def given(self) -> dict[str, Any]:
         """What differs from the defaults."""
-        return {name: value for name, value in asdict(self).items() if value != getattr(DEFAULT, name)}
+        return {name: value for name, value in asdict(self).items() if getattr(self, name) != getattr(DEFAULT, name)}
 
 
 DEFAULT = TokenOptions()

@@ -16,6 +16,7 @@ import yaml
 
 from ft_service.bases.catalogue import Catalogue
 from ft_service.data.answer_metrics import check_metrics
+from ft_service.data.formats.columns import Columns
 from ft_service.data.formats.folders import dataset_files
 from ft_service.data.formats.reading import count_samples, open_data
 from ft_service.errors import SpecError
@@ -148,7 +149,7 @@ def resolve_spec_file(spec: SpecFile, settings: Settings, *, job_id: str, seed: 
     """
     request, model, parent = _model(spec, settings, to_train)
     validation = spec.validation_file
-    training = spec.training_file
+    training, columns = spec.training_file, Columns(request.data.pairs)
     return resolve(
         request,
         job_id=job_id,
@@ -160,7 +161,7 @@ def resolve_spec_file(spec: SpecFile, settings: Settings, *, job_id: str, seed: 
         gpus=gpu_count(),
         parent=parent,
         date=datetime.now(UTC).date().isoformat(),
-        samples=count_samples(training.path, training.files, most=COUNTED) if request.counts_samples else None,
+        samples=count_samples(training.path, training.files, columns, most=COUNTED) if request.counts_samples else None,
     )
 
 

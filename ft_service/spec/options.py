@@ -23,6 +23,9 @@ DPO_EPOCHS = 1
 """training.n_epochs of direct preference optimisation unless it is given: further passes learn the pairs by heart."""
 
 
+ColumnName = Annotated[str, Field(min_length=1, max_length=200)]
+"""Name of a column or a key of a data file."""
+
 NEVER = 10**12
 """Optimizer steps, of which no job has so many: the most that may be between two of what comes again and again."""
 
@@ -294,6 +297,56 @@ class CheckpointOptions(Strict):
     and optimizer state); one at a time. The last one, and that of a stop, are waited for."""
 
 
+class DataOptions(Strict):
+    """What the data files call the columns of their format (docs/data.md); of JSON lines the keys. None: by its own name."""
+
+    messages: ColumnName | None = None
+    """The conversation: a list of messages."""
+    role: ColumnName | None = None
+    """A message's own key for who speaks. The speakers of ShareGPT (human, gpt) are known too."""
+    content: ColumnName | None = None
+    """A message's own key for what is said."""
+    tools: ColumnName | None = None
+    """Definitions of the tools of a conversation."""
+    system: ColumnName | None = None
+    """The system message of ShareGPT's and Alpaca's records."""
+    instruction: ColumnName | None = None
+    """With `output`: what the user asks of a conversation of one turn."""
+    input: ColumnName | None = None
+    """What follows the instruction, or the beginning of OpenAI's preference pairs."""
+    output: ColumnName | None = None
+    """The answer to an instruction, which is learned."""
+    prompt: ColumnName | None = None
+    """With `completion`: bare text before what is learned, which no chat template touches; or messages."""
+    completion: ColumnName | None = None
+    """What is learned after the prompt."""
+    text: ColumnName | None = None
+    """A document, learned whole."""
+    conversations: ColumnName | None = None
+    """ShareGPT's turns, which have `from` and `value`."""
+    chosen: ColumnName | None = None
+    """Of preference pairs, the answer that is preferred."""
+    rejected: ColumnName | None = None
+    """Of preference pairs, the other answer."""
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """(name of the format, name in the files) of each that is given."""
+        given = self.model_dump(exclude_none=True)
+        return tuple((ours, given[ours]) for ours in sorted(given))
+
+    @model_validator(mode="after")
+    def _each_column_once(self) -> DataOptions:
+        for places in (("role", "content"), tuple(name for name in type(self).model_fields if name not in ("role", "content"))):
+            named: dict[str, str] = {}
+            for ours, theirs in self.pairs:
+                if ours in places and theirs in named:
+                    raise ValueError(f"data.{named[theirs]} and data.{ours} both name {theirs!r}: a column is one thing")
+                if ours in places:
+                    named[theirs] = ours
+        return self
+
+
 class JobOptions(Strict):
     """The options that our create body adds to OpenAI's: all of a SPEC file beside model and files."""
 
@@ -302,6 +355,7 @@ class JobOptions(Strict):
     training: TrainingOptions = TrainingOptions()
     distributed: DistributedOptions = DistributedOptions()
     checkpoint: CheckpointOptions = CheckpointOptions()
+    data: DataOptions = DataOptions()
     chat_template: Annotated[str, Field(min_length=1, max_length=100_000), AfterValidator(check_template)] | None = None
     """The chat template that writes the conversations, in place of the base's: its text (Jinja), or the name of a standard one
     (TEMPLATES); in a SPEC file also the path of a .jinja file. None: the base's own, and conversations are refused where it has

@@ -11,7 +11,14 @@ from ft_service.errors import SpecError
 from ft_service.spec.evaluation import EvaluationOptions
 from ft_service.spec.mesh import check_reshard_size, mesh_shape
 from ft_service.spec.methods import AUTO, DpoOptions
-from ft_service.spec.options import CheckpointOptions, DistributedOptions, LoraOptions, PrecisionOptions, TrainingOptions
+from ft_service.spec.options import (
+    CheckpointOptions,
+    DataOptions,
+    DistributedOptions,
+    LoraOptions,
+    PrecisionOptions,
+    TrainingOptions,
+)
 from ft_service.spec.rates import batch_for, epochs_for
 from ft_service.spec.request import JobRequest
 from ft_service.spec.templates import named_template
@@ -79,6 +86,7 @@ class JobSpec(Resolved):
     distributed: DistributedOptions
     """nproc_per_node is a number here."""
     checkpoint: CheckpointOptions
+    data: DataOptions = DataOptions()
     chat_template: str = ""
     """The text of the chat template to use in place of the base's; empty: the base's."""
     date: str = ""
@@ -180,6 +188,7 @@ def resolve(
         training=training,
         distributed=distributed,
         checkpoint=request.checkpoint,
+        data=request.data,
         chat_template=named_template(request.chat_template or ""),
         date=date,
         shared_experts=not request.lora.lora_dropout if parent is None else parent.shared_experts,

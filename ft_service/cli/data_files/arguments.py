@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import ValidationError
 
 from ft_service.bases.catalogue import Catalogue
 from ft_service.cli.local_store import settings_with_models
@@ -13,7 +15,8 @@ from ft_service.data.formats.folders import dataset_files
 from ft_service.errors import SpecError
 from ft_service.local.spec_file import LocalData
 from ft_service.spec import TrainOn
-from ft_service.spec.options import TrainingOptions
+from ft_service.spec.faults import words_of
+from ft_service.spec.options import DataOptions, TrainingOptions
 from ft_service.spec.templates import check_template, named_template
 
 MAX_LENGTH = TrainingOptions().max_length
@@ -28,6 +31,23 @@ Template = Annotated[
 Learn = Annotated[TrainOn, typer.Option("--train-on", help="What is learned of a conversation.")]
 MaxLength = Annotated[int, typer.Option("--max-length", min=8, help="training.max_length: tokens kept of a sample.")]
 Split = Annotated[str, typer.Option("--split", help="Of a folder that has several.")]
+
+Column = Annotated[
+    list[str],
+    typer.Option("--column", metavar="NAME=COLUMN", help="A column that the file calls otherwise, such as prompt=question."),
+]
+
+
+def data_options(given: Sequence[str]) -> DataOptions:
+    """The mapping that several `--column NAME=COLUMN` make. Raises SpecError."""
+    pairs = [pair.partition("=") for pair in given]
+    try:
+        return DataOptions.model_validate({ours.strip(): theirs.strip() for ours, _, theirs in pairs})
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        named = ", ".join(DataOptions.model_fields)
+        what = f"{fault['loc'][0]!r} is not a column that a format has: {named}" if fault["type"] == "extra_forbidden" else None
+        raise SpecError(f"--column {' '.join(given)}: {what or words_of(fault)}.", param="column") from None
 
 
 def local_data(path: Path, split: str) -> LocalData:

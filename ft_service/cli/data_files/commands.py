@@ -18,6 +18,7 @@ from rich.console import Console
 
 from ft_service.cli.data_files.arguments import (
     MAX_LENGTH,
+    Column,
     DataFile,
     Learn,
     MaxLength,
@@ -25,6 +26,7 @@ from ft_service.cli.data_files.arguments import (
     Split,
     Template,
     base_folder,
+    data_options,
     local_data,
     template_text,
 )
@@ -35,6 +37,7 @@ from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import Json, print_json
 from ft_service.data.data_file import DataReport, Findings, check_lines
 from ft_service.data.examiner import Examiner
+from ft_service.data.formats.columns import AS_THEY_ARE, Columns
 from ft_service.data.formats.reading import open_data
 from ft_service.data.formats.writing import line_of
 from ft_service.data.line_errors import Fault, LineError
@@ -63,14 +66,16 @@ def check(
     train_on: Learn = "all_assistant",
     max_length: MaxLength = MAX_LENGTH,
     split: Split = "train",
+    column: Column = [],  # noqa: B006 - typer makes a list of its own for each call
     as_json: Json = False,
 ) -> None:
     """Say what a file is, and name every line that cannot be trained on; with --model also by the base's tokenizer."""
-    data = local_data(file, split)
+    data, columns = local_data(file, split), Columns(data_options(column).pairs)
     if model:
-        report = examined(data, model, TokenOptions(template_text(chat_template), train_on=train_on), max_length)
+        options = TokenOptions(template_text(chat_template), train_on=train_on, columns=columns)
+        report = examined(data, model, options, max_length)
     else:
-        report = refuse_faults(_faults_of(check_lines(data.path, files=data.files), data))
+        report = refuse_faults(_faults_of(check_lines(data.path, files=data.files, columns=columns), data))
     if as_json:
         print_json(asdict(report))
         return
@@ -92,12 +97,14 @@ def show(
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=1000, help="How many records.")] = 3,
     ids: Annotated[bool, typer.Option("--ids", help="With the number of every token.")] = False,
     split: Split = "train",
+    column: Column = [],  # noqa: B006 - typer makes a list of its own for each call
     as_json: Json = False,
 ) -> None:
     """Show samples as the model sees them, every token in the colour of its role: learned, words that are read, the template's,
     or cut."""
     data = local_data(file, split)
-    options = TokenOptions(template_text(chat_template), train_on=train_on)
+    columns = Columns(data_options(column).pairs)
+    options = TokenOptions(template_text(chat_template), train_on=train_on, columns=columns)
     with Examiner() as examiner:
         request = examiner.request(data.ref(), data.path, base_folder(model), max_length, options)
         page = examiner.show(replace(request, show=Page(after, limit)))
@@ -115,18 +122,19 @@ def convert(
     ],
     as_chat: Annotated[bool, typer.Option("--chat", help="Make conversations of prompts with completions.")] = False,
     split: Split = "train",
+    column: Column = [],  # noqa: B006 - typer makes a list of its own for each call
     as_json: Json = False,
 ) -> None:
     """Write a file as OpenAI's JSON lines: chats, preference pairs, or bare text as it was. Nothing is written if a line is at
     fault."""
-    data = local_data(file, split)
+    data, columns = local_data(file, split), Columns(data_options(column).pairs)
     if str(out) == "-":
-        write_lines(data, sys.stdout, as_chat=as_chat)
+        write_lines(data, sys.stdout, columns, as_chat=as_chat)
         return
     if out.exists():
         raise SpecError(f"{out} exists: name a new file.", param="out")
     with _written(out) as lines:
-        count = write_lines(data, lines, as_chat=as_chat)
+        count = write_lines(data, lines, columns, as_chat=as_chat)
     if as_json:
         print_json({"lines": count, "path": str(out)})
     else:
@@ -138,7 +146,7 @@ def examined(data: LocalData, model: str, options: TokenOptions, max_length: int
     home = settings_with_models().home
     create_home(home)
     with Examiner(tokens=folder_of(os.environ, home)) as examiner:
-        found = open_data(data.path, data.files)
+        found = open_data(data.path, data.files, options.columns)
         found.look()
         pairs = found.shape.format is not None and found.shape.format.is_pairs
         request = examiner.request(data.ref(), data.path, base_folder(model), max_length, options, pairs=pairs)
@@ -146,10 +154,10 @@ def examined(data: LocalData, model: str, options: TokenOptions, max_length: int
     return refuse_faults(_faults_of(report, data))
 
 
-def write_lines(data: LocalData, out: IO[str], *, as_chat: bool = False) -> int:
+def write_lines(data: LocalData, out: IO[str], columns: Columns = AS_THEY_ARE, *, as_chat: bool = False) -> int:
     """Write every record as a line of JSON; how many. Raises DataError for records at fault."""
     findings = Findings()
-    with open_data(data.path, data.files) as reader:
+    with open_data(data.path, data.files, columns) as reader:
         for number, record in reader:
             line = _line(number, record, as_chat)
             if isinstance(line, Fault):

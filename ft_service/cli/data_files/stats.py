@@ -11,12 +11,14 @@ from typing import Annotated, Any
 import typer
 
 from ft_service.cli.data_files.arguments import (
+    Column,
     DataFile,
     Learn,
     Model,
     Split,
     Template,
     base_folder,
+    data_options,
     local_data,
     template_text,
 )
@@ -24,6 +26,7 @@ from ft_service.cli.local.data import examine_data
 from ft_service.cli.local.plan_command import HardwareName
 from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import Json, print_fields, print_json, print_table
+from ft_service.data.formats.columns import Columns
 from ft_service.data.formats.reading import open_data
 from ft_service.data.statistics import FileStatistics, Measure, Statistics, advice, bars, share
 from ft_service.ids import new_id
@@ -53,6 +56,7 @@ def stats(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the job, which decides what is set aside.")] = 0,
     hardware: HardwareName = None,
     split: Split = "train",
+    column: Column = [],  # noqa: B006 - typer makes a list of its own for each call
     as_json: Json = False,
 ) -> None:
     """Show what a file holds for a base: lengths, what is learned, doubles, overlap with a validation file, steps, time, and
@@ -64,6 +68,7 @@ def stats(
         "training_file": str(file),
         "training": {name: value for name, value in training.items() if value is not None},
         "seed": seed,
+        "data": data_options(column).model_dump(exclude_none=True),
         **({"validation_file": str(validation)} if validation is not None else {}),
         **({"validation_split": validation_split} if validation_split is not None else {}),
         **({"chat_template": template_text(chat_template)} if chat_template else {}),
@@ -81,7 +86,7 @@ def _resolved(body: dict[str, Any], file: Path, validation: Path | None, split: 
     """The spec of a job that trains on the file. Raises SpecError, DataError."""
     data = local_data(file, split)
     held_out = local_data(validation, "validation") if validation is not None else None
-    reader = open_data(data.path, data.files)
+    reader = open_data(data.path, data.files, Columns(parse_request(body).data.pairs))
     reader.look()
     if reader.shape.format is not None and reader.shape.format.is_pairs:
         body = body | {"method": {"type": "dpo"}}

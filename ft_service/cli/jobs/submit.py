@@ -18,6 +18,7 @@ from ft_service.cli.output import Json, connect, print_json, print_json_line, sa
 from ft_service.client.client import Client
 from ft_service.data.data_file import Param, check_lines
 from ft_service.data.examiner import ExaminerLost
+from ft_service.data.formats.columns import Columns
 from ft_service.data.statistics import Measure, Records, advice, without_base
 from ft_service.errors import DataError, NotFoundError, SpecError
 from ft_service.host.servers import living_servers
@@ -102,7 +103,8 @@ def _check_lines(spec: SpecFile) -> list[str]:
         path = data.path
         records = found[param] = Records(path.name)
         try:
-            report = check_lines(path, files=data.files, pairs=spec.request.method.type == "dpo", note=records.add)
+            columns, pairs = Columns(spec.request.data.pairs), spec.request.method.type == "dpo"
+            report = check_lines(path, files=data.files, columns=columns, pairs=pairs, note=records.add)
         except OSError as error:
             raise SpecError(f"{path} cannot be read: {error.strerror}.", param=param) from None
         records.word = report.word

@@ -12,6 +12,7 @@ from typing import TypeVar
 from ft_service.bases.catalogue import has_tokenizer
 from ft_service.data.data_file import Counts, DataReport, Param, check_lines
 from ft_service.data.examiner import Examiner, Tell, data_files
+from ft_service.data.formats.columns import Columns
 from ft_service.data.statistics import Level, Measure, Statistics, messages
 from ft_service.data.token_folder import folder_of
 from ft_service.errors import DataError, SpecError
@@ -69,7 +70,8 @@ def examine_data(spec: JobSpec, settings: Settings, tell: Tell, *, need_counts: 
             statistics = refuse_faults(examiner.measure_job(spec))
     else:
         for param, data in data_files(spec):
-            report = check_lines(Path(data.path), files=data.files, pairs=spec.dpo is not None)
+            columns = Columns(spec.data.pairs)
+            report = check_lines(Path(data.path), files=data.files, columns=columns, pairs=spec.dpo is not None)
             reports[param] = refuse_faults(report.error(param, data.name) or report)
     return DataFound(reports, statistics)
 

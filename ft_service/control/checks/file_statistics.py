@@ -36,7 +36,7 @@ def file_statistics(
     files = [file for file in (asked.training_file, asked.validation_file) if file is not None]
     here = [file.model_copy(update={"path": str(fetched(file, places))}) for file in files]
     for file in here:
-        data = open_data(Path(file.path), file.files)
+        data = open_data(Path(file.path), file.files, options.columns)
         known = places.tokens_dir is not None and entries_of(places.tokens_dir, file.sha256)
         if data.size > LARGE_BYTES and not known:
             raise SpecError(
@@ -46,7 +46,7 @@ def file_statistics(
                 code="too_large",
             )
     if pairs is None:
-        first = open_data(Path(here[0].path), here[0].files)
+        first = open_data(Path(here[0].path), here[0].files, options.columns)
         first.look()
         pairs = first.shape.format is not None and first.shape.format.is_pairs
     where = replace(asked, training_file=here[0], validation_file=here[1] if len(here) > 1 else None)

@@ -15,6 +15,7 @@ from typing import Any
 
 from ft_service.data import chat_line
 from ft_service.data.chat_line import parse_chat, parse_messages
+from ft_service.data.formats.columns import SPEAKERS
 from ft_service.data.formats.recognise import SIGNS, Format
 from ft_service.data.line_errors import LineError, kind, shown, text_of
 from ft_service.data.preference_line import parse_pair
@@ -35,17 +36,6 @@ _COLUMNS: Mapping[Format, Sequence[str]] = {
     ),
     Format.TRL_PAIRS: ("prompt", "chosen", "rejected", "tools"),
 }
-_SPEAKERS: Mapping[str, str] = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "observation": "tool",
-    "function_call": "assistant",
-    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
-}
-"""What ShareGPT's `from` may say → role."""
 
 
 def columns_of(format: Format) -> Sequence[str]:
@@ -53,13 +43,12 @@ def columns_of(format: Format) -> Sequence[str]:
     return _COLUMNS[format]
 
 
-def as_record(format: Format, fields: Fields, *, strict: bool) -> Record:
-    """A record of this format. `strict`: keys that the format has not are faults. Raises LineError with its first fault."""
+def as_record(format: Format, fields: Fields) -> Record:
+    """A record of this format; keys that the format does not have are left out. Raises LineError with its first fault."""
     found = next(iter(_other_formats(format, fields)), None)
     if found is not None:
         raise LineError("", f"is {found.value}, and this file began as {format.value}: put each format into a file of its own")
-    columns = fields if strict else _COLUMNS[format]
-    return _PARSERS[format]({name: value for name, value in fields.items() if name in columns})
+    return _PARSERS[format]({name: value for name, value in fields.items() if name in _COLUMNS[format]})
 
 
 def _other_formats(format: Format, fields: Fields) -> Sequence[Format]:
@@ -144,14 +133,14 @@ def _turn(turn: Any, place: str) -> dict[str, Any]:
         if key not in turn:
             raise LineError(f"{place}.{key}", "is required")
     speaker, said = turn["from"], text_of(turn["value"], f"{place}.value")
-    if not isinstance(speaker, str) or speaker not in _SPEAKERS:
-        raise LineError(f"{place}.from", f"must be one of {', '.join(_SPEAKERS)}, not {shown(speaker)}")
+    if not isinstance(speaker, str) or speaker not in SPEAKERS:
+        raise LineError(f"{place}.from", f"must be one of {', '.join(SPEAKERS)}, not {shown(speaker)}")
     weight = {"weight": turn["weight"]} if turn.get("weight") is not None else {}
     if speaker == "function_call":
         return {"role": "assistant", "content": None, "function_call": _called(said, place), **weight}
-    if _SPEAKERS[speaker] == "tool":
+    if SPEAKERS[speaker] == "tool":
         return {"role": "function", "name": "tool", "content": said}
-    return {"role": _SPEAKERS[speaker], "content": said, **weight}
+    return {"role": SPEAKERS[speaker], "content": said, **weight}
 
 
 def _called(said: str, place: str) -> dict[str, Any]:

@@ -164,10 +164,10 @@ class _Splitter:
 def _loaded(number: int, text: bytes | None) -> Row:
     if text is None:
         return Fault(number, "", f"is longer than {MAX_LINE_BYTES} bytes")
+    if number == 1:  # Windows' editors put a byte order mark before the first line
+        text = text.removeprefix(b"\xef\xbb\xbf")
     if not text:
         return Fault(number, "", "is blank; blank lines may only stand at the end")
-    if text.startswith(b"\xef\xbb\xbf"):
-        return Fault(number, "", "starts with a byte order mark: save the file as UTF-8 without one")
     try:
         return load_object(text.decode())
     except UnicodeDecodeError as error:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import BinaryIO, Self, cast
 
 from ft_service.data.formats.alike import as_record, columns_of
+from ft_service.data.formats.columns import AS_THEY_ARE, Columns, listed
 from ft_service.data.formats.containers import Expanding, Numbered, UnreadableError, elements, lines
 from ft_service.data.formats.recognise import (
     HEAD_BYTES,
@@ -30,12 +31,14 @@ from ft_service.data.formats.recognise import (
     recognise,
 )
 from ft_service.data.formats.tables import arrow_rows, csv_rows
-from ft_service.data.line_errors import Fault, LineError, shown
+from ft_service.data.line_errors import Fault, LineError
 from ft_service.data.records import Record
 from ft_service.rundir.directory import sha256_of
 
-LISTED = 8
-"""Keys of a record of no known format that a message names."""
+NOTED = 20
+"""Keys beside those of a file's format that its report names."""
+_NAME = 80
+"""Characters of such a key."""
 
 
 @dataclass
@@ -47,7 +50,7 @@ class Shape:
     format: Format | None = None
     """None: no record was of a known one, so far."""
     unused: tuple[str, ...] = ()
-    """Keys of the first record that its format has not, and that are left out."""
+    """Keys that records have and their format does not, the first NOTED of them: they are left out."""
 
     @property
     def word(self) -> str:
@@ -64,6 +67,8 @@ class DataReader:
     """The records of a file, or of the files of a folder one after the other. Iterate once, while it is open."""
 
     paths: Sequence[Path]
+    columns: Columns = AS_THEY_ARE
+    """What the files' columns are called."""
     shape: Shape = field(default_factory=Shape)
 
     def __post_init__(self) -> None:
@@ -123,7 +128,7 @@ class DataReader:
             raw = Expanding(file, compression, os.fstat(file.fileno()).st_size)
             content = cast(BinaryIO, BufferedReader(raw, HEAD_BYTES))
         head = content.peek(HEAD_BYTES) if isinstance(content, BufferedReader) else _head(content)
-        container = container_of(head)
+        container = container_of(head, self.columns)
         if container in (Container.PARQUET, Container.ARROW) and compression is not None:
             raise UnreadableError(
                 f"it is {container.value} within {compression.value}: give the {container.value} file as it is"
@@ -136,58 +141,80 @@ class DataReader:
             case Container.ARRAY:
                 return elements(content)
             case Container.CSV:
-                return csv_rows(content, delimiter_of(head) or ",")
+                return csv_rows(content, delimiter_of(head, self.columns) or ",", self.columns)
             case Container.PARQUET | Container.ARROW:
-                return arrow_rows(file, container, self._columns)
+                return arrow_rows(file, container, self._columns, self.columns)
 
     def _record(self, number: int, row: dict[str, object]) -> Record | Fault:
         try:
-            return as_record(self._format(row), row, strict=self._is_strict)
+            named = self.columns.record(row)
+            return as_record(self._format(named, row), named)
         except LineError as error:
             return Fault(number, error.field, error.reason)
 
-    def _format(self, row: dict[str, object]) -> Format:
-        """The file's format, which its first record of a known one decides. Raises LineError."""
+    def _format(self, named: dict[str, object], row: dict[str, object]) -> Format:
+        """The file's format, which its first record of a known one decides. `named`: `row` by our names. Raises LineError."""
         if self.shape.format is None:
-            format = recognise(row)
+            format = recognise([ours for ours, _ in self.columns.pairs]) or recognise(named)
             if format is None and not row:
                 return Format.CHAT
             if format is None:
-                raise LineError("", unknown_format(list(row)))
+                raise LineError("", unknown_format(self.shape.container, self._columns or list(row)))
             self.shape.format = format
-            if not self._is_strict:
-                self.shape.unused = tuple(name for name in self._columns or row if name not in columns_of(format))
+            self._note_unused([name for name in self._columns if name not in row])
+        self._note_unused(row)
         return self.shape.format
 
-    @property
-    def _is_strict(self) -> bool:
-        """Whether unknown keys are faults: OpenAI's own formats, in its own container, have no others."""
-        own = (Format.CHAT, Format.OPENAI_PAIRS)
-        return self.shape.format in own and self.shape.container in (Container.LINES, Container.ARRAY)
+    def _note_unused(self, names: Iterable[str]) -> None:
+        """Note the file's names of columns that its format does not have."""
+        assert self.shape.format is not None
+        known = columns_of(self.shape.format)
+        unused = [name[:_NAME] for name in names if self.columns.name(name) not in known]
+        if unused and len(self.shape.unused) < NOTED:
+            self.shape.unused = tuple(dict.fromkeys((*self.shape.unused, *unused)))[:NOTED]
 
 
-def unknown_format(keys: Sequence[str]) -> str:
-    named = ", ".join(shown(key) for key in keys[:LISTED]) + (", …" if len(keys) > LISTED else "")
+def unknown_format(container: Container, keys: Sequence[str]) -> str:
+    """What is said of a file whose columns, or keys, no format has: which they are, which formats there are, and a mapping that
+    would fit where one can be seen."""
+    is_json = container in (Container.LINES, Container.ARRAY)
+    found = f"its keys are {listed(keys)}" if is_json else f"it is {container.value}, and its columns are {listed(keys)}"
     known = "; ".join(format.value for format in Format)
-    return f"is of no known format: its keys are {named}. Known are {known}"
+    return f"is of no known format: {found}. Known are {known}. Say which is which: {mapping_for(keys)}"
 
 
-def open_data(path: Path, files: Sequence[str] = ()) -> DataReader:
-    """The reader of a file, or of a folder's files (dataset_files), which are named from the folder."""
-    return DataReader([path / name for name in files] if files else [path])
+_ASKED = ("question", "query", "user", "instruction", "input", "human", "prompt", "problem")
+_ANSWERED = ("answer", "response", "reply", "assistant", "output", "completion", "solution")
+"""Names that columns of questions and of answers often have."""
 
 
-def count_samples(path: Path, files: Sequence[str] = (), *, most: int) -> int:
+def mapping_for(keys: Sequence[str]) -> str:
+    """A mapping that a user would write for a file with these columns, as an example where none can be seen."""
+    lower = {key.strip().lower(): key for key in reversed(keys)}
+    if (format := recognise(lower)) is not None:
+        pairs = [f"{name}: {lower[name]}" for name in columns_of(format) if name in lower]
+        return f"data: {{{', '.join(pairs)}}}"
+    question, answer = (next((lower[name] for name in names if name in lower), "COLUMN") for names in (_ASKED, _ANSWERED))
+    return f"data: {{instruction: {question}, output: {answer}}} makes conversations of them"
+
+
+def open_data(path: Path, files: Sequence[str] = (), columns: Columns = AS_THEY_ARE) -> DataReader:
+    """The reader of a file, or of a folder's files (dataset_files), which are named from the folder. `columns`: what they call
+    the columns of their format."""
+    return DataReader([path / name for name in files] if files else [path], columns)
+
+
+def count_samples(path: Path, files: Sequence[str] = (), columns: Columns = AS_THEY_ARE, *, most: int) -> int:
     """Records without a fault, counted up to `most`. Raises OSError."""
-    with open_data(path, files) as reader, closing(iter(reader)) as records:
+    with open_data(path, files, columns) as reader, closing(iter(reader)) as records:
         return sum(1 for _ in islice((record for _, record in records if not isinstance(record, Fault)), most))
 
 
-def estimate_samples(path: Path, files: Sequence[str] = (), *, most: int) -> int:
+def estimate_samples(path: Path, files: Sequence[str] = (), columns: Columns = AS_THEY_ARE, *, most: int) -> int:
     """Records, at fault or not: counted up to `most`, and beyond that by the share of the bytes that so many take. Raises
     OSError.
     """
-    with open_data(path, files) as reader, closing(iter(reader)) as records:
+    with open_data(path, files, columns) as reader, closing(iter(reader)) as records:
         counted = sum(1 for _ in islice(records, most))
         return counted if counted < most else round(counted / reader.share)
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 from collections.abc import Collection, Sequence
 from enum import Enum
+
+from ft_service.data.formats.columns import AS_THEY_ARE, Columns
 
 HEAD_BYTES = 64 * 1024
 """Of a file's beginning, that a container is recognised by."""
 DELIMITERS = ",;\t"
 _MARK = b"\xef\xbb\xbf"
+_LOOKED_AT = 20
+"""Lines of a file that are looked at to tell a table from lines of text."""
+_LONGEST_NAME = 64
+"""Characters of a column's name in a table whose header is not known."""
 
 
 DATA_ENDINGS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
@@ -85,7 +92,7 @@ class Container(Enum):
         return {Container.LINES: "line", Container.ARRAY: "element"}.get(self, "row")
 
 
-def container_of(head: bytes) -> Container:
+def container_of(head: bytes, columns: Columns = AS_THEY_ARE) -> Container:
     """The container of a file that begins so, once it is decompressed. What is nothing else is JSON lines."""
     if head.startswith(b"PAR1"):
         return Container.PARQUET
@@ -94,17 +101,33 @@ def container_of(head: bytes) -> Container:
     text = head.removeprefix(_MARK).lstrip()
     if text.startswith(b"["):
         return Container.ARRAY
-    return Container.CSV if not text.startswith(b"{") and delimiter_of(head) is not None else Container.LINES
+    is_table = not text.startswith((b"{", b'"{')) and delimiter_of(head, columns) is not None
+    return Container.CSV if is_table else Container.LINES
 
 
-def delimiter_of(head: bytes) -> str | None:
-    """What separates the cells of a table whose header names a known format. None: it is no such table."""
-    first = head.removeprefix(_MARK).lstrip().split(b"\n", 1)[0].decode(errors="replace").rstrip("\r")
-    for delimiter in DELIMITERS:
-        try:
-            names = next(csv.reader([first], delimiter=delimiter), [])
-        except csv.Error:
-            continue
-        if recognise([name.strip() for name in names]) is not None:
+def delimiter_of(head: bytes, columns: Columns = AS_THEY_ARE) -> str | None:
+    """What separates the cells of a table: what makes its header that of a known format, else what cuts its first lines into
+    equally many cells. None: it is not a table."""
+    lines = head.removeprefix(_MARK).lstrip().decode(errors="replace").splitlines()[:_LOOKED_AT]
+    rows = {delimiter: _cells(lines, delimiter) for delimiter in DELIMITERS}
+    for delimiter, (names, *_) in rows.items():
+        given = [name for cell in names if (name := columns.name(cell.strip())) is not None]
+        if recognise(given) is not None:
             return delimiter
-    return None
+    return next((delimiter for delimiter, cells in rows.items() if _is_table(cells)), None)
+
+
+def _cells(lines: Sequence[str], delimiter: str) -> list[list[str]]:
+    """The header and the rows behind it, as far as they can be read."""
+    found: list[list[str]] = []
+    with contextlib.suppress(csv.Error):
+        found.extend(csv.reader(lines, delimiter=delimiter))
+    return found or [[]]
+
+
+def _is_table(rows: Sequence[Sequence[str]]) -> bool:
+    """Whether what has no known header is a table all the same: names that are words, and rows as wide as they."""
+    names = [name.strip() for name in rows[0]]
+    words = all(0 < len(name) <= _LONGEST_NAME and not set(name) & set("{}[]<>") for name in names)
+    wide = [len(row) for row in rows[1:-1] if row] or [len(row) for row in rows[1:] if row]
+    return len(names) > 1 and words and bool(wide) and all(width == len(names) for width in wide)

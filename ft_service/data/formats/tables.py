@@ -6,12 +6,13 @@ import csv
 import io
 import json
 import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, BinaryIO
 
 from ft_service.data.chat_line import MAX_LINE_BYTES
 from ft_service.data.formats.alike import columns_of
+from ft_service.data.formats.columns import AS_THEY_ARE, Columns
 from ft_service.data.formats.containers import Numbered, Row, UnreadableError
 from ft_service.data.formats.recognise import Container, recognise
 from ft_service.data.line_errors import Fault
@@ -24,7 +25,7 @@ _JSON_COLUMNS = ("messages", "conversations", "conversation", "tools", "function
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
 
 
-def csv_rows(file: BinaryIO, delimiter: str) -> Numbered:
+def csv_rows(file: BinaryIO, delimiter: str, columns: Columns = AS_THEY_ARE) -> Numbered:
     """Every row of a table with a header, by its number; the header is row 0. Raises UnreadableError."""
     csv.field_size_limit(MAX_LINE_BYTES)
     text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
@@ -33,10 +34,11 @@ def csv_rows(file: BinaryIO, delimiter: str) -> Numbered:
     try:
         names = [name.strip() for name in next(reader)]
         _refuse_twice(names)
+        json_columns = _json_columns(columns)
         while (cells := next(reader, None)) is not None:
             if cells:  # a blank line is no row
                 number += 1
-                yield number, _csv_row(number, names, cells)
+                yield number, _csv_row(number, names, cells, json_columns)
     except csv.Error as error:
         raise UnreadableError(f"row {number + 1} is no CSV: {error}") from None
     finally:
@@ -50,19 +52,24 @@ def _refuse_twice(names: Sequence[str]) -> None:
         raise UnreadableError(f"two columns are called {twice}: keep one")
 
 
-def _csv_row(number: int, names: Sequence[str], cells: Sequence[str]) -> Row:
+def _csv_row(number: int, names: Sequence[str], cells: Sequence[str], json_columns: Collection[str]) -> Row:
     if len(cells) != len(names):
         return Fault(number, "", f"has {len(cells)} cells, and the header has {len(names)} columns")
     for name, cell in zip(names, cells, strict=True):
         if found := _NOT_UTF8.search(cell):
             return Fault(number, name, f"is not UTF-8: byte 0x{ord(found[0]) - 0xDC00:02x} at character {found.start() + 1}")
-    return _from_columns(number, dict(zip(names, cells, strict=True)))
+    return _from_columns(number, dict(zip(names, cells, strict=True)), json_columns)
 
 
-def _from_columns(number: int, row: Mapping[str, Any]) -> Row:
+def _json_columns(columns: Columns) -> set[str]:
+    """The file's names of columns that hold JSON as text where a table cannot hold lists."""
+    return {name for name in (*_JSON_COLUMNS, *columns.ours) if columns.name(name) in _JSON_COLUMNS}
+
+
+def _from_columns(number: int, row: Mapping[str, Any], json_columns: Collection[str]) -> Row:
     """A row without what is null in it, and with the JSON that some columns hold as text."""
     given = {name: _without_null(value) for name, value in row.items() if value is not None}
-    for name in _JSON_COLUMNS:
+    for name in json_columns:
         if isinstance(value := given.get(name), str):
             if not value.strip():
                 del given[name]
@@ -81,26 +88,27 @@ def _without_null(value: Any) -> Any:
     return [_without_null(inner) for inner in value] if isinstance(value, list) else value
 
 
-def arrow_rows(file: BinaryIO, container: Container, columns: list[str]) -> Numbered:
-    """Every row of a Parquet or Arrow file, by its number. `columns`: gets the names of all columns. Raises UnreadableError."""
+def arrow_rows(file: BinaryIO, container: Container, names: list[str], columns: Columns = AS_THEY_ARE) -> Numbered:
+    """Every row of a Parquet or Arrow file, by its number. `names`: gets those of all columns. Raises UnreadableError."""
     try:
         import pyarrow as pa
     except ImportError:
         raise UnreadableError(f"it is {container.value}, which needs pyarrow here: pip install pyarrow") from None
     number = 0
     try:
-        with closing(_batches(file, container, columns)) as batches:
+        json_columns = _json_columns(columns)
+        with closing(_batches(file, container, names, columns)) as batches:
             for batch in batches:
                 for row in batch.to_pylist():
                     number += 1
-                    yield number, _from_columns(number, row)
+                    yield number, _from_columns(number, row, json_columns)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise UnreadableError(f"{container.value} cannot be read after row {number}: {' '.join(str(error).split())}") from None
 
 
-def _batches(file: BinaryIO, container: Container, columns: list[str]) -> Generator[Any]:
+def _batches(file: BinaryIO, container: Container, names: list[str], columns: Columns) -> Generator[Any]:
     if container is Container.PARQUET:
-        yield from _parquet_batches(file, columns)
+        yield from _parquet_batches(file, names, columns)
         return
     import pyarrow as pa
 
@@ -111,8 +119,8 @@ def _batches(file: BinaryIO, container: Container, columns: list[str]) -> Genera
         whole = (opened.get_batch(index) for index in range(opened.num_record_batches))
     else:
         opened = whole = pa.ipc.open_stream(file)
-    columns[:] = opened.schema.names
-    wanted = wanted_columns(columns)
+    names[:] = opened.schema.names
+    wanted = wanted_columns(names, columns)
     _refuse_twice(wanted)
     for batch in whole:
         chosen = batch.select(wanted)
@@ -120,7 +128,7 @@ def _batches(file: BinaryIO, container: Container, columns: list[str]) -> Genera
         yield from (chosen.slice(begin, step) for begin in range(0, chosen.num_rows, step))
 
 
-def _parquet_batches(file: BinaryIO, columns: list[str]) -> Iterator[Any]:
+def _parquet_batches(file: BinaryIO, names: list[str], columns: Columns) -> Iterator[Any]:
     """Pages are read as they are needed: a row group may be as large as the file."""
     import pyarrow.parquet as parquet
 
@@ -128,16 +136,18 @@ def _parquet_batches(file: BinaryIO, columns: list[str]) -> Iterator[Any]:
         metadata = table.metadata
         size = sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
         rows = _rows_at_once(size, metadata.num_rows)
-        columns[:] = table.schema_arrow.names
-        _refuse_twice(wanted_columns(columns))
-        yield from table.iter_batches(batch_size=rows, columns=wanted_columns(columns), use_threads=False)
+        names[:] = table.schema_arrow.names
+        wanted = wanted_columns(names, columns)
+        _refuse_twice(wanted)
+        yield from table.iter_batches(batch_size=rows, columns=wanted, use_threads=False)
 
 
-def wanted_columns(names: Sequence[str]) -> list[str]:
-    """The columns that the table's format has, in their order; all where it is of no known format."""
-    format = recognise(names)
-    known = columns_of(format) if format is not None else names
-    return [name for name in names if name in known]
+def wanted_columns(names: Sequence[str], columns: Columns = AS_THEY_ARE) -> list[str]:
+    """The columns that the table's format has, by the file's names in their order; all where it is of no known format."""
+    ours = {name: columns.name(name) for name in names}
+    format = recognise([name for name in ours.values() if name is not None])
+    known = columns_of(format) if format is not None else set(ours.values())
+    return [name for name in names if ours[name] in known]
 
 
 def _rows_at_once(size: int, rows: int) -> int:

@@ -112,7 +112,7 @@ def answer(request: ExamineRequest, teller: Teller, whereabouts: Whereabouts) ->
         key = tokens_key(request.model_path, request.sha256, request.options, pairs=request.pairs)
         keep = Keep(Path(request.tokens), key) if request.tokens else None
         with SampleLimits(whereabouts, request.render_seconds, request.memory_bytes) as limits:
-            data = open_data(Path(request.path), request.files)
+            data = open_data(Path(request.path), request.files, request.options.columns)
             asked = (tokenizer, data, request.sha256, request.max_length, teller, limits, keep, request.options)
             report = examine(*asked, pairs=request.pairs)
     except (SpecError, DataError) as error:
@@ -121,7 +121,7 @@ def answer(request: ExamineRequest, teller: Teller, whereabouts: Whereabouts) ->
 
 
 def _page(tokenizer: PreTrainedTokenizerBase, request: ExamineRequest, page: Page, limits: SampleLimits) -> SamplePage:
-    data = open_data(Path(request.path), request.files)
+    data = open_data(Path(request.path), request.files, request.options.columns)
     try:
         with limits.rendering(page.after + 1):
             return page_of(tokenizer, data, request.options, request.max_length, after=page.after, limit=page.limit)
@@ -155,14 +155,22 @@ def _kept(
     limits: SampleLimits,
 ) -> Iterator[tuple[TokenSet, str]]:
     """A file's samples, uncut, as they are kept or else made for as long as the block runs; and what a record is called."""
-    data = open_data(Path(file.path), file.files)
+    data = open_data(Path(file.path), file.files, request.options.columns)
     data.look()
     key = tokens_key(request.model_path, file.sha256, request.options, pairs=request.pairs)
     found = find(Path(request.tokens), key) if request.tokens else None
     with contextlib.ExitStack() as stack:
         if found is None:
             keep = Keep(Path(request.tokens or stack.enter_context(TemporaryDirectory(prefix="ft-"))), key)
-            asked = (tokenizer, open_data(Path(file.path), file.files), file.sha256, request.max_length, teller, limits, keep)
+            asked = (
+                tokenizer,
+                open_data(Path(file.path), file.files, request.options.columns),
+                file.sha256,
+                request.max_length,
+                teller,
+                limits,
+                keep,
+            )
             error = examine(*asked, request.options, pairs=request.pairs).error(param, file.name)
             if error is not None:
                 raise DataError(error.message, param=error.param, code=error.code)

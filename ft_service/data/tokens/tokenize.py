@@ -84,7 +84,7 @@ def file_samples(
 
     Raises DataError if the file changed since submission, or has a line that cannot be trained on.
     """
-    data = open_data(Path(file.path), file.files)
+    data = open_data(Path(file.path), file.files, options.columns)
     gone = next((path for path in data.paths if not path.is_file()), None)
     if gone is not None:
         raise DataError(f"{file.name}: the file is gone from {gone}.", code="file_missing")

@@ -205,7 +205,11 @@ def test_columns_of_no_use_are_left_out_and_named(tmp_path: Path) -> None:
         assert (report.examples, report.unused) == (2, ("id", "source"))
     told = [message for _, message in report.messages("a.csv", 8)]
     assert told == ["a.csv: plain text (text) in CSV.", "a.csv: 2 columns are not of this format, and left out: id, source."]
-    assert check_lines(write(tmp_path, lines([{"messages": [USER, ANSWER], "id": 7}]))).faults[0].field == "id"
+    chats = [{"messages": [USER, ANSWER], "id": 7}, {"messages": [USER, ANSWER], "source": "a", "prompt": "x"}]
+    report = check_lines(write(tmp_path, lines(chats)))
+    assert (report.examples, report.unused) == (2, ("id", "source", "prompt")), "of every line"
+    hostile = check_lines(write(tmp_path, lines([{"messages": [USER, ANSWER], **{"k" * 200 + str(n): 1 for n in range(99)}}])))
+    assert len("".join(hostile.unused)) < 2000
     assert check_lines(write(tmp_path, in_parquet([{"messages": [USER, ANSWER], "id": 7}]))).unused == ("id",)
 
 
@@ -222,8 +226,15 @@ def test_what_is_of_no_known_format_is_told_with_its_keys(tmp_path: Path) -> Non
     assert fault.reason.startswith("is of no known format: its keys are 'question', 'reply'. Known are OpenAI")
 
 
-def test_a_table_of_no_known_format_is_no_csv() -> None:
-    assert container_of(b"question,reply\na,b\n") is Container.LINES
+def test_a_table_of_no_known_format_is_told_with_its_columns(tmp_path: Path) -> None:
+    for head in (b"question,reply\na,b\n", b'\xef\xbb\xbfquestion;reply\n"a;\nb";c\n', b"question\treply\na\tb\n"):
+        (fault,) = check_lines(write(tmp_path, head)).faults
+        assert "it is CSV, and its columns are 'question', 'reply'" in fault.reason
+        assert fault.reason.endswith("data: {instruction: question, output: reply} makes conversations of them")
+    (other,) = check_lines(write(tmp_path, b"Prompt,Completion\na,b\n")).faults
+    assert other.reason.endswith("data: {prompt: Prompt, completion: Completion}")
+    for text in (b"Hello, world\nThis is a text, which has commas, and more\n", b"one\ntwo\n", b'"a","b"\n', b"x\n"):
+        assert container_of(text) is Container.LINES, text
     assert container_of(b"instruction;output\na;b\n") is Container.CSV
     assert recognise(["input", "preferred_output", "messages"]) is Format.OPENAI_PAIRS
     assert recognise(["prompt", "chosen", "rejected", "messages"]) is Format.TRL_PAIRS

@@ -14,21 +14,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from ft_service.errors import FtError, NotFoundError, SpecError
 from ft_service.host.lifetime import exclusive
 from ft_service.host.processes import without_secrets
 from ft_service.rundir.checkpoints import (
     CHECKPOINT_ADAPTER,
     CHECKPOINT_NAME,
-    MARKER,
     checkpoint_key,
     complete_checkpoints,
     obtainable_checkpoints,
     read_marker,
 )
-from ft_service.rundir.directory import RunDir, sha256_of, unfinished
+from ft_service.rundir.directory import RunDir, UnreadableDocumentError, sha256_of, unfinished
 
 WRONG = 64
 
@@ -81,8 +78,8 @@ def _take_exported(run: RunDir, name: str, folder: Path) -> bool:
     """Copy the adapter that the checkpoint itself holds; False: it holds none. Raises NotFoundError if it is damaged."""
     try:
         marker = read_marker(run, name)
-    except ValidationError:
-        raise _damaged(name, f"{MARKER} cannot be read") from None
+    except UnreadableDocumentError as error:
+        raise _damaged(name, error.message.rstrip(".")) from None
     files = [file for file in marker.files if file.name.startswith(f"{CHECKPOINT_ADAPTER}/")] if marker else []
     if not files:
         return False

@@ -56,7 +56,7 @@ def test_documents_that_are_written_once(attempt: Attempt) -> None:
         (partial(attempt.write_stop, stop), attempt.read_stop, stop),
         (partial(attempt.write_outcome, outcome), attempt.read_outcome, outcome),
         (partial(attempt.write_exit, STOPPED), attempt.read_exit, STOPPED),
-        (partial(attempt.write_launched, launched), attempt.read_launched, launched),
+        (partial(attempt.write_launched, launched), partial(attempt.run.read, attempt.keys.launched, Launched), launched),
     ):
         assert read() is None
         assert [write(), write()] == [True, False]

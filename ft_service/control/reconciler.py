@@ -46,6 +46,8 @@ LEASE_SECONDS = 30.0
 """How long a job is left alone after its turn ended in an error."""
 CHECK_REST_SECONDS = 5.0
 """How often a job whose files are being read is looked at before that is done; after that another process reads them."""
+CHECK_AGAIN_SECONDS, MOST_CHECK_REST_SECONDS = 5.0, 60.0
+"""Until files are read anew whose check could not be finished, doubled each time; and at most."""
 DROP_SECONDS = 0.5
 """How often it is asked whether a job whose files are being read still wants that."""
 MAX_REST_SECONDS = 10.0
@@ -106,6 +108,8 @@ class Reconciler:
         self._drop_at = 0.0
         self._failed_turns: dict[str, int] = {}
         """Job → how many of its turns in a row have failed."""
+        self._held_up: dict[str, int] = {}
+        """Job → how often its check could not be finished."""
         self._warm = check is None
         self._checks = Checks(check or partial(check_data, places=places), self.wake, places.tokens_dir)
 
@@ -269,12 +273,25 @@ class Reconciler:
         if checked is None:
             self._apply(claim, report, report.job, self._checks.news(report.job), rest_seconds=CHECK_REST_SECONDS)
             return
+        if checked.waits is not None:
+            self._hold_up(claim, report, checked.waits)
+            return
+        self._held_up.pop(report.job.id, None)
         job = decisions.validated(report.job, checked.error, claim.now)
         if job.state is State.FAILED:
             ended = NewEvent(level="error", message=str(job.error and job.error["message"]))
         else:
             ended = NewEvent(level="info", message="Files validated, moving job to queued state.")
         if self._apply(claim, report, job, [*checked.events, ended]):
+            self._checks.forget(job)
+
+    def _hold_up(self, claim: Claim, report: Intake, why: str) -> None:
+        """The files cannot be checked now: the job says why, and they are checked anew later, at growing intervals."""
+        times = self._held_up.get(report.job.id, 0)
+        job = replace(report.job, pending=why)
+        told = [NewEvent(level="warn", message=f"The job waits. {why}")] if report.job.pending is None else []
+        if self._apply(claim, report, job, told, rest_seconds=min(CHECK_AGAIN_SECONDS * 2**times, MOST_CHECK_REST_SECONDS)):
+            self._held_up[job.id] = times + 1
             self._checks.forget(job)
 
     def _place(self, claim: Claim, report: Intake) -> None:

@@ -321,6 +321,7 @@ def fail(job: Job, reason: Reason, error: ErrorInfo | None, now: float, text: st
 
 def validated(job: Job, error: ErrorInfo | None, now: float) -> Job:
     """The job after its data files were read: failed, or on its way."""
+    job = replace(job, pending=None)
     if error is not None:
         of_data = error.param in ("training_file", "validation_file", "validation_split")
         reason = Reason.INVALID_FILE if of_data else Reason.PERMANENT_ERROR

@@ -107,14 +107,17 @@ def check_adapter(folder: Path, report: VerifyReport) -> None:
 def read_manifest(path: Path) -> tuple[Manifest | None, list[str]]:
     """A manifest that is complete (None: it is not, or is not there), and what is wrong with it."""
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
+        found = RunDir(path.parent).get(path.name) if path.parent.is_dir() else None
+        if found is None:
+            return None, [f"{path.name} is missing"]
+        body = json.loads(found)
         manifest = Manifest.model_validate(body)
-    except FileNotFoundError:
-        return None, [f"{path.name} is missing"]
+    except UnreadableDocumentError as error:
+        return None, [error.message.rstrip(".")]
     except ValidationError as error:
         places = sorted({".".join(map(str, fault["loc"])) for fault in error.errors(include_url=False)})
         return None, [f"{path.name} is incomplete or of another version: {', '.join(places)}"]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return None, [f"{path.name} is not JSON: {error}"]
     faults = [] if digest_of(body) == manifest.digest else [f"{path.name} was edited: its digest is not that of its contents"]
     return manifest, faults

@@ -1,7 +1,7 @@
 """Files compared with their digests before they are given away, once for each state that they are in.
 
-A file that is read for somebody else, an adapter above all, may have lost a bit, or have been changed by hand. Reading all of it
-at each request would cost too much: what was compared is remembered by device, inode, size and times, in this process.
+A file that is read for somebody else, an adapter above all, may have lost a bit, or have been changed by hand. Reading all of
+it at each request would cost too much: what was compared is remembered by device, inode, size and times, in this process.
 """
 
 from __future__ import annotations

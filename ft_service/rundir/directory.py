@@ -102,7 +102,8 @@ class RunDir:
         Links are not followed: who reads may see more than who wrote. Nothing is waited for, a pipe's writer neither.
         """
         with _opened_below(self.root, key) as file:
-            body = None if file is None else file.read(most + 1)
+            # No more than there is: so much memory is taken at once.
+            body = None if file is None else file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
         if body is not None and len(body) > most:
             raise UnreadableDocumentError(key, f"it has more than {most:,} bytes")
         return body

@@ -29,6 +29,8 @@ from ft_service.data.statistics import Measure
 from ft_service.data.token_options import TokenOptions
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
+from ft_service.rundir.file_digest import FileDigest
+from ft_service.rundir.intact import fault
 from ft_service.spec import DataFileRef, TrainingOptions, TrainOn
 from ft_service.spec.templates import check_template, named_template
 from ft_service.store.records import File, Order, Principal
@@ -130,6 +132,9 @@ def content(file_id: str, caller: Caller, services: Svc) -> Response:
     path = services.places.file(file.id)
     if not path.is_file():
         raise NotFoundError(f"The contents of {file.id} are gone from the service's disk.", param="file_id")
+    if wrong := fault(path, FileDigest(bytes=file.bytes, sha256=file.sha256)):
+        message = f"The contents of {file.id} are damaged on the service's disk: it {wrong}. Upload the file again."
+        raise NotFoundError(message, param="file_id", code="file_damaged")
     disposition = {"content-disposition": f"attachment; filename*=utf-8''{quote(file.filename, safe='')}"}
     if file.purpose == RESULTS and not services.settings.result_files_plain:
         return StreamingResponse(_encoded(path), media_type="application/octet-stream", headers=disposition)

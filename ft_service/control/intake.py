@@ -11,10 +11,11 @@ from pathlib import Path
 from statistics import median
 
 from ft_service.ids import new_id
-from ft_service.jobs.states import Job, Level
+from ft_service.jobs.states import Ended, Job, Level, Observation
+from ft_service.rundir.attempt import RESULT, unreadable_exit
 from ft_service.rundir.checkpoints import CHECKPOINT_NAME
-from ft_service.rundir.directory import RunDir
-from ft_service.rundir.documents import Result
+from ft_service.rundir.directory import RunDir, UnreadableDocumentError
+from ft_service.rundir.documents import ExitReason, Result
 from ft_service.rundir.events import Event, read_segments
 from ft_service.rundir.file_digest import FileDigest
 from ft_service.storage.locations import Places
@@ -23,8 +24,8 @@ from ft_service.sweeps.course import Course
 
 SEGMENTS_PER_PASS = 50
 """Bound on what one change writes; the rest follows in the next pass."""
-_MOST_TOKENS = 2**62
-"""What a worker reports beyond it is no count, and no database keeps it."""
+_MOST_SECONDS = 1e9
+"""That are left of a job, whatever its steps say."""
 RESULTS_PURPOSE = "fine-tune-results"
 RESULTS_NAME = "step_metrics.csv"
 
@@ -40,13 +41,15 @@ class Intake:
 
 
 def read_report(run: RunDir, job: Job, now: float) -> Intake:
-    """What the newest attempt reported since `job.ingested`, and when its steps say that it ends. `now`: database time."""
+    """What the newest attempt reported since `job.ingested`, and when its steps say that it ends. What lies there and is no
+    event is told once an attempt. `now`: database time."""
     segments = read_segments(run, job.attempt, job.ingested, SEGMENTS_PER_PASS) if job.attempt else []
-    lines = [((seq, line), event) for seq, events in segments for line, event in enumerate(events)]
+    lines = [((segment.seq, line), event) for segment in segments for line, event in enumerate(segment.events)]
     reported = [event for _, event in lines]
+    faults = [note_event(segment.fault, "warn") for segment in segments if segment.fault is not None]
     return Intake(
-        job=replace(_on_course(_measured(job, reported, now), reported), ingested=segments[-1][0]) if segments else job,
-        events=[_new_event(source, event) for source, event in lines],
+        job=replace(_on_course(_measured(job, reported, now), reported), ingested=segments[-1].seq) if segments else job,
+        events=[*(_new_event(source, event) for source, event in lines), *faults],
         checkpoints=[found for _, event in lines if (found := _checkpoint(job, event)) is not None],
         more=len(segments) == SEGMENTS_PER_PASS,
     )
@@ -57,13 +60,11 @@ def _measured(job: Job, events: Sequence[Event], now: float) -> Job:
     waited for a checkpoint)."""
     steps = [event.metrics for event in events if event.kind == "metrics" and event.metrics is not None]
     if steps:
-        job = replace(
-            job, seen_tokens=min(_MOST_TOKENS, max(job.seen_tokens, *(metrics.trained_tokens or 0 for metrics in steps)))
-        )
+        job = replace(job, seen_tokens=max(job.seen_tokens, *(metrics.trained_tokens or 0 for metrics in steps)))
     seconds = [metrics.step_seconds for metrics in steps if metrics.step_seconds is not None]
     if not seconds:
         return job
-    left = max(0, steps[-1].total_steps - steps[-1].step) * median(seconds)
+    left = min(_MOST_SECONDS, max(0, steps[-1].total_steps - steps[-1].step) * median(seconds))
     return replace(job, left_seconds=left, ends_at=now + left)
 
 
@@ -86,9 +87,8 @@ def note_event(note: str, level: Level = "info") -> NewEvent:
 
 
 def _new_event(source: tuple[int, int], event: Event) -> NewEvent:
-    created_at = event.time or None  # a line that is no event has no time of its own
     metrics = event.metrics if event.kind == "metrics" else None  # a checkpoint's metrics were reported with its step
-    return NewEvent(level=event.level, message=event.message, created_at=created_at, metrics=metrics, source=source)
+    return NewEvent(level=event.level, message=event.message, created_at=event.time, metrics=metrics, source=source)
 
 
 def _checkpoint(job: Job, event: Event) -> Checkpoint | None:
@@ -107,9 +107,20 @@ def _checkpoint(job: Job, event: Event) -> Checkpoint | None:
     )
 
 
+def result_seen(run: RunDir, seen: Observation) -> Observation:
+    """What was seen of an attempt; one that succeeded and left a result that cannot be read is lost."""
+    if not isinstance(seen, Ended) or seen.exit is None or seen.exit.reason is not ExitReason.SUCCEEDED:
+        return seen
+    try:
+        run.read(RESULT, Result)
+    except UnreadableDocumentError as error:
+        return replace(seen, exit=unreadable_exit(error))
+    return seen
+
+
 def collect_result(run: RunDir, job: Job, places: Places) -> tuple[Job, list[File]]:
     """A succeeded job with what it trained, and its metrics as a file: copied to its place, for the caller to store."""
-    result = run.read("result.json", Result)
+    result = run.readable(RESULT, Result)
     if result is None:
         return job, []
     job = replace(job, trained_tokens=result.trained_tokens, seen_tokens=max(job.seen_tokens, result.trained_tokens or 0))

@@ -22,7 +22,7 @@ def find_local(name: str, settings: Settings) -> tuple[JobSpec, AdapterRef]:
     except ValueError as error:
         raise _refusal(name, str(error)) from None
     run = RunDir(settings.runs_dir / wanted.job_id)
-    before = run.read("spec.json", JobSpec) if wanted.id.isalnum() else None
+    before = run.readable("spec.json", JobSpec) if wanted.id.isalnum() else None
     if before is None or before.tuned_name != str(wanted.outcome):
         raise _refusal(
             name, f"no job in {settings.runs_dir} has trained it. `ft submit` goes on from what a server has trained"

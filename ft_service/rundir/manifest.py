@@ -158,7 +158,7 @@ def history(run: RunDir, attempt: int) -> list[AttemptSummary]:
     found = []
     for number in range(1, attempt + 1):
         one = Attempt(run, number)
-        start = one.read_start()
+        start = one.readable_start()
         if start is None:
             continue
         ended = one.read_exit() if number < attempt else None

@@ -292,7 +292,7 @@ class Preview:
         if job.id in self._proved:
             return []
         run_dir = self._places.run(job.id)
-        probes = verified.read_probes(run_dir) if run_dir.get(PREVIEWED) is None else []
+        probes = verified.read_probes(run_dir) if not run_dir.has(PREVIEWED) else []
         if not probes:
             self._proved.add(job.id)
         return [probe.tokens for probe in probes]

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import io
+import shutil
 import tarfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -19,6 +21,7 @@ from tests.support.creating import create_job
 from tests.support.records import claim_next
 from tests.support.rest.refusals import check_error
 from tests.support.rest.service import METRICS, TRAINING, Service, put, put_state, run_dir, wait_until
+from tests.support.run_directories import finished_run, flip_a_bit
 
 
 def test_a_new_job_shows_what_was_resolved(service: Service, client: openai.OpenAI, training_file: str) -> None:
@@ -300,6 +303,22 @@ def test_the_adapter_is_a_tar_archive_once_the_job_has_succeeded(
         member = archive.extractfile("adapter/adapter_model.safetensors")
         assert member is not None
         assert member.read() == weights
+
+
+def test_a_damaged_adapter_is_not_given_away(
+    service: Service, client: openai.OpenAI, training_file: str, tmp_path: Path
+) -> None:
+    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
+    put(service, job_id, state=State.SUCCEEDED, attempt=1)
+    adapter = run_dir(service, job_id).path("adapter")
+    shutil.copytree(finished_run(tmp_path / "finished").path("adapter"), adapter)
+    path = f"/v1/fine_tuning/jobs/{job_id}/adapter"
+    assert service.http("GET", path).status_code == 200
+    flip_a_bit(adapter / "adapter_model.safetensors")
+    for _ in range(2):
+        refused = service.http("GET", path)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "adapter_damaged")
+        assert "adapter_model.safetensors has other contents than when it was written" in refused.json()["error"]["message"]
 
 
 def test_a_checkpoint_s_adapter_is_made_once_when_it_is_asked_for(

@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from ft_service.data import token_folder
 from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokens.keeping import Recording, find, tokens_key
 from ft_service.data.tokens.render import writes_date
+from ft_service.data.tokens.stored import damage
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.tokenize import file_samples, load_tokenizer, trainable
 from ft_service.data.tokens.training_set.split import Split, split_off
@@ -37,14 +38,15 @@ BEAT_SECONDS = 1.0
 _DONE = object()
 
 
-def job_samples(run: RunDir, spec: JobSpec) -> tuple[TokenSet, TokenSet]:
-    """Training and validation samples, as training takes them. Called by all ranks together.
+def job_samples(run: RunDir, spec: JobSpec, warn: Callable[[str], None] = lambda text: None) -> tuple[TokenSet, TokenSet]:
+    """Training and validation samples, as training takes them. Called by all ranks together. `warn`: called with a sentence for
+    each stored set that is damaged, and made anew.
 
     Raises DataError on all ranks for a file that cannot be trained on, SpecError for a tokenizer that cannot be used.
     """
     pairs, length = spec.dpo is not None, spec.training.max_length
-    training, file = _samples(run, spec, spec.training_data), spec.validation_data
-    validation = None if file is None else _samples(run, spec, file)
+    training, file = _samples(run, spec, spec.training_data, warn), spec.validation_data
+    validation = None if file is None else _samples(run, spec, file, warn)
     if (split := Split.of(spec)) is not None:
         file = spec.training_data
         training, validation = split_off(training, split, file.name, pairs=pairs)
@@ -65,8 +67,8 @@ def remove_own(run: RunDir) -> None:
     shutil.rmtree(run.path(token_folder.IN_RUN), ignore_errors=True)
 
 
-def _samples(run: RunDir, spec: JobSpec, file: DataFileRef) -> TokenSet:
-    """All samples of a file, uncut."""
+def _samples(run: RunDir, spec: JobSpec, file: DataFileRef, warn: Callable[[str], None]) -> TokenSet:
+    """All samples of a file, uncut, as they were when they were stored."""
     pairs = spec.dpo is not None
     key = tokens_key(spec.model.path, file.sha256, TokenOptions.of(spec), pairs=pairs)
     shared = os.environ.get(token_folder.FOLDER)
@@ -75,6 +77,8 @@ def _samples(run: RunDir, spec: JobSpec, file: DataFileRef) -> TokenSet:
     def look() -> TokenSet | None:
         return next((found.samples for folder in folders if (found := find(folder, key)) is not None), None)
 
+    for fault in _without_damaged(folders, key):
+        warn(f"{file.name}: its stored tokens {fault}. They are not used, and made anew.")
     samples = look()
     if not all(from_all(samples is not None)):
         makes = samples is None and _is_first_here()
@@ -90,6 +94,48 @@ def _samples(run: RunDir, spec: JobSpec, file: DataFileRef) -> TokenSet:
             code="tokens_differ",
         )
     return samples
+
+
+def _without_damaged(folders: list[Path], key: str) -> list[str]:
+    """Read all of the set that would be used, once a host, and take what is damaged out of the way. Returns what was wrong,
+    by each host that it was on. Called by all ranks together.
+
+    Whoever stored the set made it of the file; a bit that has changed since would be trained on by every job.
+    """
+    faults: dict[Path, str] = {}
+
+    def read() -> Iterator[None]:
+        for folder in list(folders):
+            found = find(folder, key)
+            if found is None:
+                continue
+            fault = yield from _with_beats(damage(found.entry.folder))
+            found.entry.close()
+            if fault is None:
+                return
+            faults[folder] = fault
+            # The service makes it anew for the next job. What others read, or nobody may write here, stays.
+            if not Cache(folder).remove(key) and folder == folders[-1]:
+                raise OutsideError(f"{folder / key}: its tokens {fault}, and it cannot be removed.")
+
+    _together(read() if _is_first_here() else iter(()))
+    damaged = from_all({str(folder): fault for folder, fault in faults.items()})
+    for named in damaged:
+        folders[:] = [folder for folder in folders if str(folder) not in named or folder == folders[-1]]
+    return [fault for named in damaged for fault in named.values()]
+
+
+def _with_beats(work: Generator[None, None, str | None]) -> Generator[None, None, str | None]:
+    """The same, coming back now and then only."""
+    due = time.monotonic() + BEAT_SECONDS
+    while True:
+        try:
+            next(work)
+        except StopIteration as ended:
+            return ended.value
+        if time.monotonic() >= due:
+            yield
+            due = time.monotonic() + BEAT_SECONDS
 
 
 def _of_run(run: RunDir) -> Cache:

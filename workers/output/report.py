@@ -167,12 +167,12 @@ def steps_of_all_attempts(run: RunDir, last_attempt: int) -> list[Event]:
     """
     by_step: dict[int, Event] = {}
     for attempt in range(1, last_attempt + 1):
-        start = Attempt(run, attempt).read_start()
+        start = Attempt(run, attempt).readable_start()
         if start is not None:
             resumed = step_of(start.checkpoint) if start.checkpoint else 0
             by_step = {step: row for step, row in by_step.items() if step <= resumed}
-        for _, events in read_segments(run, attempt):
-            by_step.update({event.metrics.step: event for event in events if event.metrics is not None})
+        for segment in read_segments(run, attempt):
+            by_step.update({event.metrics.step: event for event in segment.events if event.metrics is not None})
     return [by_step[step] for step in sorted(by_step)]
 
 

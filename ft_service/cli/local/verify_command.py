@@ -58,6 +58,7 @@ def _show(report: VerifyReport) -> None:
                 ("step", f"{manifest.step}" + (f" ({manifest.checkpoint})" if manifest.checkpoint else "")),
                 ("base", f"{manifest.base.name} ({manifest.base.digest[:16]})"),
                 ("data", ", ".join(f"{file.name} ({counted(file.samples, 'sample')})" for file in manifest.data)),
+                ("tokens", ", ".join(file.token_digest[:16] for file in manifest.data if file.token_digest) or None),
                 ("validation loss", f"{losses.valid_loss:.4f}" if losses and losses.valid_loss is not None else None),
                 ("attempts", ", ".join(f"{counted(a.world_size, 'rank')}, {a.ended}" for a in manifest.history)),
             ]

@@ -16,6 +16,7 @@ from pathlib import Path
 from ft_service.control.checks.check_lanes import Lanes
 from ft_service.data.examiner import Examiner, ExaminerLost, Tell, data_files, unreadable
 from ft_service.data.statistics import Level, Measure, messages
+from ft_service.data.token_folder import NOT_KEPT
 from ft_service.errors import FtError, UnavailableError
 from ft_service.jobs.states import Job
 from ft_service.rundir.documents import ErrorInfo
@@ -39,6 +40,8 @@ class Checked:
     """What a finished check found."""
 
     error: ErrorInfo | None = None
+    waits: str | None = None
+    """Why it cannot be finished now though neither the data nor the job is at fault, for the job's user; None: it is."""
     events: tuple[NewEvent, ...] = ()
     """What there is to train on, and what is not trained on, for the job's user."""
 
@@ -70,7 +73,7 @@ def check_data(job: Job, examiner: Examiner, tell: Tell, places: Places) -> Chec
         told += found.messages(data.name, spec.training.max_length, cut=False)
     measured = examiner.measure_job(spec, paths)
     if isinstance(measured, ErrorInfo):
-        return Checked(measured)
+        return Checked(waits=measured.message) if measured.code == NOT_KEPT else Checked(measured)
     told += messages(measured, Measure.of(spec))
     return Checked(events=tuple(NewEvent(level=level, message=message) for level, message in told))
 

@@ -51,8 +51,9 @@ from ft_service.data.formats.recognise import Format
 from ft_service.data.line_errors import Fault
 from ft_service.data.samples import Page, SamplePage, ShownSample
 from ft_service.data.statistics import Measure, Statistics
+from ft_service.data.token_folder import NOT_KEPT
 from ft_service.data.token_options import DEFAULT, TokenOptions
-from ft_service.data.tokens.keeping import Recording, find, tokens_key
+from ft_service.data.tokens.keeping import Recording, find, tokens_key, unkept
 from ft_service.data.tokens.limits import SampleLimits, TimeUp, go_first, held_memory, limit_memory
 from ft_service.data.tokens.render import writes_date
 from ft_service.data.tokens.sample import Tokens
@@ -176,17 +177,19 @@ def _kept(
                 raise DataError(error.message, param=error.param, code=error.code)
             found = find(keep.folder, key)
         if found is None:
-            raise DataError(f"{file.name}: its tokens found no room on the disk.", param=param, code="no_room")
+            raise DataError(f"{file.name}: {unkept(keep.folder, keep.error)}", param=param, code=NOT_KEPT)
         stack.callback(found.entry.close)
         yield found.samples, data.shape.word
 
 
-@dataclass(frozen=True)
+@dataclass
 class Keep:
     """The place of a file's tokens."""
 
     folder: Path
     key: str
+    error: OSError | None = None
+    """Why they are not there after the file was read; None: nothing was in the way."""
 
 
 def examine(
@@ -222,6 +225,8 @@ def examine(
             counts, exceeded = _read(*read, pairs=pairs)
             if recording is not None and not findings.faults_total:
                 recording.publish(dated=writes_date(tokenizer))
+        if keep is not None and recording is not None:
+            keep.error = recording.error
     if findings.examples and not counts.samples and not findings.faults_total:
         findings.fault(Fault(0, "", nothing_to_learn(max_length)))
     return findings.report(data.shape, counts, unread=exceeded >= GIVE_UP_AFTER)

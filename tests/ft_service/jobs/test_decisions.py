@@ -10,6 +10,7 @@ from ft_service.jobs.decisions import (
     BACKOFF_SECONDS,
     MAX_FAILURES,
     RECHECK_SECONDS,
+    REST_SECONDS,
     SILENCE_LIMIT_SECONDS,
     UNSEEN_SECONDS,
     Action,
@@ -554,3 +555,18 @@ def test_a_job_leaves_a_drained_host_once_and_is_no_failure() -> None:
     rest = decide(replace(leaves.job, signalled=leaves.job.generation), STOPPED, NOW)
     assert isinstance(rest, Become)
     assert (rest.job.state, rest.job.halt, rest.job.failures) == (State.QUEUED, None, 0)
+
+
+def test_a_disk_without_room_is_waited_for_and_uses_up_no_failure() -> None:
+    error = ErrorInfo(code="disk_full", message="/srv: the disk is full, and 0 bytes are free there. Free some.")
+    ended = exit_of(ExitReason.DISK_FULL, error.message, error)
+    job = replace(running_job(), failures=MAX_FAILURES - 1, failed_at_step=4)
+    action = decide(job, Ended(ended, checkpoint_step=4), NOW)
+    assert isinstance(action, Become)
+    assert (action.job.state, action.release, action.job.failures) == (State.QUEUED, True, MAX_FAILURES - 1)
+    assert (action.job.reason, action.job.not_before) == (Reason.DISK_FULL, NOW + REST_SECONDS)
+    assert action.message == action.job.pending
+    assert action.message is not None
+    assert action.message.startswith("Training found no room on the disk. /srv: the disk is full, and 0 bytes are free there.")
+    assert "The job goes on from step 4 in 120 seconds" in action.message
+    assert decide(action.job, Absent(), NOW) == Wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def test_one_rank_makes_them_while_the_others_wait_and_next_time_none_does(run: 
     assert len(of_ranks[0][1]) > 300, "they hear of it at every sample"
     of_ranks = run_on_ranks(samples_on_rank, 2, str(run.root), [0, 1], 0.0)
     assert [found for found, _ in of_ranks] == [expected(run)] * 2
-    assert [len(worked) for _, worked in of_ranks] == [6, 6]
+    assert [len(worked) for _, worked in of_ranks] == [14, 14], "three times a file, and while the first rank reads it"
     remove_own(run)
     assert not run.path(token_folder.IN_RUN).exists()
 
@@ -104,6 +105,42 @@ def test_a_damaged_set_is_made_anew(run: RunDir) -> None:
     assert found == expected(run)
     assert len(damaged) == 2
     assert all(path.stat().st_size for path in damaged)
+
+
+def flip(path: Path, place: int) -> None:
+    """One bit, which changes neither size nor time."""
+    status = path.stat()
+    with path.open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize("name", ["ids.bin", "targets.bin", "target_counts.bin", "offsets.bin"])
+def test_a_flipped_bit_is_not_trained_on(run: RunDir, tmp_path: Path, name: str) -> None:
+    """In the service's set: it is told, the set goes, and the ranks make their own."""
+    job_samples(run, spec_of(run))
+    stored = shutil.copytree(run.path(token_folder.IN_RUN), tmp_path / "of-service")  # the first ones are in use
+    shutil.rmtree(run.path(token_folder.IN_RUN))
+    for path in stored.glob(f"*/{name}"):
+        flip(path, 16)
+    said: list[str] = []
+    with patch.dict(os.environ, {token_folder.FOLDER: str(stored)}):
+        train, valid = job_samples(run, spec_of(run), said.append)
+    assert (content(train), content(valid)) == expected(run)
+    assert sorted(text.split(":")[0] for text in said) == ["train.jsonl", "valid.jsonl"]
+    assert all("than when they were written. They are not used, and made anew." in text for text in said)
+    assert list(stored.glob("*/index.json")) == []
+
+
+def test_a_flipped_bit_is_found_by_the_first_rank_for_all(run: RunDir) -> None:
+    run_on_ranks(samples_on_rank, 1, str(run.root), [], 1.0)
+    for path in run.root.glob("tokens/*/ids.bin"):
+        flip(path, 4)
+    of_ranks = run_on_ranks(samples_on_rank, 2, str(run.root), [], 1.0)
+    assert [found for found, _ in of_ranks] == [expected(run)] * 2
 
 
 def test_what_one_rank_finds_wrong_all_report(run: RunDir) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ft_service.bases.contents import BaseContents, read_config
 from ft_service.bases.described import contents_or_description
+from ft_service.bases.module_rules import IN_FP8
 from ft_service.bases.origin import licence_of, read_origin
 from ft_service.bases.wrapped import text_config
 from ft_service.errors import FtError
@@ -103,7 +104,8 @@ def _plain_job(folder: Path, name: str) -> JobSpec:
 def _format(contents: BaseContents, shape: BaseShape) -> str | None:
     held = Counter(weight.held for weight in shape.weights if weight.held is not None)
     if held:
-        return held.most_common(1)[0][0]
+        most_held = held.most_common(1)[0][0]
+        return "fp8" if most_held in IN_FP8 else most_held
     quantized = contents.config.get("quantization_config")
     if isinstance(quantized, dict) and quantized.get("quant_method"):
         return str(quantized["quant_method"])

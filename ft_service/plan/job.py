@@ -9,7 +9,7 @@ from typing import Any
 
 from ft_service.bases.contents import read_contents
 from ft_service.bases.described import contents_or_description
-from ft_service.bases.module_rules import ROUTERS, named_apart
+from ft_service.bases.module_rules import KEPT_IN_FP8, ROUTERS, named_apart, staying
 from ft_service.plan.base import BaseShape, base_shape
 from ft_service.plan.choose import AUTO, FORMAT, GPU_BUDGETS, KEPT, PASSES, assumed, with_options
 from ft_service.plan.lengths import Lengths
@@ -242,6 +242,8 @@ def _candidates(base: BaseShape, spec: JobSpec) -> Iterator[dict[str, Any]]:
         yield {"training.max_length": training.max_length // 2}
     if distributed.replicate != AUTO and layout_of(spec).replicate > 1:
         yield {"distributed.replicate": AUTO}
+    if spec.precision.default == "bf16" and not KEPT_IN_FP8.isdisjoint(base.held().values()):
+        yield {"precision.default": "fp8"}  # as exact: the base is published so
     if spec.precision.default != AUTO and any(f not in ("nf4", "nf4_fp32") for f in _formats(base, spec)):
         yield {"precision.default": "nf4", "precision.overrides": {}}
     yield {"distributed.nproc_per_node": 2 * spec.world_size // distributed.nnodes}
@@ -250,7 +252,8 @@ def _candidates(base: BaseShape, spec: JobSpec) -> Iterator[dict[str, Any]]:
 def _formats(base: BaseShape, spec: JobSpec) -> list[WeightFormat]:
     """Formats of the weights that the precision map decides on."""
     stored = stored_weights(base, spec, layout_of(spec))
-    return [s.format for s in stored if s.weight.kind in ("linear", "experts") and s.weight.held is None]
+    stay = staying(base.held())
+    return [s.format for s in stored if s.weight.kind in ("linear", "experts") and s.weight.module not in stay]
 
 
 def _warnings(base: BaseShape, spec: JobSpec, layout: Layout, adapters: list[AdapterShape]) -> Iterator[str]:

@@ -17,8 +17,9 @@ from ft_service.bases.published_layouts import (
     SCALES,
     STATE,
     Bitsandbytes,
+    FP8Layout,
     block_size,
-    fp8_grid,
+    fp8_layout,
     int4_shape,
     is_companion,
     mxfp4_shape,
@@ -58,8 +59,7 @@ def _logical(tensor: StoredTensor, by_name: Mapping[str, StoredTensor], block: t
             quantized = Bitsandbytes.read(tensor.name, kind, state.content, tensor.bytes)
             return LogicalTensor(tensor.name, quantized.shape, "nf4_fp32")
     if tensor.dtype == FP8_DTYPE:
-        _require_scale(tensor, by_name, block)
-        return LogicalTensor(tensor.name, tensor.shape, "fp8")
+        return LogicalTensor(tensor.name, tensor.shape, _fp8_layout(tensor, by_name, block).format)
     scales = by_name.get(tensor.name + MXFP4_SCALES)
     if scales is not None:
         return LogicalTensor(tensor.name, mxfp4_shape(tensor.name, tensor.shape, scales.shape), by_outputs=True)
@@ -71,13 +71,10 @@ def _logical(tensor: StoredTensor, by_name: Mapping[str, StoredTensor], block: t
     return LogicalTensor(tensor.name, tensor.shape)
 
 
-def _require_scale(tensor: StoredTensor, by_name: Mapping[str, StoredTensor], block: tuple[int, int]) -> None:
-    of_stack = by_name.get(tensor.name + FP8_STACK_SCALE)
-    if of_stack is not None and len(tensor.shape) == 3:
-        fp8_grid(tensor.name, tensor.shape, of_stack.shape, block)
-        return
+def _fp8_layout(tensor: StoredTensor, by_name: Mapping[str, StoredTensor], block: tuple[int, int]) -> FP8Layout:
     module = tensor.name.removesuffix(".weight")
-    if not any(f"{module}.{scale}" in by_name for scale in SCALES):
+    names = [tensor.name + FP8_STACK_SCALE, *(f"{module}.{scale}" for scale in SCALES)]
+    scales = next((by_name[name] for name in names if name in by_name), None)
+    if scales is None:
         raise unknown_layout(tensor.name, NO_SCALE)
-    if len(tensor.shape) != 2:
-        raise unknown_layout(tensor.name, f"FP8 codes of shape {tensor.shape}")
+    return fp8_layout(tensor.name, tensor.shape, scales.shape, block)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ft_service.bases.contents import read_contents
+from ft_service.bases.module_rules import staying
 from ft_service.errors import SpecError
 from ft_service.plan.base import BaseShape, base_shape
 from ft_service.plan.choose import (
@@ -178,10 +179,13 @@ def _reasons(base: BaseShape, setting: Setting, machine: Machine, fits: bool) ->
 
 
 def _format_reason(base: BaseShape, setting: Setting, room: str) -> str:
-    held = sorted(set(base.held().values()))
-    if held:
-        return f"the base comes in {' and '.join(held)}, and stays so"
-    return "exact, " + room if setting.spec.precision.default == "bf16" else "the most exact format that fits, " + room
+    held, chosen = base.held(), setting.spec.precision.default
+    stay = sorted(set(staying(held).values()))
+    if stay:
+        return f"the base comes in {' and '.join(stay)}, and stays so"
+    if held and chosen == "fp8":
+        return "exact, as the base is published, " + room
+    return "exact, " + room if chosen == "bf16" else "the most exact format that fits, " + room
 
 
 def _copies_reason(setting: Setting) -> str:

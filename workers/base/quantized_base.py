@@ -50,6 +50,8 @@ class Index:
     """Weight → relative error of what is stored, for those that storing changed."""
     requantized: dict[str, str] = field(default_factory=dict)
     """Weight → layout that the base held it quantised in, for those that had to be quantised again."""
+    converted: dict[str, str] = field(default_factory=dict)
+    """The same for those that the job stores otherwise though a format holds them as they are, or that it stores plain."""
     kept: dict[str, str] = field(default_factory=dict)
     """The same for those whose parts are the base's own."""
 
@@ -60,12 +62,13 @@ class Index:
         ]
 
 
-_OF_WEIGHTS = ("changed", "requantized", "kept")
+OF_WEIGHTS = ("changed", "requantized", "converted", "kept")
+"""What an index tells of weights, and `Loaded` too."""
 
 
 def write_entry_index(folder: Path, index: Index) -> None:
     files = [file.model_dump() for file in index.files]
-    (folder / INDEX).write_text(json.dumps({"files": files, **{name: getattr(index, name) for name in _OF_WEIGHTS}}))
+    (folder / INDEX).write_text(json.dumps({"files": files, **{name: getattr(index, name) for name in OF_WEIGHTS}}))
 
 
 def read_entry_index(folder: Path) -> Index:
@@ -75,7 +78,7 @@ def read_entry_index(folder: Path) -> Index:
         files = [CacheFile.model_validate(file) for file in body["files"]]
     except ValidationError as error:
         raise ValueError(f"{error.error_count()} values of its files are not as they should be") from None
-    return Index(files, *(dict(body[name]) for name in _OF_WEIGHTS))
+    return Index(files, *(dict(body[name]) for name in OF_WEIGHTS))
 
 
 def entry_key(base: str, storage: Mapping[str, str], device: torch.device) -> str:

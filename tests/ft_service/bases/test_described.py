@@ -12,6 +12,7 @@ import pytest
 from ft_service.bases.contents import read_contents
 from ft_service.bases.described import contents_or_description, described
 from ft_service.errors import SpecError
+from ft_service.plan.logical import logical_tensors
 from tests.support.bases import LLAMA_8B, SAMPLE, TINY, llama_shapes, save_base
 
 
@@ -82,6 +83,17 @@ def test_codes_in_fp8_are_told_by_their_scales(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     folder = save_config(tmp_path / "x", config, ["model.norm.weight", name, f"{name}_scale_inv"])
     assert {t.name: t.dtype for t in described(folder).tensors}[name] == "F8_E4M3"
+
+
+def test_scales_of_blocks_are_as_many_as_the_config_says(tmp_path: Path) -> None:
+    """The last ones are of blocks that are cut off. Those of activations are none of them."""
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = {**TINY, "hidden_size": 320, "intermediate_size": 200, "quantization_config": quantization}
+    module = "model.layers.0.mlp.up_proj"
+    names = [f"{module}.weight", f"{module}.weight_scale_inv", f"{module}.input_scale"]
+    found = {tensor.name: tensor for tensor in described(save_config(tmp_path / "x", config, names)).tensors}
+    assert [found[name].shape for name in names] == [(200, 320), (2, 3), (1,)]
+    assert [tensor.held for tensor in logical_tensors(described(tmp_path / "x"))] == ["fp8_blocks"]
 
 
 @pytest.mark.parametrize(

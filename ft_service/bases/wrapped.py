@@ -28,10 +28,10 @@ NOT_TEXT = {
 NO_DECODER = "has no text part that reads from left to right on its own"
 _GENERATES = re.compile(r"For(ConditionalGeneration|CausalLM|ProteinText2Text)$|^Qwen2_5OmniModel$|_Reasoning_V3$")
 """In names of classes that write text."""
-_INSIDE = "thinker_config"
+INSIDE = "thinker_config"
 """Of a model of several, itself made of several, that speaks as well: the part that writes."""
 _OUTER = "thinker."
-_PARTS = ("vision_config", "audio_config", "vq_config", "protein_encoder_config")
+PARTS_BESIDE = ("vision_config", "audio_config", "vq_config", "protein_encoder_config")
 """Of a model of several models whose text part has its values beside these, in no section of its own."""
 _OTHER_PARTS = re.compile(r"^(model\.)?(vision|visual|audio|multi_modal|mm_|mtp)", re.I)
 _WITHIN = re.compile(
@@ -71,7 +71,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def is_of_several(config: Mapping[str, Any]) -> bool:
     """Whether a config.json describes several models."""
-    return text_section(config) is not None or any(isinstance(config.get(part), Mapping) for part in _PARTS)
+    return text_section(config) is not None or any(isinstance(config.get(part), Mapping) for part in PARTS_BESIDE)
 
 
 def layers_of_images(text: Mapping[str, Any]) -> frozenset[int]:
@@ -91,7 +91,7 @@ def generates(class_name: str) -> bool:
 
 
 def _writer(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    inside = config.get(_INSIDE)
+    inside = config.get(INSIDE)
     return inside if isinstance(inside, Mapping) else config
 
 
@@ -125,7 +125,7 @@ class Parts:
     @classmethod
     def of(cls, config: Mapping[str, Any], names: Iterable[str]) -> Parts:
         several, stems = is_of_several(config), _stems(config)
-        outer = _OUTER if isinstance(config.get(_INSIDE), Mapping) else ""
+        outer = _OUTER if isinstance(config.get(INSIDE), Mapping) else ""
         marked = any(_TEXT_PART.match(name.removeprefix(outer)) for name in names)
         mixed = several and text_section(config) is None
         return cls(several, mixed, marked, outer, *stems, layers_of_images(text_config(config)))

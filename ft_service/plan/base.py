@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from ft_service.bases.config_values import CHOSEN, COUNTS
+from ft_service.bases.config_values import CHOSEN, COUNTS, values_of_other_kinds
 from ft_service.bases.contents import BaseContents
 from ft_service.bases.families.acceptance import refuse_untunable, untested
 from ft_service.bases.families.family import Family
@@ -144,7 +144,14 @@ class BaseShape:
 
 @lru_cache(maxsize=32)
 def base_shape(contents: BaseContents) -> BaseShape:
-    """The shape of a base, from its tensors. Raises SpecError if it is not a decoder whose layers can be told apart."""
+    """The shape of a base, from its tensors. Raises SpecError if it is not a decoder whose layers can be told apart, or if its
+    config.json holds values of other kinds than configs have.
+    """
+    with values_of_other_kinds():
+        return _base_shape(contents)
+
+
+def _base_shape(contents: BaseContents) -> BaseShape:
     refuse_untunable(contents.config)
     config, family = text_config(contents.config), family_of(contents.config)
     parts = Parts.of(contents.config, (tensor.name for tensor in contents.tensors))

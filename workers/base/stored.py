@@ -13,7 +13,6 @@ the base stands for, to be quantised again. Scales of activations, which serve i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ft_service.bases.contents import read_config
 from ft_service.bases.published_layouts import (
     FP8_BLOCK,
     FP8_DTYPE,
@@ -82,7 +82,7 @@ class StoredBase:
     @classmethod
     def open(cls, files: Safetensors, folder: str | Path) -> StoredBase:
         """With what the folder's config.json says of quantisation. Raises SpecError for a method that is not known here."""
-        quantization = quantization_of(json.loads((Path(folder) / "config.json").read_text()))
+        quantization = quantization_of(read_config(Path(folder)))
         if quantization is None:
             return cls(files)
         base = cls(files, block_size(quantization))

@@ -77,7 +77,7 @@ class Catalogue:
         """
         target = self._aliases.get(name, name)
         shown = f"model = {_shown(name)}" + (f" (an alias of {_shown(target)})" if target != name else "")
-        if not _is_name(target):
+        if not is_model_name(target):
             raise self._not_found(f"{shown}: a model's name is a path below the model folder, without '..'.")
         for folder in self._folders:
             path = _folder_of(folder, target)
@@ -131,7 +131,7 @@ def _model_folders(folder: Path, depth: int, prefix: str = "") -> Iterator[tuple
             yield from _model_folders(path, depth - 1, f"{prefix}{name}/")
 
 
-def _is_name(name: str) -> bool:
+def is_model_name(name: str) -> bool:
     """Whether a name can be a path below a folder: not absolute, no '..', no hidden folder, nothing a file system refuses."""
     if not name.isprintable() or "\\" in name:
         return False

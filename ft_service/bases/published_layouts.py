@@ -95,7 +95,7 @@ def block_size(section: Mapping[str, Any]) -> tuple[int, int]:
 
 def _unknown_method(shown: object) -> SpecError:
     return SpecError(
-        f"The base is published quantised by {str(shown)[:80]}. Bases can be plain (bf16, fp16, fp32), bitsandbytes "
+        f"The base is published quantised by {str(shown)[:240]}. Bases can be plain (bf16, fp16, fp32), bitsandbytes "
         "4-bit, FP8 with scales by rows, tensors or blocks, or INT4 around zero in groups.",
         param="model",
     )

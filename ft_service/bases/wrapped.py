@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ft_service.bases.config_defaults import defaults_of
 from ft_service.errors import SpecError
 
 _RETRIEVES = "gives embeddings to search by, and writes no text"
@@ -54,19 +55,31 @@ nothing."""
 
 
 def text_section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The text decoder's part of a config.json that describes several models. None: it has no such part."""
-    section = _writer(config).get("text_config")
-    return section if isinstance(section, Mapping) else None
+    """The text decoder's part of a config.json that describes several models, as the file has it. None: it has no such part.
+
+    Some types may have its values at the top, beside the sections of the other parts.
+    """
+    writer = _writer(config)
+    section, known = writer.get("text_config"), defaults_of(writer.get("model_type"))
+    if isinstance(section, Mapping):
+        return section
+    return {**writer, "model_type": known.text} if known.flat else None
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config.json with the text decoder's values in place of those of the whole. Whether the head is the embedding, the model
-    says that holds both.
+    """A config.json with the text decoder's values in place of those of the whole, and with the defaults of its class for those
+    that it leaves out. Whether the head is the embedding, the model says that holds both.
     """
-    writer, text = _writer(config), text_section(config) or {}
+    writer, text = _writer(config), text_section(config)
+    known = defaults_of(writer.get("model_type"))
+    if text is None:
+        return known.complete({**config, **writer})
+    text = {"model_type": known.text or writer.get("model_type"), **text}
     own = _stems(config) == _OWN_HEAD and config.get("model_type") != "llama4"
-    whole = {} if own or "tie_word_embeddings" not in writer else {"tie_word_embeddings": writer["tie_word_embeddings"]}
-    return {**config, **writer, **text, **whole}
+    of_whole = known.complete(writer).get("tie_word_embeddings")
+    whole = {} if own or of_whole is None else {"tie_word_embeddings": of_whole}
+    own_values = known.text_values if text["model_type"] == known.text else None
+    return {**config, **writer, **defaults_of(text["model_type"]).complete(text, own_values), **whole}
 
 
 def is_of_several(config: Mapping[str, Any]) -> bool:

@@ -41,7 +41,14 @@ def test_the_sample_base_is_described_as_it_is(tmp_path: Path) -> None:
 
 
 def test_experts_and_norms_of_heads_follow_from_the_index(tmp_path: Path) -> None:
-    config = {**TINY, "model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 48, "head_dim": 32}
+    config = {
+        **TINY,
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "moe_intermediate_size": 48,
+        "head_dim": 32,
+        "num_experts_per_tok": 2,
+    }
     layer = "model.layers.0"
     wanted = {
         "model.embed_tokens.weight": (1024, 64),

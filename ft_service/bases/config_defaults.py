@@ -11,8 +11,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from ft_service.errors import SpecError
 
 FILE = Path(__file__).with_name("config_defaults.json")
 KEYS = frozenset(
@@ -60,6 +63,45 @@ def defaults_of(model_type: object) -> TypeDefaults:
     return _all().get(model_type, _UNKNOWN) if isinstance(model_type, str) else _UNKNOWN
 
 
-@lru_cache(maxsize=1)
+def refuse_unknown_type(config: Mapping[str, Any]) -> None:
+    """Raises SpecError for a model type that the workers' version of transformers does not know, if it can be told here: where
+    another version is installed than the one that config_defaults.json was written with, the worker says it.
+    """
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind in _known() or _installed() not in (None, _written_with()):
+        return
+    own_code = "; the code that comes with its files is never run" if config.get("auto_map") else ""
+    raise SpecError(
+        f"The base is a {kind[:80]} model, a type that transformers {_written_with()}, with which the workers run, does not "
+        f"know{own_code}. A later one may: pip install --upgrade transformers 'ft-service[workers]' takes the latest that "
+        "works.",
+        param="model",
+    )
+
+
 def _all() -> dict[str, TypeDefaults]:
-    return {kind: TypeDefaults(**said) for kind, said in json.loads(FILE.read_bytes())["types"].items()}
+    return _file()[0]
+
+
+def _known() -> frozenset[str]:
+    return _file()[1]
+
+
+def _written_with() -> str:
+    return _file()[2]
+
+
+@lru_cache(maxsize=1)
+def _file() -> tuple[dict[str, TypeDefaults], frozenset[str], str]:
+    said = json.loads(FILE.read_bytes())
+    types = {kind: TypeDefaults(**of_type) for kind, of_type in said["types"].items()}
+    return types, frozenset(said["known"]), said["transformers"]
+
+
+@lru_cache(maxsize=1)
+def _installed() -> str | None:
+    """The version of transformers beside this code, which is not imported; None: there is none."""
+    try:
+        return metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        return None

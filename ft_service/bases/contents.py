@@ -12,7 +12,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ft_service.bases.base_files import open_base_file, read_document, require_openable, unreadable_base
+from ft_service.bases.base_files import (
+    document_or_none,
+    is_base_file,
+    open_base_file,
+    read_document,
+    require_openable,
+    unreadable_base,
+)
 from ft_service.bases.published_layouts import STATE
 from ft_service.bases.safetensors_folder import INDEX, Index, files_of, read_index, read_tensors
 from ft_service.bases.safetensors_header import TensorEntry, shown
@@ -20,6 +27,8 @@ from ft_service.bases.wrapped import INSIDE, PARTS_BESIDE
 from ft_service.errors import SpecError
 
 MAX_STATE_BYTES = 10_000
+_MODELOPT = "hf_quant_config.json"
+"""Where NVIDIA's ModelOpt says what it has quantised, at times there alone."""
 FileState = tuple[int, int, int]
 """Of a file: time of its last change in ns, bytes, inode. A file that was replaced has another one."""
 
@@ -54,7 +63,8 @@ def read_contents(folder: Path) -> BaseContents:
         require_openable(folder)
         index = folder / INDEX
         listed = _index(folder, file_state(index) if index.is_file() else None)
-        files = [folder / "config.json", *files_of(folder, listed)]
+        announced = [folder / _MODELOPT] if is_base_file(folder / _MODELOPT) else []
+        files = [folder / "config.json", *announced, *files_of(folder, listed)]
         return _read(folder, tuple((path.name, *_state(path)) for path in files))
     except OSError as error:
         raise SpecError(
@@ -109,6 +119,10 @@ def _stored(name: str, entry: TensorEntry) -> StoredTensor:
 def _config(path: Path) -> dict[str, Any]:
     document = read_document(path)
     _require_kinds(path, document, "")
+    announced = document_or_none(path.with_name(_MODELOPT))
+    if announced is not None and document.get("quantization_config") is None:
+        said = announced.get("quantization")
+        document["quantization_config"] = {"quant_method": "modelopt", **(said if isinstance(said, dict) else {})}
     return document
 
 

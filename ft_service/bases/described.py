@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_service.bases.base_files import is_base_file, require_openable
+from ft_service.bases.config_defaults import refuse_unknown_type
 from ft_service.bases.config_values import values_of_other_kinds
 from ft_service.bases.contents import BaseContents, StoredTensor, read_config, read_contents
 from ft_service.bases.families.acceptance import refuse_untunable
@@ -49,6 +50,7 @@ def described(folder: Path) -> BaseContents:
     config = read_config(folder)
     with values_of_other_kinds():
         refuse_untunable(config)
+        refuse_unknown_type(config)
         return _described(folder, config)
 
 

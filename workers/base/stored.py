@@ -37,6 +37,7 @@ from ft_service.bases.published_layouts import (
     block_size,
     int4_shape,
     quantization_of,
+    unknown_dtype,
     unknown_layout,
 )
 from ft_service.spec import WeightFormat
@@ -136,7 +137,7 @@ def _recognise(files: Safetensors, name: str, block: tuple[int, int]) -> StoredW
     if dtype == PACKED_DTYPE and name.endswith(".weight"):
         return PackedInt4(files, name)
     if dtype not in PLAIN_DTYPES:
-        raise unknown_layout(name, f"it is stored as {dtype}")
+        raise unknown_dtype(name, dtype)
     return None
 
 

@@ -78,7 +78,9 @@ def _is_flat(config: PreTrainedConfig) -> bool:
 
 def main() -> None:
     lines = (f"    {json.dumps(kind)}: {json.dumps(said)}" for kind, said in collect().items())
-    print('{\n  "transformers": ' + json.dumps(__version__) + ',\n  "types": {\n' + ",\n".join(lines) + "\n  }\n}")
+    body = "{\n" + ",\n".join(lines) + "\n  }"
+    parts = {"transformers": json.dumps(__version__), "known": json.dumps(sorted(CONFIG_MAPPING.keys())), "types": body}
+    print("{\n" + ",\n".join(f'  "{key}": {value}' for key, value in parts.items()) + "\n}")
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def test_codes_in_fp8_are_told_by_their_scales(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "names", "message"),
     [
-        ({**TINY, "model_type": "novel"}, None, "of model_type 'novel' the plan needs model.safetensors.index.json as well"),
+        ({**TINY, "model_type": "olmo2"}, None, "of model_type 'olmo2' the plan needs model.safetensors.index.json as well"),
         ({**TINY, "vocab_size": None}, None, "config.json names no vocab_size"),
         (TINY, ["model.layers.0.mixer.in_proj.weight"], "the shape of model.layers.0.mixer.in_proj.weight does not follow"),
         (

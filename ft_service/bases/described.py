@@ -7,12 +7,17 @@ shapes follow from the config's dimensions.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ft_service.bases.base_files import is_base_file, require_openable
+from ft_service.bases.config_defaults import refuse_unknown_type
+from ft_service.bases.config_values import values_of_other_kinds
 from ft_service.bases.contents import BaseContents, StoredTensor, read_config, read_contents
+from ft_service.bases.families.acceptance import refuse_untunable
 from ft_service.bases.published_layouts import FP8_DTYPE, LARGEST_SIZE, SCALES, declared_block, quantization_of
 from ft_service.bases.safetensors_folder import INDEX, SINGLE, files_of, read_index
 from ft_service.bases.wrapped import Parts, text_config
@@ -33,7 +38,7 @@ def contents_or_description(folder: Path) -> tuple[BaseContents, bool]:
     Raises SpecError where these do not say enough.
     """
     try:
-        here = (folder / SINGLE).is_file() if not (folder / INDEX).is_file() else _whole(folder)
+        here = is_base_file(folder / SINGLE) if not os.path.lexists(folder / INDEX) else _whole(folder)
     except OSError:
         here = True  # let the reader say what is wrong
     return (read_contents(folder) if here else described(folder)), here
@@ -41,8 +46,16 @@ def contents_or_description(folder: Path) -> tuple[BaseContents, bool]:
 
 def described(folder: Path) -> BaseContents:
     """The base that config.json and the index describe, in bf16 or FP8. Raises SpecError where they do not say enough."""
+    require_openable(folder)
     config = read_config(folder)
-    index = read_index(folder) if (folder / INDEX).is_file() else None
+    with values_of_other_kinds():
+        refuse_untunable(config)
+        refuse_unknown_type(config)
+        return _described(folder, config)
+
+
+def _described(folder: Path, config: dict[str, Any]) -> BaseContents:
+    index = read_index(folder) if os.path.lexists(folder / INDEX) else None
     quantization = quantization_of(config)
     quantized = quantization is not None
     sizes = _Sizes(text_config(config), folder)
@@ -65,7 +78,7 @@ def described(folder: Path) -> BaseContents:
 
 
 def _whole(folder: Path) -> bool:
-    return all(path.is_file() for path in files_of(folder, read_index(folder)))
+    return all(is_base_file(path) for path in files_of(folder, read_index(folder)))
 
 
 def _dtype(name: str, in_fp8: set[str]) -> str:

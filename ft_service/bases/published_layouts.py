@@ -37,6 +37,8 @@ LARGEST_SIZE = 2**31
 _TORCHAO_FP8 = ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig")
 """What torchao calls the two ways of using weights that it stores alike."""
 _TORCHAO_NAME = re.compile(r"(.*\.)_weight_(qdata|scale)")
+_OTHER_FORMAT = re.compile(r"nvfp4|mxfp4-pack|int-quantized|marlin|mxfp8|w4a8|w4a16|int4|int8|awq|gptq", re.I)
+"""In values of modelopt's `quant_algo` and of compressed-tensors' `format`, which a known method may name."""
 FP8_STACK_SCALE = "_scale_inv"
 FP8_BLOCK = 128
 """Rows, and columns, that share a scale in FP8 by blocks where config.json does not say; of the format in which such weights
@@ -60,6 +62,9 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if section is None:
         return None
     method = section.get("quant_method") if isinstance(section, Mapping) else section
+    named = _unreadable_format(section) if isinstance(section, Mapping) else None
+    if named is not None:
+        raise _unknown_method(named)
     if method not in METHODS or section.get("load_in_8bit") or section.get("_load_in_8bit"):
         raise _unknown_method("bitsandbytes in 8 bits" if method == "bitsandbytes" else method)
     of_torchao = _torchao_kinds(section) if method == TORCHAO else []
@@ -68,6 +73,15 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if section.get("format") == "pack-quantized":
         _require_int4(section)
     return section
+
+
+def _unreadable_format(section: Mapping[str, Any]) -> str | None:
+    """The name of a format that no method makes readable here, such as NVFP4, wherever a section names it; None: none is."""
+    for key in ("quant_algo", "format"):
+        said = section.get(key)
+        if isinstance(said, str) and _OTHER_FORMAT.search(said):
+            return said.upper().removesuffix("-PACK-QUANTIZED")
+    return None
 
 
 def _require_int4(section: Mapping[str, Any]) -> None:
@@ -101,9 +115,10 @@ def declared_block(section: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _unknown_method(shown: object) -> SpecError:
+    shown = "a method that its config.json does not name" if shown is None else shown
     return SpecError(
-        f"The base is published quantised by {shown}. Bases can be plain (bf16, fp16, fp32), bitsandbytes 4-bit, FP8 with "
-        "scales by rows, tensors or blocks, or INT4 around zero in groups.",
+        f"The base is published quantised by {str(shown)[:240]}. Bases can be plain (bf16, fp16, fp32), bitsandbytes "
+        "4-bit, FP8 with scales by rows, tensors or blocks, or INT4 around zero in groups.",
         param="model",
     )
 
@@ -235,6 +250,13 @@ def mxfp4_shape(name: str, blocks: tuple[int, ...], scales: tuple[int, ...]) -> 
     if len(blocks) != 4 or blocks[:3] != scales or blocks[3] != _MXFP4_WIDTH:
         raise unknown_layout(name, f"MXFP4 in blocks of shape {blocks} with scales of shape {scales}")
     return blocks[0], blocks[1], blocks[2] * blocks[3] * 2
+
+
+def unknown_dtype(name: str, dtype: str) -> SpecError:
+    """The refusal of a tensor whose numbers stand for nothing by themselves."""
+    return unknown_layout(
+        name, f"its {dtype} numbers are codes of a format that config.json does not name (NVFP4, GPTQ, AWQ …)"
+    )
 
 
 def unknown_layout(name: str, why: str) -> SpecError:

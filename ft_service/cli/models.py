@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ft_service.bases import hub
+from ft_service.bases.catalogue import MAX_DEPTH, is_model_name
 from ft_service.bases.origin import read_origin
 from ft_service.cli.local_store import SAMPLES, settings_with_models
 from ft_service.cli.output import Json, complain, connect, local_time, print_json, print_table, say, sentence
@@ -49,7 +50,7 @@ def models(as_json: Json = False) -> None:
 
 def pull(
     model: Annotated[str, typer.Argument(metavar="ORG/NAME[@REVISION]", help="As its page names it.")],
-    name: Annotated[str, typer.Option("--as", metavar="NAME", help="What it is called here. Default: ORG/NAME.")] = "",
+    name: Annotated[str | None, typer.Option("--as", metavar="NAME", help="What it is called here. Default: ORG/NAME.")] = None,
     anyway: Annotated[bool, typer.Option("--anyway", help="Fetch it even if it cannot be tuned here.")] = False,
     as_json: Json = False,
 ) -> int:
@@ -57,7 +58,7 @@ def pull(
     configuration and tokenizer only. HF_TOKEN opens gated ones. Interrupted, it goes on where it was.
     """
     repository, revision = hub.parse_name(model)
-    called = name or repository
+    called = repository if name is None else name
     folder = _model_folder(called)
     found = hub.look_up(repository, revision)
     create_home(settings_with_models().home)
@@ -83,9 +84,14 @@ def pull(
 
 
 def _model_folder(called: str) -> Path:
-    """The first folder of models that is not the sample's. Raises SpecError for a name that is none, or one that is a path."""
-    if called.startswith(("/", ".")) or ".." in called.split("/"):
-        raise SpecError(f"--as = {called!r}: must be a name, as in ORG/NAME.", param="as")
+    """The first folder of models that is not the sample's. Raises SpecError for a name by which nobody could find the model."""
+    deep = called.count("/") >= MAX_DEPTH
+    if not is_model_name(called) or deep or is_tuned(called) or called != called.strip() or called.startswith("-"):
+        raise SpecError(
+            f"--as = {called[:80]!r}: must be a name as in ORG/NAME, of at most {MAX_DEPTH} parts, none of them empty or "
+            "hidden, that begins with neither '-' nor 'ft:', which stands for tuned models.",
+            param="as",
+        )
     folders = [folder for folder in settings_with_models().model_folders() if folder.absolute() != SAMPLES]
     if not folders:
         raise SpecError("FT_MODELS names the sample's folder only: add one for what is pulled.", param="FT_MODELS")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import logging
+import os
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from ft_service.bases.base_files import MAX_ENTRIES, document_or_none
 from ft_service.bases.contents import BaseContents, read_config
 from ft_service.bases.described import contents_or_description
 from ft_service.bases.module_rules import IN_FP8
@@ -19,6 +22,8 @@ from ft_service.plan.admit import admit
 from ft_service.plan.base import BaseShape, base_shape
 from ft_service.plan.machines import Machine
 from ft_service.spec import BaseModelRef, DataFileRef, JobSpec, parse_request, resolve
+
+log = logging.getLogger(__name__)
 
 _DTYPES = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F8_E4M3": "fp8", "U8": "packed"}
 _UNKNOWN = Machine("any machine", None)
@@ -49,7 +54,8 @@ class BaseFacts:
 def base_facts(folder: Path, name: str) -> BaseFacts:
     """The facts of a base, remembered as long as no file of its folder comes, goes, or changes in size or time."""
     try:
-        states = tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(folder.iterdir()))
+        with os.scandir(folder) as entries:
+            states = tuple(sorted(_state(entry) for entry in islice(entries, MAX_ENTRIES + 1)))
     except OSError as error:
         return BaseFacts(trainable=False, why_not=f"its folder cannot be read: {error.strerror}")
     return _facts(folder, name, states)
@@ -76,7 +82,7 @@ def _facts(folder: Path, name: str, states: tuple[tuple[str, int, int], ...]) ->
     config: Any = {}
     try:
         config = text_config(read_config(folder))
-        known["family"] = str(config.get("model_type"))
+        known["family"] = str(config.get("model_type"))[:80]
         contents, _ = contents_or_description(folder)
         shape = base_shape(contents)
         known |= {"parameters": sum(weight.numel for weight in shape.weights), "context": shape.shape.max_positions}
@@ -84,6 +90,13 @@ def _facts(folder: Path, name: str, states: tuple[tuple[str, int, int], ...]) ->
         refuse_untrainable(folder, name)
     except FtError as error:
         return BaseFacts(**known, trainable=False, why_not=error.message)
+    except OSError as error:
+        return BaseFacts(**known, trainable=False, why_not=f"its folder cannot be read: {error.strerror}")
+    except Exception as error:  # one folder must not hide the others; whatever is wrong with it, it cannot be tuned
+        log.exception("The base in %s cannot be judged.", folder)
+        return BaseFacts(
+            **known, trainable=False, why_not=f"it cannot be judged ({type(error).__name__}); see the server's log"
+        )
     return BaseFacts(**known)
 
 
@@ -119,12 +132,13 @@ def _format(contents: BaseContents, shape: BaseShape) -> str | None:
 def _has_template(folder: Path) -> bool:
     if any(folder.glob("chat_template*")):
         return True
-    return bool(_json(folder / "tokenizer_config.json").get("chat_template"))
+    return bool((document_or_none(folder / "tokenizer_config.json") or {}).get("chat_template"))
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _state(entry: os.DirEntry[str]) -> tuple[str, int, int]:
+    """Name, time of the last change in ns and bytes of an entry; of a link that leads nowhere its own."""
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        state = entry.stat()
+    except OSError:
+        state = entry.stat(follow_symlinks=False)
+    return entry.name, state.st_mtime_ns, state.st_size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ft_service.bases.contents import BaseContents, StoredTensor
@@ -24,9 +24,12 @@ from ft_service.bases.published_layouts import (
     is_companion,
     mxfp4_shape,
     quantization_of,
+    unknown_dtype,
     unknown_layout,
 )
 from ft_service.spec import WeightFormat
+
+_CODES = ("U8", "I8")
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,18 @@ def logical_tensors(contents: BaseContents) -> list[LogicalTensor]:
     """
     quantization = quantization_of(contents.config)
     if quantization is None:
+        _require_plain(contents.tensors)
         return [LogicalTensor(tensor.name, tensor.shape) for tensor in contents.tensors]
     by_name = {tensor.name: tensor for tensor in contents.tensors}
     block = block_size(quantization)
     return [_logical(tensor, by_name, block) for tensor in contents.tensors if not is_companion(tensor.name)]
+
+
+def _require_plain(tensors: Iterable[StoredTensor]) -> None:
+    """Raises SpecError for a weight of codes in a base that says nothing of quantisation. Other tensors may be masks."""
+    for tensor in tensors:
+        if tensor.dtype in _CODES and tensor.name.endswith(".weight"):
+            raise unknown_dtype(tensor.name, tensor.dtype)
 
 
 def _logical(tensor: StoredTensor, by_name: Mapping[str, StoredTensor], block: tuple[int, int]) -> LogicalTensor:
@@ -67,7 +78,7 @@ def _logical(tensor: StoredTensor, by_name: Mapping[str, StoredTensor], block: t
     if tensor.dtype == PACKED_DTYPE and tensor.name.endswith(".weight"):
         return LogicalTensor(tensor.name, int4_shape(tensor.name, tensor.shape, None if scales is None else scales.shape))
     if tensor.dtype not in PLAIN_DTYPES:
-        raise unknown_layout(tensor.name, f"it is stored as {tensor.dtype}")
+        raise unknown_dtype(tensor.name, tensor.dtype)
     return LogicalTensor(tensor.name, tensor.shape)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -100,7 +101,7 @@ def save_base(
     (folder / "config.json").write_text(json.dumps(described))
     for name in TOKENIZER:
         if not (folder / name).exists():
-            (folder / name).symlink_to(SAMPLE / name)
+            shutil.copyfile(SAMPLE / name, folder / name)
     save_headers(folder / "model.safetensors", llama_shapes(described) if shapes is None else shapes)
     return folder
 

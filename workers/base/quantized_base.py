@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ft_service.bases.base_files import open_base_file, read_bytes
 from ft_service.bases.cache_folder import INDEX
 from ft_service.bases.safetensors_folder import header_of, weight_files
 from ft_service.rundir.directory import sha256_of
@@ -99,12 +100,12 @@ def base_digest(folder: str | Path) -> str:
     not keep times, which costs quantising once more. Only an edit of a few rows that also restores the file's time goes unseen.
     """
     folder = Path(folder)
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    digest = hashlib.sha256(read_bytes(folder / "config.json"))
     for path in weight_files(folder):
         header = header_of(path).end
         status = path.stat()
         digest.update(json.dumps([path.name, status.st_size, status.st_mtime_ns]).encode())
-        with path.open("rb") as file:
+        with open_base_file(path) as file:
             digest.update(file.read(header)[8:])
             step = max(SAMPLE_BYTES, (status.st_size - header) // SAMPLES)
             for offset in range(header, status.st_size, step):

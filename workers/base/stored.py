@@ -14,7 +14,6 @@ the base stands for, to be quantised again. Scales of activations, which serve i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ft_service.bases.contents import read_config
 from ft_service.bases.published_layouts import (
     FP8_BLOCK,
     FP8_DTYPE,
@@ -40,6 +40,7 @@ from ft_service.bases.published_layouts import (
     fp8_layout,
     int4_shape,
     quantization_of,
+    unknown_dtype,
     unknown_layout,
 )
 from ft_service.spec import WeightFormat
@@ -86,7 +87,7 @@ class StoredBase:
     @classmethod
     def open(cls, files: Safetensors, folder: str | Path) -> StoredBase:
         """With what the folder's config.json says of quantisation. Raises SpecError for a method that is not known here."""
-        quantization = quantization_of(json.loads((Path(folder) / "config.json").read_text()))
+        quantization = quantization_of(read_config(Path(folder)))
         if quantization is None:
             return cls(files)
         base = cls(files, block_size(quantization))
@@ -140,7 +141,7 @@ def _recognise(files: Safetensors, name: str, block: tuple[int, int]) -> StoredW
     if dtype == PACKED_DTYPE and name.endswith(".weight"):
         return PackedInt4(files, name)
     if dtype not in PLAIN_DTYPES:
-        raise unknown_layout(name, f"it is stored as {dtype}")
+        raise unknown_dtype(name, dtype)
     return None
 
 

@@ -5,7 +5,6 @@ Workers, which train, and the process that only counts (examine.py) share this m
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, nullcontext
@@ -18,6 +17,7 @@ import numpy as np
 from tokenizers import Encoding
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from ft_service.bases.base_files import document_or_none, require_openable
 from ft_service.data.data_file import TWO_ANSWERS, answers
 from ft_service.data.formats.reading import open_data
 from ft_service.data.line_errors import Fault, LineError
@@ -50,6 +50,7 @@ def load_tokenizer(model_path: str, chat_template: str = "") -> PreTrainedTokeni
     loaded, is not a fast one, or this template is none."""
     if not Path(model_path).is_dir():  # else it is taken for a name on a hub, and the error is about that
         raise SpecError(f"The base is gone from {model_path}. Put it back.", param="model", code="model_unreadable")
+    require_openable(Path(model_path))
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # it raises what its files make it raise
@@ -70,10 +71,7 @@ def load_tokenizer(model_path: str, chat_template: str = "") -> PreTrainedTokeni
 
 def _template_of_processor(folder: Path) -> str | None:
     """The chat template where bases of several models keep it: with the processor, whose file tokenizers do not read."""
-    try:
-        template = json.loads((folder / "chat_template.json").read_text(encoding="utf-8"))["chat_template"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    template = (document_or_none(folder / "chat_template.json") or {}).get("chat_template")
     return template if isinstance(template, str) else None
 
 

@@ -42,7 +42,14 @@ def test_the_sample_base_is_described_as_it_is(tmp_path: Path) -> None:
 
 
 def test_experts_and_norms_of_heads_follow_from_the_index(tmp_path: Path) -> None:
-    config = {**TINY, "model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 48, "head_dim": 32}
+    config = {
+        **TINY,
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "moe_intermediate_size": 48,
+        "head_dim": 32,
+        "num_experts_per_tok": 2,
+    }
     layer = "model.layers.0"
     wanted = {
         "model.embed_tokens.weight": (1024, 64),
@@ -99,7 +106,7 @@ def test_scales_of_blocks_are_as_many_as_the_config_says(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("config", "names", "message"),
     [
-        ({**TINY, "model_type": "novel"}, None, "of model_type 'novel' the plan needs model.safetensors.index.json as well"),
+        ({**TINY, "model_type": "olmo2"}, None, "of model_type 'olmo2' the plan needs model.safetensors.index.json as well"),
         ({**TINY, "vocab_size": None}, None, "config.json names no vocab_size"),
         (TINY, ["model.layers.0.mixer.in_proj.weight"], "the shape of model.layers.0.mixer.in_proj.weight does not follow"),
         (

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from ft_service.bases.safetensors_header import read_header
 from tests.support.training.checks import small_timm
 from tests.support.training.composites import AS_PUBLISHED, save_composite
+from tests.support.training.left_out import leave_out_defaults
 from tests.support.training.models import COMMON, DELTA_NET, EXPERTS, FAMILIES, GROUPED, save_tokenizer
 from tests.support.training.prequantized import fp8_by_blocks, fp8_with_stacks, int4_experts, with_values
 from tests.support.training.wrapped import WRAPPERS
@@ -420,6 +421,7 @@ def save_published(name: str, folder: Path) -> Path:
             if tensor.ndim == 1:
                 tensor += 0.2 * torch.randn_like(tensor)
     model.save_pretrained(folder)
+    leave_out_defaults(folder)
     if base.kind in AS_PUBLISHED and not base.as_saved:
         file = folder / "model.safetensors"
         save_file(AS_PUBLISHED[base.kind](load_file(file)), file, metadata={"format": "pt"})

@@ -263,7 +263,7 @@ def test_a_method_that_is_not_known_is_refused_by_name(quantization: dict[str, A
     [
         ({"{}_scale": None}, "no weight_scale"),
         ({"{}_scale": torch.ones(5, 5)}, "neither those of rows, nor one, nor those of blocks of 128 x 128"),
-        ({"{}": torch.zeros(64, 64, dtype=torch.int8)}, "stored as I8"),
+        ({"{}": torch.zeros(64, 64, dtype=torch.int8)}, "its I8 numbers are codes of a format that config.json does not name"),
     ],
 )
 def test_a_layout_that_is_not_known_is_refused_by_the_tensors_name(

@@ -88,6 +88,7 @@ def serve(settings: Settings, reconcile: Work | None = None, *, api_only: bool =
         preview = Preview(settings, store) if settings.previews and not api_only else None
         app = create_app(settings, store, meters, preview)
         key = prepare(settings, store)
+        store.keep_reserve()
         _remove_stale_uploads(settings.files_dir)
         web = _web_server(app)
         stack.enter_context(announced(settings.home, url, settings.model_folders()))

@@ -135,7 +135,7 @@ class JobStore(Database):
 
     def _request(self, project_id: str, job_id: str, verb: Verb, slots: int | None) -> Job:
         for _ in range(MAX_TRIES):
-            with self.writing() as connection:
+            with self.writing(makes_room=verb is not Verb.RESUME) as connection:
                 old = _get(connection, project_id, job_id)
                 now = connection.scalars(select(database_time())).one()
                 new = verbs.request(old, verb, now, slots)

@@ -104,7 +104,7 @@ class SweepStore(Database):
         """
         for _ in range(MAX_TRIES):
             try:
-                with self.writing() as connection:
+                with self.writing(makes_room=True) as connection:
                     _cancel(connection, _get(connection, project_id, sweep_id))
                     return _get(connection, project_id, sweep_id)
             except _Changed:
@@ -118,7 +118,7 @@ class SweepStore(Database):
 
         Raises SpecError while one of its jobs is not over, ConflictError in the moment until its best one is named.
         """
-        with self.writing() as connection:
+        with self.writing(makes_room=True) as connection:
             sweep = _get(connection, project_id, sweep_id)
             members = _jobs(connection, sweep)
             left = sum(job.state not in TERMINAL for job in members)

@@ -41,6 +41,7 @@ from ft_service.control import tuned_models
 from ft_service.control.admission import read, slots_to_resume_with, takes_time
 from ft_service.control.checks.file_statistics import job_statistics
 from ft_service.control.checks.samples import job_samples
+from ft_service.control.intake import cancel_job
 from ft_service.data.samples import MOST_LINES, Page
 from ft_service.data.statistics import Measure
 from ft_service.errors import ConflictError, NotFoundError, SpecError
@@ -106,8 +107,9 @@ def retrieve(job_id: str, caller: Caller, services: Svc) -> JobView:
 
 @router.post("/{job_id}/cancel")
 def cancel(job_id: str, caller: Caller, services: Svc) -> JobView:
-    """End the job. It answers `cancelled` at once; `phase` says `stopping` until its processes are gone."""
-    return _view(services.store.request(caller.project_id, job_id, Verb.CANCEL), caller, services)
+    """End the job. It answers `cancelled` at once; `phase` says `stopping` until its processes are gone. One whose training has
+    left its result in this moment has succeeded, and cannot be cancelled any more."""
+    return _view(cancel_job(services.store, services.places, caller.project_id, job_id), caller, services)
 
 
 @router.post("/{job_id}/pause")

@@ -23,6 +23,7 @@ from typing import Any
 from sqlalchemy import (
     JSON,
     URL,
+    ColumnElement,
     Connection,
     Dialect,
     Double,
@@ -34,7 +35,9 @@ from sqlalchemy import (
     TypeDecorator,
     create_engine,
     event,
+    literal_column,
     make_url,
+    or_,
     select,
 )
 from sqlalchemy.dialects import postgresql, sqlite
@@ -74,6 +77,14 @@ def _sqlite_time(element: database_time, compiler: Any, **kw: Any) -> str:
 @compiles(database_time, "postgresql")
 def _postgresql_time(element: database_time, compiler: Any, **kw: Any) -> str:
     return "CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS DOUBLE PRECISION)"
+
+
+def is_over(moment: ColumnElement[float], longest: float | ColumnElement[float]) -> ColumnElement[bool]:
+    """Whether a moment until which something waits has come. `longest`: seconds that it may be off at most: what is further off
+    was written before the clock went back, and is over too, or it would wait for as long as the clock went back."""
+    # In the statement's text: a statement that goes to the driver as it is (`Direct`) has no values but those that it names.
+    ahead = literal_column(f"{longest:.1f}", Double) if isinstance(longest, float) else longest
+    return or_(moment <= database_time(), moment > database_time() + ahead)
 
 
 UNSTORABLE = re.compile("[\0\ud800-\udfff]")

@@ -127,18 +127,20 @@ class JobStore(Database):
                 )
             return page(connection, query, limit, to_job)
 
-    def request(self, project_id: str, job_id: str, verb: Verb, slots: int | None = None) -> Job:
+    def request(
+        self, project_id: str, job_id: str, verb: Verb, slots: int | None = None, *, succeeded: int | None = None
+    ) -> Job:
         """Apply `job.request` by compare-and-set, with an event that says so. Raises SpecError as `job.request` does."""
-        job = self._request(project_id, job_id, verb, slots)
+        job = self._request(project_id, job_id, verb, slots, succeeded)
         self.stirred.set()
         return job
 
-    def _request(self, project_id: str, job_id: str, verb: Verb, slots: int | None) -> Job:
+    def _request(self, project_id: str, job_id: str, verb: Verb, slots: int | None, succeeded: int | None) -> Job:
         for _ in range(MAX_TRIES):
             with self.writing(makes_room=verb is not Verb.RESUME) as connection:
                 old = _get(connection, project_id, job_id)
                 now = connection.scalars(select(database_time())).one()
-                new = verbs.request(old, verb, now, slots)
+                new = verbs.request(old, verb, now, slots, succeeded=succeeded)
                 if new == old:
                     return old
                 if write_job(connection, old, new):

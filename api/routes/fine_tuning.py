@@ -143,7 +143,7 @@ def events(
     """Newest first. `stream=true` (not in OpenAI's API): server-sent events instead, the oldest first, from the one after
     `Last-Event-ID` (or `after`) until the job has ended, then `[DONE]`; `limit` has no effect then."""
     if stream:
-        return event_stream.response(services.store, caller.project_id, job_id, last_event_id or after)
+        return event_stream.response(services, caller, job_id, last_event_id or after)
     page = services.store.list_events(caller.project_id, job_id, after=after, limit=limit, messages=kind is not None)
     return list_view([event_view(event) for event in page.data], page.has_more)
 
@@ -242,7 +242,7 @@ def logs(
     if follow and attempt is not None:
         raise SpecError(f"attempt = {attempt}: has no effect with follow, which shows the newest. Keep one.", param="attempt")
     if follow:
-        return event_stream.follow_logs(services, caller.project_id, job_id, rank=rank, lines=lines)
+        return event_stream.follow_logs(services, caller, job_id, rank=rank, lines=lines)
     job = services.store.get_job(caller.project_id, job_id)
     number = attempt or job.attempt
     files = log_tail.log_files(Attempt(_run_dir(job, services), number).find_logs(), rank)

@@ -285,8 +285,8 @@ def _warn_of(others: Sequence[Server], settings: Settings, store: Store, as_json
     text = f"Warning: {settings.home} is served already, by {named}."
     if not store.is_shared:
         text += (
-            " They share one SQLite database, which one at a time writes: while the other is stopped or suspended in the middle "
-            "of a write, every write here fails (database_locked). Jobs are moved by either. If that is not meant, end one."
+            " They share one SQLite database, which one at a time writes: while the other is stopped in the middle of a write, "
+            "every write here fails (database_locked). Jobs are moved by either. Unless that is meant, end one."
         )
     found = [{"url": server.url, "pid": server.pid} for server in others]
     _say("another_server", text, as_json, message=text, servers=found)

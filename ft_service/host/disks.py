@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import tempfile
 from pathlib import Path
 
 from ft_service.errors import UnavailableError
 
+LEAST_BYTES = 1024**2
+"""A disk with less room is full: what is stored now and then may still find some, and the next that is larger does not."""
 RESERVE_BYTES = 4 * 1024**2
 """Room that a reserve keeps: what some hundred deletions write."""
 
@@ -42,11 +45,12 @@ def state_of(folder: Path, whose: str = "The service's disk") -> UnavailableErro
     """The fault that a folder's file system shows; None: there is room on it, and it may be written."""
     try:
         found = os.statvfs(folder)
-    except OSError:
-        return None
-    if found.f_flag & os.ST_RDONLY:
-        return read_only(whose)
-    return None if found.f_bavail else full(whose)
+        # One that its kernel has made read-only after an error does not say so.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        return disk_fault(error, whose)
+    return full(whose) if found.f_bavail * found.f_frsize < LEAST_BYTES else None
 
 
 class Reserve:

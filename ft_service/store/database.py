@@ -48,8 +48,8 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
 from ft_service.errors import ConflictError, SpecError, UnavailableError
-from ft_service.host.disks import Reserve
-from ft_service.store.faults import fault_of
+from ft_service.host.disks import Reserve, state_of
+from ft_service.store.faults import DATABASE_DISK, fault_of
 
 log = logging.getLogger(__name__)
 
@@ -206,8 +206,11 @@ class Database:
 
     def check_writable(self) -> None:
         """Raise UnavailableError, which says why, while nothing can be written. Another write of the last CHECK_SECONDS is
-        taken for granted; without one a row is written as it is."""
+        taken for granted; without one a row is written as it is. A full disk is seen by its room: where SQLite's log has room
+        of its own, a small write still succeeds."""
         with self._checking:
+            if self._file is not None and (fault := state_of(self._file.parent, DATABASE_DISK)) is not None:
+                raise fault
             if self._last_write is None or time.monotonic() - self._last_write.at > CHECK_SECONDS:
                 with contextlib.suppress(UnavailableError), self.writing() as connection:
                     connection.exec_driver_sql("UPDATE alembic_version SET version_num = version_num")

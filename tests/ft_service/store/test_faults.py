@@ -174,6 +174,8 @@ def test_room_is_kept_and_given_up_for_a_deletion_alone(sqlite, tmp_path, monkey
     monkeypatch.setattr(disks.os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=4096, f_flag=0))
     kept = sqlite.add_file(new_file())
     assert reserve.exists()
+    with pytest.raises(UnavailableError, match="is full"):  # though that small write has found its room
+        sqlite.check_writable()
     sqlite.delete_file(PROJECT, kept.id)
     assert not reserve.exists()
 

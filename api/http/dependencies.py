@@ -16,6 +16,7 @@ from api.http.batching import Batched
 from api.http.curve_cache import CurveCache
 from api.http.key_cache import Holders
 from api.http.rates import Rates
+from api.http.watching import Watches
 from ft_service.bases.catalogue import Catalogue
 from ft_service.control.admission import Asked, create
 from ft_service.control.forecasts import Forecasts
@@ -63,6 +64,11 @@ class Services:
     def remembered(self) -> dict[Any, Any]:
         """For whoever answers the same to many within a moment."""
         return {}
+
+    @cached_property
+    def watches(self) -> Watches:
+        """What is followed, and by how many."""
+        return Watches(self.settings.max_streams)
 
     @cached_property
     def curves(self) -> CurveCache:

@@ -41,6 +41,7 @@ from ft_service.control import tuned_models
 from ft_service.control.admission import read, slots_to_resume_with, takes_time
 from ft_service.control.checks.file_statistics import job_statistics
 from ft_service.control.checks.samples import job_samples
+from ft_service.control.intake import cancel_job
 from ft_service.data.samples import MOST_LINES, Page
 from ft_service.data.statistics import Measure
 from ft_service.errors import ConflictError, NotFoundError, SpecError
@@ -106,8 +107,9 @@ def retrieve(job_id: str, caller: Caller, services: Svc) -> JobView:
 
 @router.post("/{job_id}/cancel")
 def cancel(job_id: str, caller: Caller, services: Svc) -> JobView:
-    """End the job. It answers `cancelled` at once; `phase` says `stopping` until its processes are gone."""
-    return _view(services.store.request(caller.project_id, job_id, Verb.CANCEL), caller, services)
+    """End the job. It answers `cancelled` at once; `phase` says `stopping` until its processes are gone. One whose training has
+    left its result in this moment has succeeded, and cannot be cancelled any more."""
+    return _view(cancel_job(services.store, services.places, caller.project_id, job_id), caller, services)
 
 
 @router.post("/{job_id}/pause")
@@ -141,7 +143,7 @@ def events(
     """Newest first. `stream=true` (not in OpenAI's API): server-sent events instead, the oldest first, from the one after
     `Last-Event-ID` (or `after`) until the job has ended, then `[DONE]`; `limit` has no effect then."""
     if stream:
-        return event_stream.response(services.store, caller.project_id, job_id, last_event_id or after)
+        return event_stream.response(services, caller, job_id, last_event_id or after)
     page = services.store.list_events(caller.project_id, job_id, after=after, limit=limit, messages=kind is not None)
     return list_view([event_view(event) for event in page.data], page.has_more)
 
@@ -240,7 +242,7 @@ def logs(
     if follow and attempt is not None:
         raise SpecError(f"attempt = {attempt}: has no effect with follow, which shows the newest. Keep one.", param="attempt")
     if follow:
-        return event_stream.follow_logs(services, caller.project_id, job_id, rank=rank, lines=lines)
+        return event_stream.follow_logs(services, caller, job_id, rank=rank, lines=lines)
     job = services.store.get_job(caller.project_id, job_id)
     number = attempt or job.attempt
     files = log_tail.log_files(Attempt(_run_dir(job, services), number).find_logs(), rank)

@@ -17,6 +17,7 @@ from ft_service.cli.commands import Commands
 from ft_service.cli.output import Json, complain, print_json
 from ft_service.cli.plain_help import HELP, in_plain_words, usage_text
 from ft_service.errors import DataError, FtError, SpecError
+from ft_service.host.disks import disk_fault
 
 FAILED = 1
 WRONG = 64
@@ -67,6 +68,11 @@ def run(arguments: Sequence[str]) -> int:
         return _tell(error, WRONG, as_json)
     except FtError as error:
         return _tell(error, FAILED, as_json)
+    except OSError as error:
+        fault = disk_fault(error, f"The disk of {error.filename}" if error.filename else "The disk")
+        if fault is None:
+            raise
+        return _tell(fault, FAILED, as_json)
     return code if isinstance(code, int) else 0
 
 

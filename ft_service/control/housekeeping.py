@@ -43,6 +43,7 @@ def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event)
 def sweep(settings: Settings, store: Store) -> None:
     """Everything that is due. Any number of servers may do it at once. Raises UnavailableError and OSError."""
     places = Places.of(settings)
+    store.keep_reserve()
     while file_ids := store.freeable_files():
         free(places, store, file_ids)
     _remove_parts(settings, store)

@@ -1,4 +1,5 @@
-"""From a run directory into the store: what an attempt reported, and what a finished job leaves."""
+"""From a run directory into the store: what an attempt reported, what a finished job leaves, and that it has finished where
+somebody cancels it."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from ft_service.errors import UnavailableError
 from ft_service.ids import new_id
-from ft_service.jobs.states import Ended, Job, Level, Observation
+from ft_service.jobs.states import Ended, Job, Level, Observation, State
+from ft_service.jobs.verbs import Verb
 from ft_service.rundir.attempt import RESULT, unreadable_exit
 from ft_service.rundir.checkpoints import CHECKPOINT_NAME
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError
@@ -20,6 +23,8 @@ from ft_service.rundir.events import Event, read_segments
 from ft_service.rundir.file_digest import FileDigest
 from ft_service.storage.locations import Places
 from ft_service.store.records import Checkpoint, File, NewEvent
+from ft_service.store.sql import Store
+from ft_service.store.sweeps.records import Sweep
 from ft_service.sweeps.course import Course
 
 SEGMENTS_PER_PASS = 50
@@ -116,6 +121,38 @@ def result_seen(run: RunDir, seen: Observation) -> Observation:
     except UnreadableDocumentError as error:
         return replace(seen, exit=unreadable_exit(error))
     return seen
+
+
+def finished_attempt(job: Job, places: Places) -> int | None:
+    """The newest attempt, if it has left its result and the job is only not looked at since; None: it has not. A result means
+    success, whatever became of its processes afterwards (ft_service/supervisor/verdict.py)."""
+    if job.state is not State.RUNNING:
+        return None
+    try:
+        result = places.run(job.id).readable(RESULT, Result)
+    except (OSError, UnavailableError):  # out of reach: that keeps nobody from cancelling
+        return None
+    return job.attempt if result is not None else None
+
+
+def cancel_job(store: Store, places: Places, project_id: str, job_id: str) -> Job:
+    """Cancel a job. What is on the disk by now decides: one that has left its result has succeeded, and is not cancelled.
+
+    Raises NotFoundError, and SpecError for a job that is over or has its result.
+    """
+    finished = finished_attempt(store.get_job(project_id, job_id), places)
+    if finished is not None:
+        store.look_again(job_id)
+    return store.request(project_id, job_id, Verb.CANCEL, succeeded=finished)
+
+
+def cancel_sweep(store: Store, places: Places, project_id: str, sweep_id: str) -> Sweep:
+    """Cancel the jobs of a sweep that are not over and have not left their result. Raises NotFoundError and SpecError."""
+    found = store.jobs_of_sweeps([store.get_sweep(project_id, sweep_id).id])[sweep_id]
+    finished = {job.id: attempt for job in found if (attempt := finished_attempt(job, places)) is not None}
+    for job_id in finished:
+        store.look_again(job_id)
+    return store.cancel_sweep(project_id, sweep_id, finished)
 
 
 def collect_result(run: RunDir, job: Job, places: Places) -> tuple[Job, list[File]]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from ft_service.jobs.line import Shape, Waiting
+from ft_service.jobs.line import LONGEST_WAIT_SECONDS, Shape, Waiting, is_ahead
 from ft_service.jobs.reasons import ERROR_CODE, RETRY, USER_TEXT, Reason, Retry, failure_text, reason_of
 from ft_service.jobs.states import TERMINAL, Absent, Ended, Halt, Job, Level, Observation, Phase, Running, State, Unknown
 from ft_service.rundir.documents import Desired, ErrorInfo
@@ -103,7 +103,7 @@ def decide(job: Job, seen: Observation, now: float) -> Action:
 def _decide_at_rest(job: Job, seen: Observation, now: float) -> Action:
     if job.attempt and isinstance(seen, Running):  # cannot be; but two attempts at once must not be either
         return Kill(Reason.STOP_TIMEOUT)
-    if job.state is State.PAUSED or now < job.not_before:
+    if job.state is State.PAUSED or is_ahead(job.not_before, now):
         return Wait()
     if job.is_out_of_time(now):
         return _out_of_time(job, now)
@@ -216,7 +216,7 @@ def _after_stop(job: Job, seen: Ended, now: float) -> Become:
     if rest.state is not State.QUEUED or not seen.delay_seconds:
         return Become(rest, release=True, message=message)
     message = f"{message} The next attempt is made in {seen.delay_seconds:g} seconds."
-    rest = replace(rest, not_before=now + seen.delay_seconds, pending=message)
+    rest = replace(rest, not_before=now + min(seen.delay_seconds, LONGEST_WAIT_SECONDS), pending=message)
     return Become(rest, release=True, message=message, level="warn")
 
 

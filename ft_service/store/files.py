@@ -70,7 +70,7 @@ class FileStore(Database):
     def delete_file(self, project_id: str, file_id: str) -> bool:
         """Hide a file. True if no unfinished job refers to it, so that its bytes may go now."""
         mine = (files.c.id == file_id, files.c.project_id == project_id)
-        with self.writing() as connection:
+        with self.writing(makes_room=True) as connection:
             if connection.execute(update(files).where(*mine, LIVE).values(deleted_at=database_time())).rowcount == 0:
                 raise not_found("file", file_id)
             record(connection, project_id, "file.deleted", file_id)
@@ -102,7 +102,7 @@ class FileStore(Database):
 
     def mark_freed(self, file_ids: Sequence[str]) -> None:
         """The bytes of these files are gone."""
-        with self.writing() as connection:
+        with self.writing(makes_room=True) as connection:
             connection.execute(update(files).where(files.c.id.in_(file_ids)).values(freed_at=database_time()))
 
 

@@ -24,7 +24,7 @@ class ModelStore(Database):
     def delete_model(self, project_id: str, model: str) -> None:
         """Hide a tuned model, or a checkpoint of one. Repeating it changes nothing."""
         row = {"model": model, "project_id": project_id, "deleted_at": database_time()}
-        with self.writing() as connection:
+        with self.writing(makes_room=True) as connection:
             connection.execute(upsert(connection, deleted_models).values(row).on_conflict_do_nothing())
             record(connection, project_id, "model.deleted", model)
 

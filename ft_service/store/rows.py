@@ -82,7 +82,7 @@ def shapes_of(value: Any) -> tuple[Shape, ...]:
     return tuple(Shape(*pair) for pair in pairs or ())
 
 
-def to_event(row: RowMapping) -> StoredEvent:
+def to_event(row: RowMapping | dict[str, Any]) -> StoredEvent:
     return StoredEvent(**{**row, "metrics": to_metrics(row["metrics"])})
 
 

@@ -8,12 +8,12 @@ import secrets
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, and_, delete, func, insert, select, update
+from sqlalchemy import Connection, RowMapping, and_, case, delete, func, insert, select, update
 
 from ft_service.errors import SpecError
 from ft_service.ids import new_id
 from ft_service.jobs.states import TERMINAL, Job
-from ft_service.store.database import Database, database_time
+from ft_service.store.database import Database, database_time, is_over
 from ft_service.store.records import Delivery, Page, WebhookEndpoint
 from ft_service.store.rows import columns_of, cursor, not_found, page
 from ft_service.store.tables import UNSENT, webhook_deliveries, webhook_endpoints
@@ -22,6 +22,15 @@ from ft_service.store.tenants.audit import record
 EVENT_TYPES = tuple(f"fine_tuning.job.{state}" for state in sorted(TERMINAL, reverse=True))
 MAX_ENDPOINTS = 100
 SECRET_BYTES = 32
+
+
+def longest_wait(tries: int) -> float:
+    """Seconds that `next_try_at` lies ahead at most, after so many tries: a lease, or what
+    ft_service/control/webhook_delivery.py waits."""
+    return max(120.0, min(5.0 * 2 ** min(tries, 20), 6 * 3600.0))
+
+
+_LONGEST = case(*((webhook_deliveries.c.tries <= tries, longest_wait(tries)) for tries in range(13)), else_=longest_wait(13))
 
 ENDPOINT = columns_of(WebhookEndpoint, webhook_endpoints)
 _DELIVERY = [webhook_deliveries.c[name] for name in ("id", "project_id", "body", "created_at", "tries")]
@@ -96,7 +105,7 @@ class WebhookStore(Database):
 
     def claim_deliveries(self, *, limit: int, lease_seconds: float) -> list[Delivery]:
         """Deliveries that are due, longest first. Nobody else gets them for `lease_seconds`; each claim counts as a try."""
-        due = and_(UNSENT, webhook_deliveries.c.next_try_at <= database_time())
+        due = and_(UNSENT, is_over(webhook_deliveries.c.next_try_at, _LONGEST))
         first = select(webhook_deliveries.c.id).where(due).order_by(webhook_deliveries.c.next_try_at).limit(limit)
         with self.reading() as connection:  # most looks find nothing, and need not wait for writers
             ids = list(connection.scalars(first))

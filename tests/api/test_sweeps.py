@@ -16,9 +16,10 @@ import pytest
 from ft_service.cli.app import run
 from ft_service.control.sweeps.keeper import tend
 from ft_service.jobs.reasons import Reason
-from ft_service.jobs.states import State
+from ft_service.jobs.states import Phase, State
+from ft_service.rundir.documents import Result
 from ft_service.store.records import JobChange
-from tests.support.rest.service import LINE, Service
+from tests.support.rest.service import LINE, Service, run_dir
 
 SWEEPS = "/v1/fine_tuning/sweeps"
 
@@ -111,6 +112,20 @@ def test_a_sweep_is_cancelled_and_deleted_as_one(service: Service, client: opena
     assert service.http("DELETE", path).json() == {"id": sweep["id"], "object": "fine_tuning.sweep", "deleted": True}
     assert service.http("GET", path).status_code == 404
     assert len(client.fine_tuning.jobs.list().data) == 4, "jobs stay"
+
+
+def test_a_job_of_a_sweep_that_has_left_its_result_is_not_cancelled_with_it(service: Service, body: dict[str, Any]) -> None:
+    sweep = service.http("POST", SWEEPS, json=body).json()
+    path = f"{SWEEPS}/{sweep['id']}"
+    found = service.store.claim(host="h", owner="test", lease_seconds=60.0, idle_seconds=0.0)
+    assert found is not None
+    running = replace(found.job, state=State.RUNNING, phase=Phase.TRAINING, attempt=1, host="h")
+    assert service.store.apply(found, JobChange(job=running))
+    result = Result(attempt=1, steps=1, trained_tokens=7, train_loss=2.0, valid_loss=None)
+    run_dir(service, running.id).write("result.json", result)
+    assert service.http("POST", f"{path}/cancel").json()["counts"] == {"cancelled": 3, "running": 1}
+    refused = service.http("POST", f"/v1/fine_tuning/jobs/{running.id}/cancel")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_state")
 
 
 def test_a_repeated_request_makes_no_second_sweep(service: Service, body: dict[str, Any]) -> None:

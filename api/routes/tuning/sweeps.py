@@ -12,6 +12,7 @@ from api.http.dependencies import JsonBody, Services, Svc, body_schema
 from api.http.routing import keyed_router
 from api.wire.sweep_views import DeletedSweepView, SweepView, sweep_view
 from api.wire.views import ListView, list_view
+from ft_service.control import intake
 from ft_service.control.sweeps import keeper
 from ft_service.control.sweeps.admission import create_sweep
 from ft_service.errors import ConflictError
@@ -68,7 +69,7 @@ def retrieve(sweep_id: str, caller: Caller, services: Svc) -> SweepView:
 @router.post("/{sweep_id}/cancel")
 def cancel(sweep_id: str, caller: Caller, services: Svc) -> SweepView:
     """End all its jobs that are not over."""
-    return _view(services.store.cancel_sweep(caller.project_id, sweep_id), services)
+    return _view(intake.cancel_sweep(services.store, services.places, caller.project_id, sweep_id), services)
 
 
 @router.delete("/{sweep_id}")

@@ -29,7 +29,7 @@ from ft_service.jobs.decisions import (
     signalled,
     validated,
 )
-from ft_service.jobs.line import Shape, Waiting
+from ft_service.jobs.line import LONGEST_WAIT_SECONDS, Shape, Waiting
 from ft_service.jobs.reasons import ERROR_CODE, RETRY, USER_TEXT, Reason
 from ft_service.jobs.states import TERMINAL, Absent, Ended, Halt, Job, Observation, Phase, Running, State, Unknown
 from ft_service.jobs.verbs import Verb, request
@@ -209,6 +209,36 @@ def test_a_queued_job_waits_for_the_end_of_its_back_off(seen: str) -> None:
     job = new_job(state=State.QUEUED, attempt=1, not_before=NOW + 0.1)
     assert decide(job, OBSERVATIONS[seen], NOW) == Wait()
     assert decide(job, Ended(None), NOW + 0.1) == Place()
+
+
+def test_a_back_off_that_no_job_is_given_was_set_before_the_clock_went_back() -> None:
+    job = new_job(state=State.QUEUED, not_before=NOW + LONGEST_WAIT_SECONDS)
+    assert decide(job, Absent(), NOW) == Wait()
+    assert decide(replace(job, not_before=job.not_before + 1), Absent(), NOW) == Place()
+
+
+@pytest.mark.parametrize("halt", [None, *Halt])
+@pytest.mark.parametrize("desired", [Desired.RUN, Desired.PAUSE])
+def test_success_on_the_disk_is_success_whatever_was_asked_of_the_attempt_meanwhile(
+    halt: Halt | None, desired: Desired
+) -> None:
+    asked = new_job(state=State.RUNNING, phase=Phase.STOPPING, attempt=1, halt=halt, desired=desired, generation=2)
+    action = decide(asked, Ended(exit_of(ExitReason.SUCCEEDED, "done")), NOW)
+    assert isinstance(action, Become)
+    assert (action.job.state, action.job.reason) == (State.SUCCEEDED, Reason.SUCCEEDED)
+
+
+def test_a_cancel_that_was_accepted_is_final_and_one_after_the_result_is_not_accepted() -> None:
+    running = new_job(state=State.RUNNING, phase=Phase.TRAINING, attempt=2)
+    cancelled = request(running, Verb.CANCEL, NOW, succeeded=1)  # an earlier attempt's is none
+    action = decide(cancelled, Ended(exit_of(ExitReason.SUCCEEDED, "done")), NOW)
+    assert isinstance(action, Become)
+    assert (action.job.state, action.job.phase) == (State.CANCELLED, None)
+    with pytest.raises(SpecError, match="already succeeded and cannot be cancelled") as caught:
+        request(running, Verb.CANCEL, NOW, succeeded=2)
+    assert caught.value.code == "invalid_state"
+    assert request(cancelled, Verb.CANCEL, NOW, succeeded=2) == cancelled
+    assert request(running, Verb.PAUSE, NOW, succeeded=2).state is State.RUNNING
 
 
 def test_kill_reasons() -> None:

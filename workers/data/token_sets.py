@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from pathlib import Path
 
 import torch.distributed as dist
 
-from ft_service.bases.cache_folder import Cache
 from ft_service.data import token_folder
+from ft_service.data.examiner import Examiner
+from ft_service.data.formats.reading import open_data
 from ft_service.data.token_options import TokenOptions
-from ft_service.data.tokens.keeping import Recording, find, tokens_key
-from ft_service.data.tokens.render import writes_date
+from ft_service.data.tokens.keeping import find, tokens_key
 from ft_service.data.tokens.token_set import TokenSet
-from ft_service.data.tokens.tokenize import file_samples, load_tokenizer, trainable
+from ft_service.data.tokens.tokenize import trainable
 from ft_service.data.tokens.training_set.split import Split, split_off
 from ft_service.data.tokens.training_set.windows import are_whole, in_windows
 from ft_service.errors import DataError
@@ -70,7 +69,7 @@ def _samples(run: RunDir, spec: JobSpec, file: DataFileRef) -> TokenSet:
     pairs = spec.dpo is not None
     key = tokens_key(spec.model.path, file.sha256, TokenOptions.of(spec), pairs=pairs)
     shared = os.environ.get(token_folder.FOLDER)
-    folders = [*([Path(shared)] if shared else []), _of_run(run).folder]
+    folders = [*([Path(shared)] if shared else []), run.path(token_folder.IN_RUN)]
 
     def look() -> TokenSet | None:
         return next((found.samples for folder in folders if (found := find(folder, key)) is not None), None)
@@ -78,7 +77,7 @@ def _samples(run: RunDir, spec: JobSpec, file: DataFileRef) -> TokenSet:
     samples = look()
     if not all(from_all(samples is not None)):
         makes = samples is None and _is_first_here()
-        _together(_made(run, spec, file, key) if makes else iter(()))
+        _together(_made(run, spec, file) if makes else iter(()))
         samples = samples or look()
     if not all(from_all(samples is not None)):
         raise OutsideError(f"{file.name}: its tokens are not on all ranks; they were written to {folders[-1]}.")
@@ -92,34 +91,37 @@ def _samples(run: RunDir, spec: JobSpec, file: DataFileRef) -> TokenSet:
     return samples
 
 
-def _of_run(run: RunDir) -> Cache:
-    return Cache(run.path(token_folder.IN_RUN), sys.maxsize)
-
-
 def _is_first_here() -> bool:
     """Whether this is the first rank of its host."""
     return int(os.environ.get("LOCAL_RANK") or (0 if alone() else dist.get_rank())) == 0
 
 
-def _made(run: RunDir, spec: JobSpec, file: DataFileRef, key: str) -> Iterator[None]:
+def _made(run: RunDir, spec: JobSpec, file: DataFileRef) -> Iterator[None]:
     """Tokenise a file into the run directory; comes back now and then. Raises FtError, OSError."""
-    options = TokenOptions.of(spec)
-    tokenizer = load_tokenizer(spec.model.path, options.chat_template)
-    due = time.monotonic() + BEAT_SECONDS
-    with (
-        Recording(_of_run(run), key, 0) as recording,
-        closing(file_samples(tokenizer, file, options, pairs=spec.dpo is not None)) as samples,
-    ):
-        for sample in samples:
-            recording.add(sample)
-            if recording.error is not None:
-                break
-            if time.monotonic() >= due:
-                yield
-                due = time.monotonic() + BEAT_SECONDS
-        recording.publish(dated=writes_date(tokenizer))
-    if recording.error is not None:
-        raise recording.error
+    with ThreadPoolExecutor(1, "tokenise") as beside:
+        made = beside.submit(tokenise, spec, file, run.path(token_folder.IN_RUN))
+        while wait([made], BEAT_SECONDS).not_done:
+            yield
+        made.result()
+
+
+def tokenise(spec: JobSpec, file: DataFileRef, folder: Path) -> None:
+    """Have a file of a job tokenised into a folder of token sets, by a process that has limits around what chat template and
+    data may do. Raises DataError for data that cannot be trained on, SpecError, UnavailableError, OSError.
+    """
+    data = open_data(Path(file.path), file.files)
+    gone = next((path for path in data.paths if not path.is_file()), None)
+    if gone is not None:
+        raise DataError(f"{file.name}: the file is gone from {gone}.", code="file_missing")
+    if data.digest() != file.sha256:
+        raise DataError(f"{file.name}: the file has changed since the job was submitted.", code="file_changed")
+    folder.mkdir(parents=True, exist_ok=True)
+    options, pairs = TokenOptions.of(spec), spec.dpo is not None
+    with closing(Examiner(tokens=folder)) as examiner:
+        asked = examiner.request(file, Path(file.path), spec.model.path, spec.training.max_length, options, pairs=pairs)
+        report = examiner.examine(asked)
+    if (error := report.error("training_file", file.name)) is not None:
+        raise DataError(error.message, code=error.code)
 
 
 def _together(work: Iterator[None]) -> None:

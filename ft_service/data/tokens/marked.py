@@ -330,8 +330,8 @@ class MarkedConversation:
         if not self._prompt.startswith(text):
             raise LineError(
                 f"messages.{index}",
-                "the model is asked for this answer behind another text than the conversation has there: once more follows, the "
-                f"base's chat template writes what stands before the answer differently. {_CHOICE}",
+                "the model is asked for this answer behind another text than the conversation has there: once more follows, "
+                f"the base's chat template writes what stands before the answer differently. {_CHOICE}",
             )
         place = next(reversed(places), None)
         return len(text), text[places[place] :] if place is not None and place == self._last_of.get(index - 1) else None

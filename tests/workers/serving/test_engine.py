@@ -10,10 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from ft_service.data.template_process import RenderLimits
+from ft_service.data.tokens.tokenize import load_tokenizer
 from ft_service.errors import SpecError
 from ft_service.spec import PrecisionOptions
 from ft_service.spec.templates import TEMPLATES
 from tests.support.bases import SAMPLE
+from workers.serving import chat as chat_module
 from workers.serving import engine as engine_module
 from workers.serving.chat import Chat, Chats
 from workers.serving.engine import Engine, Request
@@ -30,7 +33,11 @@ def served() -> ServedModel:
 
 @pytest.fixture(scope="module")
 def chat() -> Chat:
-    return Chat(str(SAMPLE))
+    return Chat(str(SAMPLE), load_tokenizer(str(SAMPLE)))
+
+
+def prompt_of(chat: Chat, messages: list[Any]) -> list[int]:
+    return chat.tokens(chat.prompt(messages, []).result())
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +46,7 @@ def expected(chat: Chat) -> list[list[int]]:
     model: Any = AutoModelForCausalLM.from_pretrained(SAMPLE, dtype=torch.float32)
     answers = []
     for messages in CHATS:
-        ids = torch.tensor([chat.prompt(messages, [])])
+        ids = torch.tensor([prompt_of(chat, messages)])
         out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=LIMIT, do_sample=False)
         answers.append(out[0, ids.shape[1] :].tolist())
     return answers
@@ -53,7 +60,10 @@ class Heard:
         self.engine = Engine(served, Chats(str(SAMPLE)), self.said.append)
 
     def ask(self, name: str, messages: list[Any] = CHATS[0], **options: Any) -> None:
+        """Ask, and wait until the prompt is rendered."""
         self.engine.add(Request(name, messages, **{"temperature": 0.0, "max_tokens": LIMIT, **options}))
+        while not self.of(name, "begun") and not self.of(name, "error"):
+            self.engine.take_rendered(1.0)
 
     def run(self) -> None:
         while self.engine.busy:
@@ -86,7 +96,7 @@ def test_answers_that_come_and_go_are_those_of_generate(
         ended = tokens[-1] in chat.ends
         assert heard.of(str(number), "end")[0]["reason"] == ("stop" if ended else "length")
         assert heard.of(str(number), "done")[0]["completion_tokens"] == len(tokens)
-        assert heard.of(str(number), "begun")[0]["prompt_tokens"] == len(chat.prompt(CHATS[number], []))
+        assert heard.of(str(number), "begun")[0]["prompt_tokens"] == len(prompt_of(chat, CHATS[number]))
 
 
 def test_log_probabilities_are_the_models_own(heard: Heard, chat: Chat, expected: list[list[int]]) -> None:
@@ -96,7 +106,7 @@ def test_log_probabilities_are_the_models_own(heard: Heard, chat: Chat, expected
     ids = [one for entry in told for one in chat.tokenizer.encode(entry["token"], add_special_tokens=False)[:1]]
     assert len(ids) == len(told) > 3
     model: Any = AutoModelForCausalLM.from_pretrained(SAMPLE, dtype=torch.float32)
-    prompt = chat.prompt(CHATS[0], [])
+    prompt = prompt_of(chat, CHATS[0])
     first = model(torch.tensor([prompt])).logits[0, -1].log_softmax(dim=-1)
     likeliest = first.topk(3)
     assert [entry["logprob"] for entry in told[0]["top_logprobs"]] == pytest.approx(likeliest.values.tolist(), abs=1e-4)
@@ -165,8 +175,30 @@ def test_a_tuned_model_is_talked_to_by_the_template_of_its_job(tmp_path: Path) -
     (adapter / "chat_template.jinja").write_text(TEMPLATES["zephyr"])
     chats, asked = Chats(str(base)), [{"role": "user", "content": "2+2?"}]
     tuned = chats.of(str(adapter))
-    assert tuned.tokenizer.decode(tuned.prompt(asked, [])) == f"<|user|>\n2+2?{tuned.tokenizer.eos_token}\n<|assistant|>\n"
+    assert tuned.prompt(asked, []).result() == f"<|user|>\n2+2?{tuned.tokenizer.eos_token}\n<|assistant|>\n"
     assert chats.of(str(adapter)) is tuned, "compiled once"
     for without in (None, str(plain)):
         with pytest.raises(SpecError, match="has no chat template"):
             chats.of(without)
+
+
+def test_a_template_that_hangs_costs_its_own_request_and_nobody_waits_for_it(
+    heard: Heard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job's own template may behave in every line of its data, and not in a chat."""
+    monkeypatch.setattr(chat_module, "LIMITS", RenderLimits(seconds=1.0))
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    template = f"{{% if messages[0].content == 'boom' %}}{loops}{{% endif %}}{{{{ messages[0].content }}}}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    heard.engine.add(Request("boom", [{"role": "user", "content": "boom"}], adapter=str(tmp_path)))
+    heard.ask("other")
+    while not heard.of("other", "done"):
+        heard.engine.step()
+    assert not heard.of("boom", "error"), "it is not waited for"
+    heard.run()
+    (error,) = heard.of("boom", "error")
+    assert (error["wrong"], error["param"]) == (True, "messages")
+    assert error["message"] == "The chat template took longer than 1 seconds of a processor for this conversation."
+    heard.ask("again")
+    heard.run()
+    assert heard.of("again", "done")

@@ -39,7 +39,7 @@ MARKUP = r"<[^<>\n]{1,60}>|\[/?[A-Z_]{2,40}\]"
 """What a base that does not declare its special tokens may still mean as one."""
 _CHOICE = (
     "Learn the last answer alone (training.train_on = 'last_assistant'), or give this message weight 0 and end a line of its "
-    "own with it"
+    "own with it, as `ft data convert --each-answer` does for every answer"
 )
 
 

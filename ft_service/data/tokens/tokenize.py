@@ -29,7 +29,7 @@ from ft_service.data.tokens.marked import Span
 from ft_service.data.tokens.proof import Proof, SampleText
 from ft_service.data.tokens.render import render, writes_date
 from ft_service.data.tokens.sample import Tokens
-from ft_service.data.tokens.straddling import Joined, as_prompted
+from ft_service.data.tokens.straddling import Joined, as_prompted, require_prompted
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.training_set.split import Split, split_off
 from ft_service.errors import DataError, SpecError
@@ -246,6 +246,7 @@ def proven(
 ) -> Tokens | Fault:
     """A sample's tokens, or why they may not be learned."""
     try:
+        require_prompted(sample.text, sample.spans, encoding)
         return proof.require(sample, _masked(sample, encoding))
     except LineError as error:
         return Fault(number, error.field, error.reason)

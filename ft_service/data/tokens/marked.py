@@ -401,7 +401,7 @@ def _opened(asked: str, agreed: int, head: str, rest: str, thought: str, index: 
             if agreed < len(asked) and head.lstrip().startswith(opening):
                 head = head.lstrip().removeprefix(opening)
             if closing not in head:
-                head = f"{thought}\n{closing}\n\n{head}"
+                head = f"{thought}\n{closing}\n\n{head.lstrip()}"
             elif thought and thought not in head:
                 raise LineError(
                     f"messages.{index}.reasoning_content",

@@ -161,6 +161,7 @@ class Endings:
         self.tokens = _tokens_in_text(added)
         """What matches special tokens in a text, and what looks like one."""
         self._ids = tokenizer.convert_tokens_to_ids
+        self._followed = lru_cache(maxsize=2)(self._next_turn)
         self.usual = self._usual()
         """What the template writes behind an answer's words where the conversation ends with it, and what is learned of that.
         None: it writes no such conversation."""
@@ -183,7 +184,7 @@ class Endings:
 
     def ended(self, text: str, message: Message) -> str:
         """A text, with the token that begins the next turn where nothing else ends it and the base stops by that (GLM's do)."""
-        return text if text.rstrip().endswith(self._turns) else text + self._next_turn(calls="tool_calls" in message)
+        return text if text.rstrip().endswith(self._turns) else text + self._followed(calls="tool_calls" in message)
 
     def _usual(self) -> tuple[str, str] | None:
         answer = {"role": "assistant", "content": _ANSWERED}
@@ -195,15 +196,6 @@ class Endings:
         return (tail, self.ending(tail, answer)) if found else None
 
     def _next_turn(self, *, calls: bool) -> str:
-        if calls not in self._next:
-            self._next[calls] = self._token_of_next_turn(calls=calls)
-        return self._next[calls]
-
-    @property
-    def _next(self) -> dict[bool, str]:
-        return self.__dict__.setdefault("_next_turns", {})
-
-    def _token_of_next_turn(self, *, calls: bool) -> str:
         """The token that the turn behind an answer begins with; empty: none at which the base stops. `calls`: the answer calls
         a tool."""
         call = {"id": "ftcallone", "type": "function", "function": {"name": _ANSWERED, "arguments": {}}}

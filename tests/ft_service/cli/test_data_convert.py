@@ -8,7 +8,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from ft_service.cli import app
+from ft_service.cli.app import app
 
 
 def test_each_answer_becomes_the_end_of_a_line_of_its_own_and_is_learned_alone(tmp_path: Path) -> None:

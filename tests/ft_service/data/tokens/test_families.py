@@ -452,6 +452,29 @@ def test_the_last_answer_alone_is_learned_of_whatever_the_template_takes(bases: 
     assert base(text[:begin], add_special_tokens=False)["input_ids"] == as_asked(base, line_of(messages), 3)
 
 
+@pytest.mark.parametrize(("family", "end"), [("deepseek r1", END), ("minimax m2", "[e~["), ("nemotron 3", "<|im_end|>")])
+def test_a_thought_may_stand_in_the_content(bases: Bases, family: str, end: str) -> None:
+    """Data that was made by such models has it there; the prompt opens it, and some templates drop it."""
+    thinks = {"role": "assistant", "content": "<think>\ntwo twos\n</think>\n\n4"}
+    (answer,) = learned(bases(family), [TWO, thinks])
+    assert answer.split("</think>") == ["two twos\n", answer.split("</think>")[1]]
+    assert answer.split("</think>")[1].lstrip() == "4" + end
+    assert answer.count("\n") <= 4
+
+
+def test_a_prompt_that_opens_a_thought_which_the_answer_closes_without_opening_it(bases: Bases) -> None:
+    """GLM's from 4.7 on."""
+    base = copy.deepcopy(bases("qwen 2.5"))
+    base.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% if m.reasoning_content %}<think>"
+        "{{ m.reasoning_content }}{% endif %}</think>{% endif %}{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
+    )
+    assert learned(base, CASES["single"]) == ["</think>4<|im_end|>"]
+    assert learned(base, CASES["thinking"]) == ["two twos</think>4<|im_end|>"]
+    assert isinstance(learned(base, CASES["many"]), str)
+
+
 def test_a_thought_that_the_prompt_has_closed_is_refused(bases: Bases) -> None:
     """A template that writes thoughts, and a generation prompt without one."""
     base = copy.deepcopy(bases("qwen 3"))

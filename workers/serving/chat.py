@@ -27,7 +27,7 @@ _WORDS = "ft_words"
 _TEMPLATE = "chat_template.jinja"
 """Of an adapter's folder: the chat template that its job learned by, where that is a file of its own."""
 _TEMPLATES = 8
-"""Chat templates whose processes are kept."""
+"""Chat templates of jobs whose processes are kept."""
 
 
 class Chats:
@@ -35,7 +35,9 @@ class Chats:
 
     def __init__(self, path: str) -> None:
         """Raises SpecError for a base without a usable tokenizer."""
-        self._by = lru_cache(maxsize=_TEMPLATES)(partial(Chat, path, load_tokenizer(path)))
+        of_base = partial(Chat, path, load_tokenizer(path))
+        self._own = lru_cache(maxsize=1)(of_base)  # apart, so that no number of others takes its place
+        self._by = lru_cache(maxsize=_TEMPLATES)(of_base)
 
     def of(self, adapter: str | None) -> Chat:
         """As the model that is the base with this adapter, a PEFT folder, was trained; None: the base. Raises SpecError."""
@@ -43,7 +45,7 @@ class Chats:
             template = (Path(adapter) / _TEMPLATE).read_text(encoding="utf-8") if adapter is not None else ""
         except OSError:
             template = ""
-        return self._by(template)
+        return self._by(template) if template else self._own()
 
 
 class Chat:
@@ -65,7 +67,7 @@ class Chat:
         self._path = Path(path)
         self._queue = ThreadPoolExecutor(1, "chat-template")
         self._known = self._queue.submit(self._ask_template)
-        self.token = lru_cache(maxsize=65536)(self._token)
+        self.token = lru_cache(maxsize=65536)(partial(_token, tokenizer))
 
     @property
     def calls(self) -> CallFormat | None:
@@ -100,10 +102,11 @@ class Chat:
         """Raises LineError."""
         return self._process.write(messages, tools, TokenOptions().day, prompt=prompt)
 
-    def _token(self, token: int) -> dict[str, Any]:
-        """A token as the wire's log-probabilities name it."""
-        text = self.tokenizer.decode([token])
-        return {"token": text, "bytes": None if "\ufffd" in text else list(text.encode())}
+
+def _token(tokenizer: Any, token: int) -> dict[str, Any]:
+    """A token as the wire's log-probabilities name it."""
+    text = tokenizer.decode([token])
+    return {"token": text, "bytes": None if "\ufffd" in text else list(text.encode())}
 
 
 def _ends(write: Write, tokenizer: Any, folder: Path) -> frozenset[int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ft_service.data.template_process import RenderLimits
-from ft_service.data.tokens.tokenize import load_tokenizer
 from ft_service.errors import SpecError
+from ft_service.host import processes
 from ft_service.spec import PrecisionOptions
 from ft_service.spec.templates import TEMPLATES
 from tests.support.bases import SAMPLE
@@ -32,8 +34,13 @@ def served() -> ServedModel:
 
 
 @pytest.fixture(scope="module")
-def chat() -> Chat:
-    return Chat(str(SAMPLE), load_tokenizer(str(SAMPLE)))
+def chats() -> Chats:
+    return Chats(str(SAMPLE))
+
+
+@pytest.fixture(scope="module")
+def chat(chats: Chats) -> Chat:
+    return chats.of(None)
 
 
 def prompt_of(chat: Chat, messages: list[Any]) -> list[int]:
@@ -55,9 +62,9 @@ def expected(chat: Chat) -> list[list[int]]:
 class Heard:
     """What an engine says, and the engine."""
 
-    def __init__(self, served: ServedModel) -> None:
+    def __init__(self, served: ServedModel, chats: Chats) -> None:
         self.said: list[dict[str, Any]] = []
-        self.engine = Engine(served, Chats(str(SAMPLE)), self.said.append)
+        self.engine = Engine(served, chats, self.said.append)
 
     def ask(self, name: str, messages: list[Any] = CHATS[0], **options: Any) -> None:
         """Ask, and wait until the prompt is rendered."""
@@ -77,8 +84,8 @@ class Heard:
 
 
 @pytest.fixture
-def heard(served: ServedModel) -> Heard:
-    return Heard(served)
+def heard(served: ServedModel, chats: Chats) -> Heard:
+    return Heard(served, chats)
 
 
 def test_answers_that_come_and_go_are_those_of_generate(
@@ -177,28 +184,42 @@ def test_a_tuned_model_is_talked_to_by_the_template_of_its_job(tmp_path: Path) -
     tuned = chats.of(str(adapter))
     assert tuned.prompt(asked, []).result() == f"<|user|>\n2+2?{tuned.tokenizer.eos_token}\n<|assistant|>\n"
     assert chats.of(str(adapter)) is tuned, "compiled once"
+    pid = tuned._process.pid
+    assert pid is not None
+    process = processes.of(pid)
+    for number in range(chat_module._TEMPLATES):
+        other = tmp_path / f"other {number}"
+        other.mkdir()
+        (other / "chat_template.jinja").write_text(f"{{{{ messages[0].content }}}} {number}")
+        chats.of(str(other))
+    del tuned
+    assert not processes.is_alive(process), "only those that were used last are kept"
     for without in (None, str(plain)):
         with pytest.raises(SpecError, match="has no chat template"):
             chats.of(without)
 
 
 def test_a_template_that_hangs_costs_its_own_request_and_nobody_waits_for_it(
-    heard: Heard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    heard: Heard, chats: Chats, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job's own template may behave in every line of its data, and not in a chat."""
-    monkeypatch.setattr(chat_module, "LIMITS", RenderLimits(seconds=1.0))
+    monkeypatch.setattr(chat_module, "LIMITS", RenderLimits(seconds=300.0))
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     template = f"{{% if messages[0].content == 'boom' %}}{loops}{{% endif %}}{{{{ messages[0].content }}}}"
     (tmp_path / "chat_template.jinja").write_text(template)
     heard.engine.add(Request("boom", [{"role": "user", "content": "boom"}], adapter=str(tmp_path)))
+    chats.of(str(tmp_path))._known.result()
     heard.ask("other")
     while not heard.of("other", "done"):
         heard.engine.step()
     assert not heard.of("boom", "error"), "it is not waited for"
+    pid = chats.of(str(tmp_path))._process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGXCPU)  # as the kernel does at the limit
     heard.run()
     (error,) = heard.of("boom", "error")
     assert (error["wrong"], error["param"]) == (True, "messages")
-    assert error["message"] == "The chat template took longer than 1 seconds of a processor for this conversation."
+    assert error["message"] == "The chat template took longer than 300 seconds of a processor for this conversation."
     heard.ask("again")
     heard.run()
     assert heard.of("again", "done")

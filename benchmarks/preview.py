@@ -45,7 +45,8 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     compute, dtype = ("bf16", torch.bfloat16) if device.type == "cuda" else ("fp32", torch.float32)
     chats = Chats(str(options.model))
-    Chat.ends = property(lambda chat: frozenset())  # so that every answer has as many tokens
+    # So that every answer has as many tokens.
+    Chat.ends = property(lambda chat: frozenset())  # pyright: ignore[reportAttributeAccessIssue]
     served = ServedModel(str(options.model), PrecisionOptions(compute=compute), device, None)
     stock: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
     stock.to(device)

@@ -6,6 +6,7 @@ makes it in the run directory, and the others wait for that.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -122,6 +123,10 @@ def tokenise(spec: JobSpec, file: DataFileRef, folder: Path) -> None:
         report = examiner.examine(asked)
     if (error := report.error("training_file", file.name)) is not None:
         raise DataError(error.message, code=error.code)
+    found = find(folder, tokens_key(spec.model.path, file.sha256, options, pairs=pairs))
+    if found is None:
+        raise OSError(errno.ENOSPC, "no room for its tokens", str(folder))
+    found.entry.close()
 
 
 def _together(work: Iterator[None]) -> None:

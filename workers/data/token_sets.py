@@ -9,9 +9,10 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -43,8 +44,11 @@ def job_samples(run: RunDir, spec: JobSpec) -> tuple[TokenSet, TokenSet]:
     Raises DataError on all ranks for a file that cannot be trained on, SpecError for a tokenizer that cannot be used.
     """
     pairs, length = spec.dpo is not None, spec.training.max_length
-    training, file = _samples(run, spec, spec.training_data), spec.validation_data
-    validation = None if file is None else _samples(run, spec, file)
+    file = spec.validation_data
+    with ThreadPoolExecutor(1, "tokenise") as beside, closing(Examiner(tokens=run.path(token_folder.IN_RUN))) as examiner:
+        make = partial(_made, beside, examiner, spec)
+        training = _samples(run, spec, spec.training_data, make)
+        validation = None if file is None else _samples(run, spec, file, make)
     if (split := Split.of(spec)) is not None:
         file = spec.training_data
         training, validation = split_off(training, split, file.name, pairs=pairs)
@@ -65,8 +69,8 @@ def remove_own(run: RunDir) -> None:
     shutil.rmtree(run.path(token_folder.IN_RUN), ignore_errors=True)
 
 
-def _samples(run: RunDir, spec: JobSpec, file: DataFileRef) -> TokenSet:
-    """All samples of a file, uncut."""
+def _samples(run: RunDir, spec: JobSpec, file: DataFileRef, make: Callable[[DataFileRef], Iterator[None]]) -> TokenSet:
+    """All samples of a file, uncut. `make`: tokenises it into the run directory."""
     pairs = spec.dpo is not None
     key = tokens_key(spec.model.path, file.sha256, TokenOptions.of(spec), pairs=pairs)
     shared = os.environ.get(token_folder.FOLDER)
@@ -78,7 +82,7 @@ def _samples(run: RunDir, spec: JobSpec, file: DataFileRef) -> TokenSet:
     samples = look()
     if not all(from_all(samples is not None)):
         makes = samples is None and _is_first_here()
-        _together(_made(run, spec, file) if makes else iter(()))
+        _together(make(file) if makes else iter(()))
         samples = samples or look()
     if not all(from_all(samples is not None)):
         raise OutsideError(f"{file.name}: its tokens are not on all ranks; they were written to {folders[-1]}.")
@@ -97,18 +101,17 @@ def _is_first_here() -> bool:
     return int(os.environ.get("LOCAL_RANK") or (0 if alone() else dist.get_rank())) == 0
 
 
-def _made(run: RunDir, spec: JobSpec, file: DataFileRef) -> Iterator[None]:
-    """Tokenise a file into the run directory; comes back now and then. Raises FtError, OSError."""
-    with ThreadPoolExecutor(1, "tokenise") as beside:
-        made = beside.submit(tokenise, spec, file, run.path(token_folder.IN_RUN))
-        while wait([made], BEAT_SECONDS).not_done:
-            yield
-        made.result()
+def _made(beside: ThreadPoolExecutor, examiner: Examiner, spec: JobSpec, file: DataFileRef) -> Iterator[None]:
+    """Tokenise a file; comes back now and then. Raises FtError, OSError."""
+    made = beside.submit(tokenise, spec, file, examiner)
+    while wait([made], BEAT_SECONDS).not_done:
+        yield
+    made.result()
 
 
-def tokenise(spec: JobSpec, file: DataFileRef, folder: Path) -> None:
-    """Have a file of a job tokenised into a folder of token sets, by a process that has limits around what chat template and
-    data may do. Raises DataError for data that cannot be trained on, SpecError, UnavailableError, OSError.
+def tokenise(spec: JobSpec, file: DataFileRef, examiner: Examiner) -> None:
+    """Have a file of a job tokenised into the folder of an examiner, which has limits around what chat template and data may
+    do. Raises DataError for data that cannot be trained on, SpecError, UnavailableError, OSError.
     """
     data = open_data(Path(file.path), file.files)
     gone = next((path for path in data.paths if not path.is_file()), None)
@@ -116,11 +119,11 @@ def tokenise(spec: JobSpec, file: DataFileRef, folder: Path) -> None:
         raise DataError(f"{file.name}: the file is gone from {gone}.", code="file_missing")
     if data.digest() != file.sha256:
         raise DataError(f"{file.name}: the file has changed since the job was submitted.", code="file_changed")
-    folder.mkdir(parents=True, exist_ok=True)
     options, pairs = TokenOptions.of(spec), spec.dpo is not None
-    with closing(Examiner(tokens=folder)) as examiner:
-        asked = examiner.request(file, Path(file.path), spec.model.path, spec.training.max_length, options, pairs=pairs)
-        report = examiner.examine(asked)
+    asked = examiner.request(file, Path(file.path), spec.model.path, spec.training.max_length, options, pairs=pairs)
+    folder = Path(asked.tokens)
+    folder.mkdir(parents=True, exist_ok=True)
+    report = examiner.examine(asked)
     if (error := report.error("training_file", file.name)) is not None:
         raise DataError(error.message, code=error.code)
     found = find(folder, tokens_key(spec.model.path, file.sha256, options, pairs=pairs))

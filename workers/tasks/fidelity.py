@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ft_service.data.examiner import Examiner
 from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokens.keeping import find, tokens_key
 from ft_service.data.tokens.sample import Tokens
@@ -73,7 +74,8 @@ def _data(spec: JobSpec, file: DataFileRef) -> TokenSet:
     pairs, split = spec.dpo is not None, Split.of(spec)
     key = tokens_key(spec.model.path, file.sha256, TokenOptions.of(spec), pairs=pairs)
     with TemporaryDirectory(prefix="ft-") as folder:
-        tokenise(spec, file, Path(folder))
+        with closing(Examiner(tokens=Path(folder))) as examiner:
+            tokenise(spec, file, examiner)
         found = find(Path(folder), key)
         assert found is not None, "it was made"
         with closing(found.entry):

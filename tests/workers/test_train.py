@@ -116,7 +116,7 @@ def test_training_lowers_the_loss(finished: RunDir) -> None:
 def attempt_with_tokens(rank: int, world: int, root: str, attempt: int, tokens: str) -> Outcome:
     """An attempt on a rank that has the service's tokens and no tokenizer."""
     refuse = AssertionError("no rank tokenises")
-    with patch.dict(os.environ, {FOLDER: tokens}), patch("workers.data.token_sets.load_tokenizer", side_effect=refuse):
+    with patch.dict(os.environ, {FOLDER: tokens}), patch("workers.data.token_sets.tokenise", side_effect=refuse):
         return attempt_on_rank(rank, world, root, attempt)
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -41,6 +41,7 @@ from ft_service.data.formats.columns import AS_THEY_ARE, Columns
 from ft_service.data.formats.reading import open_data
 from ft_service.data.formats.writing import line_of
 from ft_service.data.line_errors import Fault, LineError
+from ft_service.data.records import Chat
 from ft_service.data.samples import Page
 from ft_service.data.token_folder import folder_of
 from ft_service.data.token_options import TokenOptions
@@ -121,6 +122,9 @@ def convert(
         Path, typer.Argument(metavar="OUT", help="A new file; compressed if its name ends in .gz. - is the output.")
     ],
     as_chat: Annotated[bool, typer.Option("--chat", help="Make conversations of prompts with completions.")] = False,
+    each_answer: Annotated[
+        bool, typer.Option("--each-answer", help="Write a line for each learned answer of a conversation, which ends with it.")
+    ] = False,
     split: Split = "train",
     column: Column = [],  # noqa: B006 - typer makes a list of its own for each call
     as_json: Json = False,
@@ -129,12 +133,12 @@ def convert(
     fault."""
     data, columns = local_data(file, split), Columns(data_options(column).pairs)
     if str(out) == "-":
-        write_lines(data, sys.stdout, columns, as_chat=as_chat)
+        write_lines(data, sys.stdout, columns, as_chat=as_chat, each_answer=each_answer)
         return
     if out.exists():
         raise SpecError(f"{out} exists: name a new file.", param="out")
     with _written(out) as lines:
-        count = write_lines(data, lines, columns, as_chat=as_chat)
+        count = write_lines(data, lines, columns, as_chat=as_chat, each_answer=each_answer)
     if as_json:
         print_json({"lines": count, "path": str(out)})
     else:
@@ -154,19 +158,28 @@ def examined(data: LocalData, model: str, options: TokenOptions, max_length: int
     return refuse_faults(_faults_of(report, data))
 
 
-def write_lines(data: LocalData, out: IO[str], columns: Columns = AS_THEY_ARE, *, as_chat: bool = False) -> int:
-    """Write every record as a line of JSON; how many. Raises DataError for records at fault."""
-    findings = Findings()
+def write_lines(
+    data: LocalData, out: IO[str], columns: Columns = AS_THEY_ARE, *, as_chat: bool = False, each_answer: bool = False
+) -> int:
+    """Write every record as a line of JSON, or with `each_answer` each learned answer of a conversation; how many lines. Raises
+    DataError for records at fault.
+    """
+    findings, written = Findings(), 0
     with open_data(data.path, data.files, columns) as reader:
         for number, record in reader:
-            line = _line(number, record, as_chat)
-            if isinstance(line, Fault):
-                findings.fault(line)
-            else:
-                findings.examples += 1
-                out.write(json.dumps(line, ensure_ascii=False) + "\n")
+            lines = [_line(number, part, as_chat) for part in _parts(record, each_answer)]
+            if (fault := next((line for line in lines if isinstance(line, Fault)), None)) is not None:
+                findings.fault(fault)
+                continue
+            findings.examples += 1
+            written += len(lines)
+            out.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     refuse_faults(_faults_of(findings.report(reader.shape), data))
-    return findings.examples
+    return written
+
+
+def _parts(record: Any, each_answer: bool) -> Iterable[Any]:
+    return record.by_answers() if each_answer and isinstance(record, Chat) else (record,)
 
 
 @contextmanager

@@ -53,6 +53,7 @@ from ft_service.data.samples import Page, SamplePage, ShownSample
 from ft_service.data.statistics import Measure, Statistics
 from ft_service.data.token_folder import NOT_KEPT
 from ft_service.data.token_options import DEFAULT, TokenOptions
+from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.keeping import Recording, find, tokens_key, unkept
 from ft_service.data.tokens.limits import SampleLimits, TimeUp, go_first, held_memory, limit_memory
 from ft_service.data.tokens.render import writes_date
@@ -104,21 +105,33 @@ def answer(request: ExamineRequest, teller: Teller, whereabouts: Whereabouts) ->
     try:
         with whereabouts.at(Task.LOADING):
             tokenizer = _tokenizer(request.model_path, request.tokenizer, request.options.chat_template)
-        if request.show is not None:
-            with SampleLimits(whereabouts, request.render_seconds, request.memory_bytes) as limits:
-                return ExamineReply(page=_page(tokenizer, request, request.show, limits))
-        if request.measure is not None:
-            with SampleLimits(whereabouts, request.render_seconds, request.memory_bytes) as limits:
-                return ExamineReply(statistics=_measured(tokenizer, request, request.measure, teller, limits))
-        key = tokens_key(request.model_path, request.sha256, request.options, pairs=request.pairs)
-        keep = Keep(Path(request.tokens), key) if request.tokens else None
         with SampleLimits(whereabouts, request.render_seconds, request.memory_bytes) as limits:
+            _require_usable_template(tokenizer, limits)
+            if request.show is not None:
+                return ExamineReply(page=_page(tokenizer, request, request.show, limits))
+            if request.measure is not None:
+                return ExamineReply(statistics=_measured(tokenizer, request, request.measure, teller, limits))
+            key = tokens_key(request.model_path, request.sha256, request.options, pairs=request.pairs)
+            keep = Keep(Path(request.tokens), key) if request.tokens else None
             data = open_data(Path(request.path), request.files, request.options.columns)
             asked = (tokenizer, data, request.sha256, request.max_length, teller, limits, keep, request.options)
             report = examine(*asked, pairs=request.pairs)
     except (SpecError, DataError) as error:
         return ExamineReply(error=ErrorInfo(code=error.code, message=error.message, param=error.param))
     return ExamineReply(report=report)
+
+
+def _require_usable_template(tokenizer: PreTrainedTokenizerBase, limits: SampleLimits) -> None:
+    """Raises SpecError for a chat template that is not written as one, or exceeds a limit before there is a conversation."""
+    template = ChatTemplate.of(tokenizer)
+    if template is None:
+        return
+    try:
+        with limits.rendering(0):
+            template.require_usable()
+    except (TimeUp, MemoryError) as error:
+        limit = limits.time if isinstance(error, TimeUp) else f"{limits.memory} of memory"
+        raise SpecError(f"chat_template: reading it takes more than {limit}.", param="chat_template") from None
 
 
 def _page(tokenizer: PreTrainedTokenizerBase, request: ExamineRequest, page: Page, limits: SampleLimits) -> SamplePage:

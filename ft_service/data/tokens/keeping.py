@@ -25,7 +25,8 @@ from ft_service.data.data_file import PAIRING
 from ft_service.data.token_folder import entry_key
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.data.tokenizer_files import stops_of, tokenizer_files
-from ft_service.data.tokens.render import CLOCK, RENDERING
+from ft_service.data.tokens.chat_template import CLOCK
+from ft_service.data.tokens.render import RENDERING
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.stored import FORMAT, TokenSetWriter, open_token_set
 from ft_service.data.tokens.token_set import TokenSet

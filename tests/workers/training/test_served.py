@@ -45,7 +45,7 @@ def loss_by_peft(folder: Path, *, merged: bool) -> float:
         prompt, answer = (message["content"] for message in json.loads(line)["messages"])
         before = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
         begin = len(tokenizer(before, add_special_tokens=False)["input_ids"])
-        ids = torch.tensor(tokenizer(f"{before}{answer}<|im_end|>\n", add_special_tokens=False)["input_ids"])[None]
+        ids = torch.tensor(tokenizer(f"{before}{answer}<|im_end|>", add_special_tokens=False)["input_ids"])[None]
         with torch.no_grad():
             logits = model(input_ids=ids).logits[0, begin - 1 : -1]
         total += float(F.cross_entropy(logits, ids[0, begin:], reduction="sum"))

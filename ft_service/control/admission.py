@@ -142,11 +142,15 @@ class Door:
     read_base: Callable[[Path], BaseContents]
 
 
-def door_for(asked: Sequence[Asked], *, store: Store, settings: Settings, catalogue: Catalogue) -> Door:
-    """What they are checked against now. Raises UnavailableError if the store does not answer."""
+def door_for(
+    asked: Sequence[Asked], *, store: Store, settings: Settings, catalogue: Catalogue, announced: Sequence[File] = ()
+) -> Door:
+    """What they are checked against now. `announced`: files that they name and that are not here yet. Raises UnavailableError
+    if the store does not answer."""
     capacity = capacity_now(settings, store)
     machines = capacity.machines or (capacity.machine or this_host(),)
     files = store.find_files({file_id for one in asked for file_id in file_ids(one.request)})
+    files |= {file.id: file for file in announced}
     return Door(settings, capacity, machines, files, cache(catalogue.find), cache(trainable_contents))
 
 

@@ -6,10 +6,11 @@ or `~`, a folder.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -18,6 +19,7 @@ from ft_service.bases.catalogue import Catalogue
 from ft_service.data.answer_metrics import check_metrics
 from ft_service.data.formats.folders import dataset_files
 from ft_service.data.formats.reading import count_samples, open_data
+from ft_service.data.formats.recognise import may_hold_data
 from ft_service.errors import SpecError
 from ft_service.host.hardware import gpu_count
 from ft_service.local.parent import find_local
@@ -35,6 +37,7 @@ from ft_service.spec import (
     resolve,
 )
 from ft_service.spec.rates import COUNTED
+from ft_service.spec.request import SWEEP
 from ft_service.sweeps.asked import parse_sweep
 
 
@@ -74,6 +77,10 @@ class SpecFile:
         name = self.request.validation_file
         return None if name is None else self._existing("validation_file", name, "validation")
 
+    def with_model(self, name: str) -> SpecFile:
+        """The same SPEC on another model."""
+        return replace(self, body=self.body | {"model": name}, request=self.request.model_copy(update={"model": name}))
+
     @property
     def model_folder(self) -> Path | None:
         """The folder that `model` names; None: it is a name from the catalogue."""
@@ -92,24 +99,83 @@ class SpecFile:
         return (self.path.parent / Path(name).expanduser()).resolve()
 
 
-def load_spec_file(path: Path, *, sweep: bool = False) -> SpecFile:
-    """Read and validate. `sweep`: it is one of a sweep, and `request` that of its first job.
+def load_spec_file(path: Path, *, sweep: bool = False, options: Mapping[str, Any] = MappingProxyType({})) -> SpecFile:
+    """Read and validate. `sweep`: it is one of a sweep, and `request` that of its first job. `options`: dotted names and values
+    that go before those of the file. A data file instead of a SPEC is a SPEC that names nothing but its training_file.
 
     Raises SpecError naming file and line, or field, value and limit.
     """
-    if path.suffix == ".jsonl":
-        raise SpecError(f"{path} holds data, by its name: write a SPEC (YAML) that names it as training_file.")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise SpecError(f"{path} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise SpecError(f"{path} is not a text file in UTF-8.") from None
-    body = _with_prompts(_with_template(parse_yaml(text, str(path)), path.parent), path.parent)
+    if holds_data(path):
+        if "model" not in options:
+            raise SpecError(
+                f"{path} holds data, by its name: say which base it is for (--model M), or give a SPEC (YAML) that names both "
+                "as training_file and model.",
+                param="model",
+            )
+        read = {"training_file": path.name}
+    else:
+        read = _read(path)
+    body = _with_prompts(_with_template(_with_options(read, options), path.parent), path.parent)
     request = parse_sweep(body).jobs[0].request if sweep else parse_request(body)
     if request.evaluation is not None:
         check_metrics(request.evaluation.metrics)
     return SpecFile(path=path.absolute(), body=body, request=request)
+
+
+def holds_data(path: Path) -> bool:
+    """Whether a path that was given as a SPEC is one of data: a folder, or a file by its name. JSON may be either: what is a
+    list, or has a line for each record, is data."""
+    if path.is_dir():
+        return True
+    if path.suffix.lower() != ".json":
+        return may_hold_data(path.name)
+    try:
+        with path.open("rb") as file:
+            return file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    except OSError:
+        return False
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        raise SpecError(f"{path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise SpecError(f"{path} is not a text file in UTF-8.") from None
+
+
+def _with_options(body: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The body with options (dotted) in place of its own; `sweep.` is followed by the dotted name of what is tried. Raises
+    SpecError for a name that leads through something that is no group of options."""
+    body = dict(body)
+    for name, value in options.items():
+        *sections, last = name.split(".")
+        if sections[:1] == [SWEEP] and sections[:2] != [SWEEP, "halving"]:
+            sections, last = [SWEEP], name.partition(".")[2]
+        inner, place = body, ""
+        for section in sections:
+            place = f"{place}.{section}" if place else section
+            there = inner.get(section)
+            if there is not None and not isinstance(there, Mapping):
+                raise SpecError(f"{name}: {place} is {there!r:.80} here, and holds no options.", param=name)
+            inner[section] = inner = dict(there or {})
+        inner[last] = value
+    return body
+
+
+def parse_option(text: str) -> tuple[str, Any]:
+    """Name and value of `training.learning_rate=1e-4`, whose value is YAML. Raises SpecError."""
+    name, sign, value = text.partition("=")
+    name = name.strip()
+    if not sign or not all(name.split(".")):
+        example = "such as training.learning_rate=1e-4"
+        raise SpecError(f"--set {text!r:.120}: give an option by its dotted name and its value, {example}.", param="set")
+    try:
+        return name, yaml.load(value, Loader=_UniqueKeyLoader)
+    except yaml.YAMLError as error:
+        problem = str(getattr(error, "problem", None) or error).replace("'<stream end>'", "the end")
+        raise SpecError(f"--set {name}: {value!r:.80} is no value in YAML: {problem}.", param=name) from None
 
 
 def _with_template(body: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO, Annotated, Any, cast
+from typing import IO, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -185,12 +186,23 @@ def _faults_of(report: DataReport, data: LocalData) -> Any:
 
 
 @contextmanager
+def _compressed(path: Path) -> Iterator[IO[str]]:
+    """Without name and time, so that the same records are the same bytes, and a server that has them is seen to."""
+    with (
+        path.open("wb") as raw,
+        gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as packed,
+        io.TextIOWrapper(packed, encoding="utf-8") as lines,
+    ):
+        yield lines
+
+
+@contextmanager
 def _written(path: Path) -> Iterator[IO[str]]:
     """A new text file, compressed if its name says so; there only if the block ends well."""
     beside = path.with_name(f"{path.name}.part")
     try:
-        with gzip.open(beside, "wt", encoding="utf-8") if path.suffix == ".gz" else beside.open("w", encoding="utf-8") as lines:
-            yield cast(IO[str], lines)
+        with _compressed(beside) if path.suffix == ".gz" else beside.open("w", encoding="utf-8") as lines:
+            yield lines
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)

@@ -91,6 +91,29 @@ def choose(word: str, jobs: Sequence[RemoteJob], *, only_one: bool = False, fit:
     )
 
 
+def find_model(client: Client, word: str) -> str:
+    """The name of the model that a word means: a base or a tuned model by its name; or that of a job, which the word means as
+    in every command. Raises SpecError that tells what there is."""
+    try:
+        client.model(word)
+        return word
+    except NotFoundError as error:
+        unknown = error
+    jobs = client.jobs(SEARCHED)
+    if not is_tuned(word):
+        with contextlib.suppress(NotFoundError):
+            job = choose(word, jobs, fit=lambda job: job.fine_tuned_model is not None)
+            if job.fine_tuned_model is None:
+                message = f"model = {word!r}: job {job.id} ({job.status}) has no tuned model: wait until it has succeeded."
+                raise SpecError(message, param="model", code="model_not_found")
+            return job.fine_tuned_model
+    tuned = [job for job in jobs if job.fine_tuned_model is not None]
+    words = list(dict.fromkeys(job.suffix or job.id for job in tuned))
+    more = f" and {len(words) - _SHOWN} more" if len(words) > _SHOWN else ""
+    there = f" Jobs with tuned models: {', '.join(words[:_SHOWN])}{more}." if words else ""
+    raise SpecError(f"{unknown.message}{there}", param="model", code=unknown.code)
+
+
 @contextlib.contextmanager
 def reaching(word: str, *, only_one: bool = False, fit: Fit = _any) -> Iterator[tuple[Client, str]]:
     """A client of the server, and the id of the job that a word means."""

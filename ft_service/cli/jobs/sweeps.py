@@ -9,13 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from ft_service.cli.jobs.naming import LAST, PREFIX
-from ft_service.cli.jobs.submit import check_data, upload_spec
+from ft_service.cli.jobs.submit import accepted, check_data, uploaded
 from ft_service.cli.jobs.verbs import ask_to_remove
 from ft_service.cli.output import Json, complain, connect, is_terminal, local_time, print_json, print_table, sentence
+from ft_service.cli.spec_arguments import Changes, ModelName, Suffix, load_given
 from ft_service.client.answers import RemoteSweep, shown
 from ft_service.client.client import Client
 from ft_service.errors import NotFoundError, SpecError
-from ft_service.local.spec_file import load_spec_file
 from ft_service.sweeps.asked import values_text
 
 app = typer.Typer(help="Try several values of options: jobs under one id, of which those without hope are stopped early.")
@@ -38,16 +38,21 @@ Newest = Annotated[int, typer.Option("--limit", "-n", min=1, help="How many, the
 @app.command()
 def submit(
     spec: Annotated[Path, typer.Argument(metavar="SPEC", help="YAML file with `sweep`; its paths are relative to it.")],
+    model: ModelName = None,
+    suffix: Suffix = None,
+    changes: Changes = None,
     follow: Annotated[bool, typer.Option("--watch", help="Stay until it is over, and show what comes of it.")] = False,
     unchecked: Annotated[bool, typer.Option("--unchecked", help="Leave it to the server to check the data.")] = False,
     as_json: Json = False,
 ) -> int:
     """Check a SPEC with its sweep and its data, upload the files once and create all jobs."""
-    loaded = load_spec_file(spec, sweep=True)
+    loaded = load_given(spec, changes, model, suffix, sweep=True)
     with connect() as client:
+        loaded = accepted(client, loaded)
         if not unchecked:
             check_data(client, loaded)
-        sweep = client.create_sweep(upload_spec(client, loaded))
+        with uploaded(client, loaded) as body:
+            sweep = client.create_sweep(body)
         if follow:
             return _watch(client, sweep, as_json)
     if as_json:

@@ -69,6 +69,9 @@ class StubServer:
     files: list[dict[str, Any]] = field(default_factory=list)
     """Newest first; an upload does not add to it."""
     uploads: list[tuple[str, bytes]] = field(default_factory=list)
+    checked: list[dict[str, Any]] = field(default_factory=list)
+    refusal: httpx2.Response | None = None
+    """What is answered to the check and to the creation of a job, if it is refused."""
     created: list[dict[str, Any]] = field(default_factory=list)
     requests: list[httpx2.Request] = field(default_factory=list)
     on_read: Callable[[int], None] = lambda count: None
@@ -87,13 +90,17 @@ class StubServer:
             return self._upload(request)
         if (request.method, path) == ("POST", "/fine_tuning/jobs"):
             self.created.append(json.loads(request.read()))
-            return self._add("queued")
+            return self.refusal or self._add("queued")
+        if path == "/fine_tuning/check":
+            self.checked.append(json.loads(request.read()))
+            return self.refusal or httpx2.Response(200, json={"accepted": True, "jobs": 1})
         if path == "/sign_in_links":
             return httpx2.Response(200, json={"path": "/sign-in?link=once"})
         if path == "/fine_tuning/jobs":
             return page(request, list(self.jobs.values())[::-1])
         if path == "/files":
-            return page(request, self.files)
+            digest = request.url.params.get("sha256")
+            return page(request, [file for file in self.files if digest in (None, file.get("sha256"))])
         if path.startswith("/files/"):
             return self._file(request, path.removeprefix("/files/"))
         if request.method == "DELETE" and path.startswith("/models/"):

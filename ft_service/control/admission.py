@@ -25,6 +25,7 @@ from ft_service.ids import new_id
 from ft_service.jobs.line import Shape
 from ft_service.jobs.states import Job, State
 from ft_service.plan.admit import admit_on, trainable_contents
+from ft_service.plan.lengths import Lengths
 from ft_service.plan.machines import Machine, this_host
 from ft_service.settings import Settings
 from ft_service.spec import (
@@ -179,7 +180,7 @@ def new_job(asked: Asked, door: Door) -> NewJob | Exception:
     try:
         resolved = resolve_asked(asked, door)
         size = door.files[asked.request.training_file].bytes
-        admitted = admit_on(door.machines, resolved, size, door.read_base)
+        admitted = admit_on(door.machines, resolved, Lengths.of_size(size), door.read_base)
         spec, told = admitted.spec, [NewEvent(level=level, message=message) for level, message in admitted.told]
     except Exception as error:
         return error

@@ -10,13 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from pydantic import ValidationError
+
 from ft_service.ids import new_id
 from ft_service.jobs.states import Job, Level
+from ft_service.plan.choose import COMPILE, FITTED, FORMAT, is_open, value_of
 from ft_service.rundir.checkpoints import CHECKPOINT_NAME
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Result
 from ft_service.rundir.events import Event, read_segments
 from ft_service.rundir.file_digest import FileDigest
+from ft_service.spec import JobSpec, StoredSpec
 from ft_service.storage.locations import Places
 from ft_service.store.records import Checkpoint, File, NewEvent
 from ft_service.sweeps.course import Course
@@ -45,7 +49,9 @@ def read_report(run: RunDir, job: Job, now: float) -> Intake:
     lines = [((seq, line), event) for seq, events in segments for line, event in enumerate(events)]
     reported = [event for _, event in lines]
     return Intake(
-        job=replace(_on_course(_measured(job, reported, now), reported), ingested=segments[-1][0]) if segments else job,
+        job=replace(_settled(_on_course(_measured(job, reported, now), reported), reported), ingested=segments[-1][0])
+        if segments
+        else job,
         events=[_new_event(source, event) for source, event in lines],
         checkpoints=[found for _, event in lines if (found := _checkpoint(job, event)) is not None],
         more=len(segments) == SEGMENTS_PER_PASS,
@@ -65,6 +71,27 @@ def _measured(job: Job, events: Sequence[Event], now: float) -> Job:
         return job
     left = max(0, steps[-1].total_steps - steps[-1].step) * median(seconds)
     return replace(job, left_seconds=left, ends_at=now + left)
+
+
+def _settled(job: Job, events: Sequence[Event]) -> Job:
+    """The job with what its ranks have chosen where its spec says "auto": they know best, and it is what was used."""
+    found = next((event.settled for event in reversed(events) if event.settled), None)
+    if found is None:
+        return job
+    spec = job.spec
+    open_ones = [option for option in (*FITTED, COMPILE) if option in spec.chosen or is_open(spec, option)]
+    taken = {option: found[option] for option in open_ones if option in found and option != FORMAT}
+    if all(value_of(spec, option) == one.value and spec.chosen.get(option) == one.why for option, one in taken.items()):
+        return job
+    used = spec.model_dump(mode="json")
+    for option, one in taken.items():
+        section, name = option.split(".")
+        used[section][name] = one.value
+        used["chosen"][option] = one.why
+    try:
+        return replace(job, stored_spec=StoredSpec.of(JobSpec.model_validate(used)))
+    except ValidationError:  # a worker wrote what no option can be
+        return job
 
 
 def _on_course(job: Job, events: Sequence[Event]) -> Job:

@@ -1,7 +1,7 @@
 """SPEC files: the body of a create request as YAML, with paths where REST has file ids.
 
 Paths are relative to the SPEC file. `model` is a name from the catalogue, a tuned model's name or, when it starts with `.`, `/`
-or `~`, a folder.
+or `~`, a folder. A job of this host names its tuned model too: by its id, the beginning of it, its suffix, or `last`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ft_service.data.formats.reading import count_samples, open_data
 from ft_service.data.formats.recognise import may_hold_data
 from ft_service.errors import SpecError
 from ft_service.host.hardware import gpu_count
-from ft_service.local.parent import find_local
+from ft_service.local.parent import find_local, name_of_local
 from ft_service.settings import Settings
 from ft_service.spec import (
     AdapterRef,
@@ -236,7 +236,13 @@ def _model(spec: SpecFile, settings: Settings, to_train: bool) -> tuple[JobReque
     if folder is not None:
         return request, Catalogue([folder.parent]).find(folder.name, to_train=to_train).ref(), None
     if not is_tuned(request.model):
-        return request, Catalogue.from_settings(settings).find(request.model, to_train=to_train).ref(), None
+        try:
+            return request, Catalogue.from_settings(settings).find(request.model, to_train=to_train).ref(), None
+        except SpecError:
+            tuned = name_of_local(request.model, settings)
+            if tuned is None:
+                raise
+            request = request.model_copy(update={"model": tuned})
     before, parent = find_local(request.model, settings)
     there = Path(before.model.path).is_dir()
     base = before.model if there else Catalogue.from_settings(settings).find(before.model.name).ref()

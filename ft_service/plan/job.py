@@ -172,7 +172,7 @@ def _plan(base: BaseShape, spec: JobSpec, machine: Machine, lengths: Lengths | N
         **vars(most),
         likely=cost(planned_micro_batches(spec, layout, mean)) if mean else None,
         fits=None if memory is None else most.rank.total <= memory,
-        chosen=sentences(spec),
+        chosen=tuple(sentences(spec).values()),
         changes=(),
         hints=(),
         warnings=tuple(_warnings(base, spec, layout, adapters)),

@@ -137,9 +137,9 @@ def keep_choices(spec: JobSpec, before: JobSpec) -> JobSpec:
     return spec.model_copy(update={"chosen": kept, **pinned})
 
 
-def sentences(spec: JobSpec) -> tuple[str, ...]:
-    """What was chosen in a spec, a sentence each."""
-    return tuple(_sentence(spec, option) for option in spec.chosen)
+def sentences(spec: JobSpec) -> dict[str, str]:
+    """What was chosen in a spec: option → a sentence."""
+    return {option: _sentence(spec, option) for option in spec.chosen}
 
 
 def _sentence(spec: JobSpec, option: str) -> str:

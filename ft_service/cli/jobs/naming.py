@@ -13,12 +13,9 @@ from ft_service.client.answers import RemoteJob
 from ft_service.client.client import Client
 from ft_service.errors import FtError, NotFoundError, SpecError
 from ft_service.ids import new_id
+from ft_service.local.parent import LAST, PREFIX, SEARCHED
 from ft_service.spec import TunedName, is_tuned
 
-LAST = "last"
-PREFIX = "ftjob-"
-SEARCHED = 1000
-"""Newest jobs among which a word is looked up."""
 _SHOWN = 5
 _WHOLE = len(new_id(PREFIX))
 _SHORT = 8

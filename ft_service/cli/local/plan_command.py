@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,10 +12,11 @@ import typer
 from ft_service.cli.local.data import DataFound, examine_data
 from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import Json, print_fields, print_json, print_table
+from ft_service.cli.spec_arguments import Changes, ModelName, SpecOrData, load_given
 from ft_service.errors import SpecError
 from ft_service.host.hardware import gpu_count
 from ft_service.ids import new_id
-from ft_service.local.spec_file import load_spec_file, resolve_spec_file
+from ft_service.local.spec_file import resolve_spec_file
 from ft_service.plan.job import Plan, bounded, plan_job, training_time
 from ft_service.plan.lengths import Lengths
 from ft_service.plan.machines import MACHINES, Machine, find_machine, this_host
@@ -49,7 +49,9 @@ def register(app: typer.Typer) -> None:
 
 
 def plan(
-    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="YAML file; its paths are relative to it.")],
+    spec: SpecOrData,
+    model: ModelName = None,
+    changes: Changes = None,
     hardware: HardwareName = None,
     memory: Memory = None,
     as_json: Json = False,
@@ -59,7 +61,7 @@ def plan(
     if memory is not None:
         machine = replace(machine, memory=parse_size(memory))
     settings = settings_with_models()
-    resolved = resolve_spec_file(load_spec_file(spec), settings, job_id=new_id("ftjob-"), seed=0, to_train=False)
+    resolved = resolve_spec_file(load_given(spec, changes, model), settings, job_id=new_id("ftjob-"), seed=0, to_train=False)
     resolved = bounded(resolved)
     plan_job(resolved, machine, to_train=False)  # a base that cannot be used is told of before the data is read
     data = examine_data(resolved, settings, lambda sentence: print(sentence, file=sys.stderr), need_counts=False)

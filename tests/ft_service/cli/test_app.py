@@ -16,6 +16,7 @@ from ft_service import __version__
 from ft_service.cli.app import app
 from ft_service.cli.commands import ENTRIES, load
 from tests.support.command_line import Ft
+from tests.support.run_directories import finished_run
 
 COMMANDS = {
     "data",
@@ -156,7 +157,7 @@ def test_help_is_in_plain_words(ft: Ft) -> None:
     said = {piece for name in ENTRIES for piece in walk(load(name))}
     assert {"SPEC", "[MESSAGE]", "ORG/NAME[@REVISION]", "NUMBER", "PATH", "TEXT", "SCOPE"} <= said
     assert sorted(piece for piece in said if re.search("[<>{}]|range", piece)) == []
-    assert "Usage: ft submit [OPTIONS] SPEC " in ft("submit", "-h").out
+    assert "Usage: ft submit [OPTIONS] SPEC|DATA " in ft("submit", "-h").out
 
 
 def test_without_the_web_packages_serve_says_what_to_install(ft: Ft, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,3 +181,11 @@ class _Hide:
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name.split(".")[0] == self.name:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def test_an_adapter_is_verified_by_its_job_s_name_too(ft: Ft, tmp_path: Path, home: Path) -> None:
+    (home / "runs").mkdir(parents=True)
+    finished_run(tmp_path).root.rename(home / "runs/ftjob-1")
+    ended = ft("verify", "ftjob-1", "--json")
+    assert (ended.code, json.loads(ended.out)["ok"]) == (0, True)
+    assert "There is no file or folder a/b" in ft("verify", "a/b").err

@@ -17,7 +17,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from ft_service.cli.jobs.naming import find_job
-from ft_service.cli.output import Json, connect, print_json, sentence
+from ft_service.cli.output import Json, connect, print_json, tell
 from ft_service.client.client import Client
 from ft_service.errors import FtError, NotFoundError, SpecError
 from ft_service.spec import is_tuned
@@ -116,7 +116,7 @@ class Talk:
     def hold(self) -> None:
         """Ask what is typed, until the end."""
         names = " and ".join(partner.model for partner in self._partners)
-        print(sentence(f"Talking to {names}. {_NEW} begins anew, Ctrl-C ends an answer, {_BYE[0]} or Ctrl-D leaves."))
+        tell(f"Talking to {names}. {_NEW} begins anew, Ctrl-C ends an answer, {_BYE[0]} or Ctrl-D leaves.")
         with suppress(ImportError):  # where there is one, what is typed can be edited and called back
             importlib.import_module("readline")
         while True:

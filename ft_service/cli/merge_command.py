@@ -16,7 +16,7 @@ import typer
 from ft_service.bases.catalogue import Catalogue
 from ft_service.cli.jobs.naming import find_job
 from ft_service.cli.local_store import settings_with_models
-from ft_service.cli.output import Json, connect, load_settings, print_fields, print_json, say
+from ft_service.cli.output import Json, connect, load_settings, print_fields, print_json, say, tell
 from ft_service.errors import FtError, SpecError
 from ft_service.rundir.manifest import MANIFEST, spec_beside
 from ft_service.rundir.verify import CONFIG, read_manifest, verify
@@ -127,4 +127,4 @@ def shown_losses(report: dict[str, Any]) -> list[tuple[str, str | None]]:
 
 def _show(report: dict[str, Any], out: Path) -> None:
     print_fields(shown_losses(report))
-    print(f"The merged model is in {out}")
+    tell(f"The merged model is in {out}")

@@ -35,9 +35,10 @@ def load_given(
     model: str | None = None,
     suffix: str | None = None,
     *,
-    sweep: bool = False,
+    sweep: bool | None = False,
 ) -> SpecFile:
-    """The SPEC with what the command line says. Raises SpecError as `load_spec_file`, and for an option given twice."""
+    """The SPEC with what the command line says. `sweep`: as for `load_spec_file`. Raises SpecError as that does, and for an
+    option given twice."""
     options: dict[str, Any] = {name: value for name, value in (("model", model), ("suffix", suffix)) if value is not None}
     for text in changes or ():
         name, value = parse_option(text)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ft_service.cli.merge_command import find_adapter
-from ft_service.cli.output import Json, print_fields, print_json
+from ft_service.cli.output import Json, print_fields, print_json, tell
 from ft_service.data.line_errors import counted
 from ft_service.errors import SpecError
 from ft_service.rundir.verify import VerifyReport, verify
@@ -73,6 +73,6 @@ def _show(report: VerifyReport) -> None:
             ]
         )
     for fault in report.faults:
-        print(f"differs: {fault}")
+        tell(f"differs: {fault}")
     same = "is whole" if report.kind == "model" else "is unchanged since it was written"
-    print(f"{report.path}: {'differs from what was written' if report.faults else same} (checked: {', '.join(report.checked)})")
+    tell(f"{report.path}: {'differs from what was written' if report.faults else same} (checked: {', '.join(report.checked)})")

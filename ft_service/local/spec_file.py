@@ -38,7 +38,7 @@ from ft_service.spec import (
 )
 from ft_service.spec.rates import COUNTED
 from ft_service.spec.request import SWEEP
-from ft_service.sweeps.asked import parse_sweep
+from ft_service.sweeps.asked import AskedSweep, parse_sweep
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,8 @@ class SpecFile:
     body: dict[str, Any]
     """As written, but for a chat template, which is its text, and the prompts of a file, which stand in it."""
     request: JobRequest
+    sweep: AskedSweep | None = None
+    """What a sweep tries, of which `request` is the first job's; None: it is one job."""
 
     @property
     def training_file(self) -> LocalData:
@@ -99,9 +101,9 @@ class SpecFile:
         return (self.path.parent / Path(name).expanduser()).resolve()
 
 
-def load_spec_file(path: Path, *, sweep: bool = False, options: Mapping[str, Any] = MappingProxyType({})) -> SpecFile:
-    """Read and validate. `sweep`: it is one of a sweep, and `request` that of its first job. `options`: dotted names and values
-    that go before those of the file. A data file instead of a SPEC is a SPEC that names nothing but its training_file.
+def load_spec_file(path: Path, *, sweep: bool | None = False, options: Mapping[str, Any] = MappingProxyType({})) -> SpecFile:
+    """Read and validate. `sweep`: it is one of a sweep; None: it may be. `options`: dotted names and values that go before
+    those of the file. A data file instead of a SPEC is a SPEC that names nothing but its training_file.
 
     Raises SpecError naming file and line, or field, value and limit.
     """
@@ -116,10 +118,11 @@ def load_spec_file(path: Path, *, sweep: bool = False, options: Mapping[str, Any
     else:
         read = _read(path)
     body = _with_prompts(_with_template(_with_options(read, options), path.parent), path.parent)
-    request = parse_sweep(body).jobs[0].request if sweep else parse_request(body)
+    asked = parse_sweep(body) if sweep or (sweep is None and SWEEP in body) else None
+    request = asked.jobs[0].request if asked else parse_request(body)
     if request.evaluation is not None:
         check_metrics(request.evaluation.metrics)
-    return SpecFile(path=path.absolute(), body=body, request=request)
+    return SpecFile(path=path.absolute(), body=body, request=request, sweep=asked)
 
 
 def holds_data(path: Path) -> bool:
@@ -206,22 +209,28 @@ def _with_prompts(body: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {**body, "evaluation": {**given, "prompts": prompts}}
 
 
-def resolve_spec_file(spec: SpecFile, settings: Settings, *, job_id: str, seed: int, to_train: bool = True) -> JobSpec:
+def resolve_spec_file(
+    spec: SpecFile, settings: Settings, *, job_id: str, seed: int, to_train: bool = True, like: JobSpec | None = None
+) -> JobSpec:
     """What a worker on this host trains on: model and data files found. `seed`: for a SPEC without one. `to_train` False: of
-    the base config.json is enough.
+    the base config.json is enough. `like`: another job on the same files, which are not read again.
 
     Raises SpecError for a model or file that is not there; a tuned model must have been trained in this FT_HOME.
     """
     request, model, parent = _model(spec, settings, to_train)
     validation = spec.validation_file
     training = spec.training_file
+    if like is None:
+        training_data, validation_data = training.ref(), validation.ref() if validation else None
+    else:
+        training_data, validation_data = like.training_data, like.validation_data
     return resolve(
         request,
         job_id=job_id,
         organization=settings.organization,
         model=model,
-        training_data=training.ref(),
-        validation_data=validation.ref() if validation else None,
+        training_data=training_data,
+        validation_data=validation_data,
         seed=seed,
         gpus=gpu_count(),
         parent=parent,

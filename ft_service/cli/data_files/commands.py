@@ -33,12 +33,12 @@ from ft_service.cli.data_files.colours import show_page
 from ft_service.cli.data_files.stats import stats
 from ft_service.cli.local.data import refuse_faults
 from ft_service.cli.local_store import settings_with_models
-from ft_service.cli.output import Json, print_json
+from ft_service.cli.output import Json, print_json, say, tell
 from ft_service.data.data_file import DataReport, Findings, check_lines
 from ft_service.data.examiner import Examiner
 from ft_service.data.formats.reading import open_data
 from ft_service.data.formats.writing import line_of
-from ft_service.data.line_errors import Fault, LineError
+from ft_service.data.line_errors import Fault, LineError, counted
 from ft_service.data.samples import Page
 from ft_service.data.token_folder import folder_of
 from ft_service.data.token_options import TokenOptions
@@ -75,10 +75,11 @@ def check(
         print_json(asdict(report))
         return
     kind = report.shape or "OpenAI chat (messages) in JSON lines"
-    print(f"{data.path.name}: {kind}; {report.examples:,} {report.word}s, all of them fine.")
+    fine = "and it is fine" if report.examples == 1 else "all of them fine"
+    tell(f"{data.path.name}: {kind}; {counted(report.examples, report.word)}, {fine}.")
     for level, message in report.messages(data.path.name, max_length):
         if not report.shape or report.shape not in message:
-            print(message if level == "info" else f"Warning: {message}")
+            tell(message if level == "info" else f"Warning: {message}")
 
 
 @app.command()
@@ -130,7 +131,7 @@ def convert(
     if as_json:
         print_json({"lines": count, "path": str(out)})
     else:
-        print(f"{count:,} lines in {out}")
+        tell(f"{count:,} lines in {out}")
 
 
 def examined(data: LocalData, model: str, options: TokenOptions, max_length: int) -> DataReport:
@@ -140,7 +141,7 @@ def examined(data: LocalData, model: str, options: TokenOptions, max_length: int
         found.look()
         pairs = found.shape.format is not None and found.shape.format.is_pairs
         request = examiner.request(data.ref(), data.path, base_folder(model), max_length, options, pairs=pairs)
-        report = examiner.examine(request, lambda progress: print(progress.message("training_file"), file=sys.stderr))
+        report = examiner.examine(request, lambda progress: say(progress.message("training_file")))
     return refuse_faults(_faults_of(report, data))
 
 

@@ -16,7 +16,7 @@ from ft_service.cli.jobs.following import watch_job
 from ft_service.cli.jobs.naming import find_model
 from ft_service.cli.local.data import examine_data
 from ft_service.cli.local_store import settings_with_models
-from ft_service.cli.output import Json, connect, print_json, print_json_line, say
+from ft_service.cli.output import Json, connect, print_json, print_json_line, say, tell
 from ft_service.cli.spec_arguments import Changes, ModelName, SpecOrData, Suffix, load_given
 from ft_service.client.client import Client
 from ft_service.data.data_file import Param, check_lines
@@ -60,9 +60,9 @@ def submit(
         if as_json:
             print_json_line(job.model_dump()) if follow else print_json(job.model_dump())
         elif follow:
-            print(f"Created {job.id}.")
+            tell(f"Created {job.id}.")
         else:
-            print(f"Created {job.id}.\nWatch it: ft watch {job.id}")
+            tell(f"Created {job.id}.\nWatch it: ft watch {job.id}")
         return watch_job(client, job.id, as_json, told=told) if follow else 0
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from ft_service.cli.display import Display, display_for
 from ft_service.cli.local.data import examine_data
 from ft_service.cli.local_store import settings_with_models
-from ft_service.cli.output import Json, complain, print_json
+from ft_service.cli.output import Json, complain, print_json, tell
 from ft_service.cli.spec_arguments import Changes, ModelName, SpecOrData, Suffix, load_given
 from ft_service.control.tracking.door import refuse_without_server
 from ft_service.errors import SpecError
@@ -183,7 +183,7 @@ def _report(ended: Exit, folder: Path, spec: Path, as_json: bool) -> int:
     if as_json:
         print_json({**ended.model_dump(), "run_dir": str(folder)})
     elif ended.reason is ExitReason.SUCCEEDED:
-        print(f"The adapter is in {folder / 'adapter'}")
+        tell(f"The adapter is in {folder / 'adapter'}")
     elif ended.reason is ExitReason.STOPPED:
         print(f"Stopped at a checkpoint. To go on: ft run {spec} --run-dir {folder}", file=sys.stderr)
     else:

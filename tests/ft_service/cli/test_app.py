@@ -14,7 +14,7 @@ import typer.core
 
 from ft_service import __version__
 from ft_service.cli.app import app
-from ft_service.cli.commands import ENTRIES, load
+from ft_service.cli.commands import ENTRIES, NEEDED, load
 from tests.support.command_line import Ft
 from tests.support.run_directories import finished_run
 
@@ -60,7 +60,13 @@ COMMANDS = {
 
 
 def test_the_commands_are_exactly_these(ft: Ft) -> None:
-    listed = ft()
+    brief = ft()
+    assert brief.code == 0
+    assert len(brief.out.splitlines()) <= 24, "a screen"
+    assert set(NEEDED) < COMMANDS
+    assert all(re.search(rf"^  {name} +\w", brief.out, flags=re.MULTILINE) for name in NEEDED)
+    assert "ft --help" in brief.out
+    listed = ft("--help")
     assert listed.code == 0
     assert set(re.findall(r"^[│ ] *([a-z]+)  ", listed.out, flags=re.MULTILINE)) == COMMANDS
 

@@ -66,6 +66,8 @@ class StubServer:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     """The newest step first."""
     adapter: bytes = b""
+    logs: str = "rank 0 says hello\n"
+    bases: list[dict[str, Any]] = field(default_factory=lambda: [{"id": "tiny", "created": 0, "owned_by": "base"}])
     files: list[dict[str, Any]] = field(default_factory=list)
     """Newest first; an upload does not add to it."""
     uploads: list[tuple[str, bytes]] = field(default_factory=list)
@@ -114,7 +116,7 @@ class StubServer:
                 else error(404, f"model = {name!r}: there is no such base model.", code="model_not_found")
             )
         if path == "/models":
-            return httpx2.Response(200, json={"object": "list", "data": [{"id": "tiny", "created": 0, "owned_by": "base"}]})
+            return httpx2.Response(200, json={"object": "list", "data": self.bases})
         return self._job(request, *path.removeprefix("/fine_tuning/jobs/").partition("/")[::2])
 
     def _upload(self, request: httpx2.Request) -> httpx2.Response:
@@ -153,7 +155,7 @@ class StubServer:
             lines = [{"attempt": 1, "source": "rank 0 stdout", "line": line} for line in ("hello", "bye")]
             return httpx2.Response(200, text="".join(json.dumps(line) + "\n" for line in lines))
         if verb == "logs":
-            return httpx2.Response(200, text="rank 0 says hello\n")
+            return httpx2.Response(200, text=self.logs)
         if verb:
             self.jobs[job_id]["status"] = {"cancel": "cancelled", "pause": "paused", "resume": "queued"}[verb]
         else:

@@ -71,7 +71,7 @@ def complain(message: str, code: int) -> int:
 def spare_letters(*streams: TextIO) -> None:
     """Have streams print `?` for letters that their encoding has not, instead of ending in a traceback."""
     for stream in streams:
-        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="replace")
 
 

@@ -15,7 +15,7 @@ from api.routes.uploads import CompleteRequest, UploadRequest
 from api.routes.webhooks import RotateRequest, WebhookRequest, WebhookTest, WebhookUpdate
 from api.wire.export_views import ExportRequest
 from api.wire.job_views import ResumeBody
-from ft_service.control.dry_run import CheckRequest
+from ft_service.control.checks.dry_run import CheckRequest
 from ft_service.spec import JobOptions, JobRequest, Strict
 from ft_service.sweeps.asked import SweepRequest
 

@@ -90,7 +90,7 @@ ENTRIES: Mapping[str, Entry] = {
         "Write base + adapter as one model, without a GPU, and what that changes in validation loss.",
     ),
     "export": Entry("export_command", _MODELS, "Write a tuned model as another program reads it."),
-    "verify": Entry("verify_command", _MODELS, "Check an adapter's manifest, checksums and shapes."),
+    "verify": Entry("jobs.verifying", _MODELS, "Check an adapter's manifest, checksums and shapes."),
     "serve": Entry("serve", _SERVICE, "Serve the REST API and run jobs on this machine, until Ctrl-C."),
     "open": Entry(
         "serve",

@@ -12,8 +12,9 @@ from typing import Annotated, Any
 import typer
 
 from ft_service.cli.display import arriving
+from ft_service.cli.jobs.adapters import adapter_of_job, find_adapter
 from ft_service.cli.jobs.naming import find_job
-from ft_service.cli.merge_command import adapter_of_job, base_here, find_adapter, shown_losses
+from ft_service.cli.merge_command import base_here, shown_losses
 from ft_service.cli.output import Json, connect, print_fields, print_json, say, tell
 from ft_service.client.client import Client
 from ft_service.errors import FtError, SpecError

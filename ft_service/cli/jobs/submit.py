@@ -15,9 +15,9 @@ from ft_service.cli.data_files.commands import uploadable
 from ft_service.cli.jobs.following import watch_job
 from ft_service.cli.jobs.naming import find_model
 from ft_service.cli.local.data import examine_data
+from ft_service.cli.local.spec_arguments import Changes, ModelName, SpecOrData, Suffix, load_given
 from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import Json, connect, print_json, print_json_line, say, tell
-from ft_service.cli.spec_arguments import Changes, ModelName, SpecOrData, Suffix, load_given
 from ft_service.client.client import Client
 from ft_service.data.data_file import Param, check_lines
 from ft_service.data.examiner import ExaminerLost

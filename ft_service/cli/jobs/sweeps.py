@@ -11,8 +11,8 @@ import typer
 from ft_service.cli.jobs.naming import LAST, PREFIX
 from ft_service.cli.jobs.submit import accepted, check_data, uploaded
 from ft_service.cli.jobs.verbs import ask_to_remove
+from ft_service.cli.local.spec_arguments import Changes, ModelName, Suffix, load_given
 from ft_service.cli.output import Json, complain, connect, is_terminal, local_time, print_json, print_table, tell
-from ft_service.cli.spec_arguments import Changes, ModelName, Suffix, load_given
 from ft_service.client.answers import RemoteSweep, shown
 from ft_service.client.client import Client
 from ft_service.errors import NotFoundError, SpecError

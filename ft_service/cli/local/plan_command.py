@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from ft_service.cli.local.data import DataFound, examine_data
+from ft_service.cli.local.spec_arguments import Changes, ModelName, SpecOrData, load_given
 from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import Json, print_fields, print_json, print_table, say, tell
-from ft_service.cli.spec_arguments import Changes, ModelName, SpecOrData, load_given
 from ft_service.client.answers import shown
 from ft_service.errors import SpecError
 from ft_service.host.hardware import gpu_count

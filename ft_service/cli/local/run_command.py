@@ -16,9 +16,9 @@ from rich.console import Console
 
 from ft_service.cli.display import Display, display_for
 from ft_service.cli.local.data import examine_data
+from ft_service.cli.local.spec_arguments import Changes, ModelName, SpecOrData, Suffix, load_given
 from ft_service.cli.local_store import settings_with_models
 from ft_service.cli.output import Json, complain, print_json, tell
-from ft_service.cli.spec_arguments import Changes, ModelName, SpecOrData, Suffix, load_given
 from ft_service.control.tracking.door import refuse_without_server
 from ft_service.errors import SpecError
 from ft_service.host.hardware import default_slots, gpu_count

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ft_service.cli.merge_command import find_adapter
+from ft_service.cli.jobs.adapters import find_adapter
 from ft_service.cli.output import Json, print_fields, print_json, tell
 from ft_service.data.line_errors import counted
 from ft_service.errors import SpecError

@@ -64,6 +64,8 @@ def test_a_plan_needs_neither_weights_nor_tokenizer(ft: Ft, spec: Path) -> None:
     assert alone["rank"] == whole["rank"]
     assert "The weights of the base are not here" in alone["warnings"][-1]
     assert "has no tokenizer" in ft("plan", spec, "--hardware", "H100").out
+    (spec.parent / "models/llama-8b/pytorch_model.bin").write_bytes(b"pickled")
+    assert "only pytorch_model.bin, which is pickled and never read" in ft("plan", spec, "--hardware", "H100").out
     assert "safetensors" in ft("run", spec).err
 
 

@@ -15,6 +15,7 @@ from api.routes.uploads import CompleteRequest, UploadRequest
 from api.routes.webhooks import RotateRequest, WebhookRequest, WebhookTest, WebhookUpdate
 from api.wire.export_views import ExportRequest
 from api.wire.job_views import ResumeBody
+from ft_service.control.checks.dry_run import CheckRequest
 from ft_service.spec import JobOptions, JobRequest, Strict
 from ft_service.sweeps.asked import SweepRequest
 
@@ -40,13 +41,21 @@ _BODIES: tuple[type[Strict], ...] = (
     GraderRun,
     GraderValidation,
     ResumeBody,
+    CheckRequest,
 )
 _JOBS = "/v1/fine_tuning/jobs"
 _OPERATIONS = (
     *("/livez", "/readyz", "/metrics"),
     *(f"{_JOBS}/{{job_id}}/adapter", f"{_JOBS}/{{job_id}}/logs", f"{_JOBS}/{{job_id}}/checkpoints/{{checkpoint_id}}/adapter"),
     *(f"{_JOBS}/{{job_id}}/{part}" for part in ("evaluation", "metrics", "plan", "request", "samples", "statistics")),
-    *("/v1/fine_tuning/metrics", "/v1/fine_tuning/plan", "/v1/sign_in_links", "/v1/keys", "/v1/keys/{key_id}"),
+    *(
+        "/v1/fine_tuning/metrics",
+        "/v1/fine_tuning/plan",
+        "/v1/fine_tuning/check",
+        "/v1/sign_in_links",
+        "/v1/keys",
+        "/v1/keys/{key_id}",
+    ),
     *(f"{_JOBS}/{{job_id}}/exports{part}" for part in ("", "/{format}", "/{format}/content")),
     *("/v1/models/{model}/verify", "/v1/inference"),
     "/v1/files/{file_id}/samples",
@@ -56,7 +65,7 @@ _OPERATIONS = (
     "/v1/organization/projects/{project_id}/api_keys/{api_key_id}/rotate",
     "/v1/organization/usage/fine_tuning",
 )
-_PARAMETERS = ("status", "base", "type", "stream", "last-event-id", "idempotency-key")
+_PARAMETERS = ("status", "base", "type", "stream", "last-event-id", "idempotency-key", "sha256")
 _PROPERTIES = {
     "JobRequest": ("validation_split", *JobOptions.model_fields),
     "JobView": (

@@ -29,6 +29,7 @@ from api.http.connections import at_most, limited
 from api.transfer.multipart import TEMPORARY_PREFIX
 from ft_service import logs
 from ft_service.control import housekeeping, webhook_delivery
+from ft_service.control.capacity import machines_now
 from ft_service.control.launcher_choice import new_launcher
 from ft_service.control.reconciler import Reconciler
 from ft_service.control.sweeps import keeper as sweep_keeper
@@ -69,7 +70,15 @@ def reconcile_here(
     minutes = settings.preempt_after_minutes
     displace_after = None if minutes is None else minutes * 60.0
     launcher, places = new_launcher(settings, store), Places.of(settings)
-    Reconciler(store, launcher, places, meters=meters, guest=preview, displace_after=displace_after).run(stop)
+    Reconciler(
+        store,
+        launcher,
+        places,
+        meters=meters,
+        guest=preview,
+        displace_after=displace_after,
+        machines=partial(machines_now, settings, store),
+    ).run(stop)
 
 
 def serve(settings: Settings, reconcile: Work | None = None, *, api_only: bool = False, as_json: bool = False) -> None:

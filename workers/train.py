@@ -41,7 +41,7 @@ from workers.data.sharing import Limits
 from workers.data.token_sets import job_samples, remove_own
 from workers.job import origins
 from workers.job.parent_adapter import adopt
-from workers.job.settled import settle_on_ranks
+from workers.job.settled import settle_on_ranks, settled_options
 from workers.job.training_state import JobState
 from workers.model.activation_checkpointing import checkpoint_activations
 from workers.model.build import BuiltModel, balance_note, build, token_rows
@@ -265,10 +265,11 @@ def _resume(runtime: Runtime, reporter: Reporter, job: JobState, schedule: Sched
         _set_damaged_aside(runtime, reporter)
     where = f"on {runtime.world} rank{'s' if runtime.world > 1 else ''} ({runtime.device.type})"
     if runtime.start.checkpoint is None:
-        reporter.message(f"Training starts {where}: {schedule.total_steps} steps.")
+        reporter.begin(f"Training starts {where}: {schedule.total_steps} steps.", settled_options(runtime.spec))
         return
     checkpoint.restore(job, runtime.run, runtime.start.checkpoint, runtime.spec)
-    reporter.message(f"Training resumes {where} after step {job.step} of {schedule.total_steps}.")
+    text = f"Training resumes {where} after step {job.step} of {schedule.total_steps}."
+    reporter.begin(text, settled_options(runtime.spec))
 
 
 if __name__ == "__main__":

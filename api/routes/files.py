@@ -23,7 +23,7 @@ from api.wire.views import DeletedView, FileView, ListView, file_view, list_view
 from ft_service.control.checks.file_statistics import file_statistics
 from ft_service.control.checks.samples import file_samples
 from ft_service.control.housekeeping import free
-from ft_service.data.formats.recognise import DATA_ENDINGS, may_hold_data
+from ft_service.data.formats.recognise import refuse_no_data_file
 from ft_service.data.samples import MOST_LINES, Page
 from ft_service.data.statistics import Measure
 from ft_service.data.token_options import TokenOptions
@@ -106,8 +106,12 @@ def list_files(
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     order: Order = "desc",
     purpose: str | None = None,
+    sha256: Annotated[str | None, Query(pattern="^[0-9a-f]{64}$", description="Digest of the contents, in hex.")] = None,
 ) -> Any:
-    page = services.store.list_files(caller.project_id, after=after, limit=limit, order=order, purpose=purpose)
+    """The newest first. `sha256`, which OpenAI's API has not: only files with these contents, so that none need be uploaded
+    twice."""
+    project = caller.project_id
+    page = services.store.list_files(project, after=after, limit=limit, order=order, purpose=purpose, sha256=sha256)
     return list_view([file_view(file) for file in page.data], page.has_more)
 
 
@@ -223,9 +227,7 @@ def require_chat_file(filename: str, param: str, purpose: str) -> None:
     if purpose != PURPOSE:
         message = f"purpose = {purpose[:80]!r}: only {PURPOSE!r} is available in this version."
         raise SpecError(message, param="purpose", code="not_available")
-    if not may_hold_data(filename):
-        message = f"{param}: the name must end in {' or '.join(DATA_ENDINGS)}, and {filename!r} does not."
-        raise SpecError(message, param=param, code="invalid_filename")
+    refuse_no_data_file(filename, param)
 
 
 def _encoded(path: Path) -> Iterator[bytes]:

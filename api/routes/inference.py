@@ -35,12 +35,16 @@ _BODY = {"requestBody": {"required": True, "content": {"application/json": {"sch
 async def create(request: Request, body: JsonBody, caller: Caller, services: Svc) -> Response:
     """For a base, an alias, a tuned model or a checkpoint of one; streamed if asked for. Tuned models must be the project's own
     or granted to it. With FT_INFERENCE_URL that server answers. Else the preview of this host does (FT_PREVIEW): training comes
-    first, and while it has the slots this is a 503 with `retry-after`."""
+    first, and while it has the slots this is a 503 with `retry-after`, unless `processor` is true, which OpenAI's API has not:
+    then the answer comes from the processor, slowly."""
     name: Any = body.get("model") if isinstance(body, dict) else None
     if not isinstance(name, str):
         raise SpecError("model is required: the name of a tuned model.", param="model", code="missing_required_parameter")
     tuned = await run_in_threadpool(tuned_models.find, name, caller, services.store) if is_tuned(name) else None
     if services.settings.inference_url:
+        if "processor" in body:
+            message = "processor: is for the preview, and an inference server answers here (FT_INFERENCE_URL). Leave it out."
+            raise SpecError(message, param="processor", code="unsupported_parameter")
         return await inference_proxy.chat_completion(services.settings, body)
     if tuned is not None:  # whoever serves models may have loaded one that was pruned since
         await run_in_threadpool(tuned_models.refuse_pruned, tuned, services.places)
@@ -59,11 +63,12 @@ def _submit(
             base = services.catalogue.find(asked.model)
         except SpecError as error:
             raise NotFoundError(error.message, param="model", code="model_not_found") from None
-        return preview.submit(str(base.path), None, asked.order(None), deliver)
+        return preview.submit(str(base.path), None, asked.order(None), deliver, beside=asked.processor)
     adapter = adapter_folder(tuned, services.places)
     spec = tuned.job.spec
     order, formats = asked.order(str(adapter)), spec.precision.model_dump(mode="json")
-    return preview.submit(spec.model.path, formats, order, deliver, tuned.job if tuned.checkpoint is None else None)
+    job = tuned.job if tuned.checkpoint is None else None
+    return preview.submit(spec.model.path, formats, order, deliver, job, beside=asked.processor)
 
 
 class InferenceView(BaseModel):

@@ -164,6 +164,17 @@ def _faults_of(folder: Path, path: Path, *states: tuple[int, ...]) -> str | None
     return None
 
 
+def pickled_weights(folder: Path) -> str | None:
+    """A file of weights in the only form that a base's folder has them in, if that is pickled, which is never read."""
+    try:
+        names = sorted(path.name for path in folder.iterdir())
+    except OSError:
+        return None
+    if any(name.endswith(".safetensors") for name in names):
+        return None
+    return next((name for name in names if name.endswith(_PICKLED)), None)
+
+
 def has_tokenizer(folder: Path) -> bool:
     return any(is_base_file(folder / name) for name in _TOKENIZER_FILES)
 

@@ -12,7 +12,7 @@ from ft_service.bases import hub
 from ft_service.bases.catalogue import MAX_DEPTH, is_model_name
 from ft_service.bases.origin import read_origin
 from ft_service.cli.local_store import SAMPLES, settings_with_models
-from ft_service.cli.output import Json, complain, connect, local_time, print_json, print_table, say, sentence
+from ft_service.cli.output import Json, complain, connect, local_time, print_json, print_table, say, tell
 from ft_service.control.base_facts import base_facts, refuse_untrainable
 from ft_service.errors import FtError, SpecError
 from ft_service.host.home import create_home
@@ -37,14 +37,15 @@ def models(as_json: Json = False) -> None:
     tuned = [model for model in known if is_tuned(model.id)]
     if bases:
         titles = ("BASE", "FAMILY", "SIZE", "FORMAT", "CONTEXT", "CHAT", "LICENCE", "TUNES")
-        print_table(titles, [_row(model.id, facts) for model, facts in bases], notes=("WHY NOT", [_why(f) for _, f in bases]))
+        notes = ("WHY NOT", [_why(facts) for _, facts in bases])
+        print_table(titles, [_row(model.id, facts) for model, facts in bases], notes=notes, whole_notes=True)
     else:
-        print(
+        tell(
             "The server knows no bases: fetch one (ft pull ORG/NAME), or put a Hugging Face folder below one that FT_MODELS "
             "names."
         )
     if tuned:
-        print()
+        tell()
         print_table(("TUNED MODEL", "OWNER", "CREATED"), [(m.id, m.owned_by, local_time(m.created)) for m in tuned])
 
 
@@ -78,8 +79,8 @@ def pull(
         print_json({"name": called, "path": str(target), "commit": found.commit, "licence": found.licence})
     else:
         size = f"{_size(facts.parameters)} parameters, " if facts.parameters else ""
-        print(sentence(f"{called} is in {target} ({size}licence: {found.licence or 'none is named'})."))
-        print(f"Train on it: model: {called}" if facts.trainable else sentence(f"It cannot be tuned here: {facts.why_not}"))
+        tell(f"{called} is in {target} ({size}licence: {found.licence or 'none is named'}).")
+        tell(f"Train on it: model: {called}" if facts.trainable else f"It cannot be tuned here: {facts.why_not}")
     return 0
 
 

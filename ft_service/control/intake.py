@@ -11,16 +11,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from pydantic import ValidationError
+
 from ft_service.errors import UnavailableError
 from ft_service.ids import new_id
 from ft_service.jobs.states import Ended, Job, Level, Observation, State
 from ft_service.jobs.verbs import Verb
+from ft_service.plan.choose import COMPILE, FITTED, FORMAT, is_open, value_of
 from ft_service.rundir.attempt import RESULT, unreadable_exit
 from ft_service.rundir.checkpoints import CHECKPOINT_NAME
 from ft_service.rundir.directory import RunDir, UnreadableDocumentError
 from ft_service.rundir.documents import ExitReason, Result
 from ft_service.rundir.events import Event, read_segments
 from ft_service.rundir.file_digest import FileDigest
+from ft_service.spec import JobSpec, StoredSpec
 from ft_service.storage.locations import Places
 from ft_service.store.records import Checkpoint, File, NewEvent
 from ft_service.store.sql import Store
@@ -52,8 +56,9 @@ def read_report(run: RunDir, job: Job, now: float) -> Intake:
     lines = [((segment.seq, line), event) for segment in segments for line, event in enumerate(segment.events)]
     reported = [event for _, event in lines]
     faults = [note_event(segment.fault, "warn") for segment in segments if segment.fault is not None]
+    seen = _settled(_on_course(_measured(job, reported, now), reported), reported)
     return Intake(
-        job=replace(_on_course(_measured(job, reported, now), reported), ingested=segments[-1].seq) if segments else job,
+        job=replace(seen, ingested=segments[-1].seq) if segments else job,
         events=[*(_new_event(source, event) for source, event in lines), *faults],
         checkpoints=[found for _, event in lines if (found := _checkpoint(job, event)) is not None],
         more=len(segments) == SEGMENTS_PER_PASS,
@@ -71,6 +76,27 @@ def _measured(job: Job, events: Sequence[Event], now: float) -> Job:
         return job
     left = min(_MOST_SECONDS, max(0, steps[-1].total_steps - steps[-1].step) * median(seconds))
     return replace(job, left_seconds=left, ends_at=now + left)
+
+
+def _settled(job: Job, events: Sequence[Event]) -> Job:
+    """The job with what its ranks have chosen where its spec says "auto": they know best, and it is what was used."""
+    found = next((event.settled for event in reversed(events) if event.settled), None)
+    if found is None:
+        return job
+    spec = job.spec
+    open_ones = [option for option in (*FITTED, COMPILE) if option in spec.chosen or is_open(spec, option)]
+    taken = {option: found[option] for option in open_ones if option in found and option != FORMAT}
+    if all(value_of(spec, option) == one.value and spec.chosen.get(option) == one.why for option, one in taken.items()):
+        return job
+    used = spec.model_dump(mode="json")
+    for option, one in taken.items():
+        section, name = option.split(".")
+        used[section][name] = one.value
+        used["chosen"][option] = one.why
+    try:
+        return replace(job, stored_spec=StoredSpec.of(JobSpec.model_validate(used)))
+    except ValidationError:  # a worker wrote what no option can be
+        return job
 
 
 def _on_course(job: Job, events: Sequence[Event]) -> Job:

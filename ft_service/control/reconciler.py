@@ -12,12 +12,12 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Protocol, assert_never
 
-from ft_service.control.checks.data_checks import Check, Checks, check_data
+from ft_service.control.checks.data_checks import Check, Checks, check_data, this_hosts
 from ft_service.control.intake import Intake, collect_result, note_event, read_report, result_seen
 from ft_service.control.orphans import COUNT_SECONDS, find_orphans
 from ft_service.control.placing import Placing
@@ -29,11 +29,13 @@ from ft_service.jobs.states import Absent, Ended, Job, Observation, Running, Sta
 from ft_service.launcher.base import Launcher, LaunchError, ListsAttempts
 from ft_service.logs import about, fields
 from ft_service.meters import Meters
+from ft_service.plan.admit import Admitted
+from ft_service.plan.machines import Machine
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.checkpoints import newest_checkpoint, newest_step
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Control, Start
-from ft_service.spec import JobSpec
+from ft_service.spec import JobSpec, StoredSpec
 from ft_service.storage.locations import Places
 from ft_service.store.records import Claim, File, JobChange, NewEvent
 from ft_service.store.sql import Store
@@ -88,12 +90,13 @@ class Reconciler:
         guest: Guest | None = None,
         displace_after: float | None = None,
         check: Check | None = None,
+        machines: Callable[[], Sequence[Machine]] = this_hosts,
         idle_seconds: float = IDLE_SECONDS,
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
         """`meters`: None: counts for nobody. `guest`: None: nobody else uses slots. `displace_after`: seconds that a job has
         held its slots before one of higher priority may take them; None: none may. `check`: of a job's data files and adapter;
-        None: `check_data`.
+        None: `check_data`. `machines`: that may train, by which "auto" is chosen.
         """
         self._store = store
         self._launcher = launcher
@@ -114,7 +117,7 @@ class Reconciler:
         self._held_up: dict[str, int] = {}
         """Job → how often its check could not be finished."""
         self._warm = check is None
-        self._checks = Checks(check or partial(check_data, places=places), self.wake, places.tokens_dir)
+        self._checks = Checks(check or partial(check_data, places=places, machines=machines), self.wake, places.tokens_dir)
 
     def wake(self) -> None:
         """There may be something to do: end the loop's rest early."""
@@ -290,6 +293,8 @@ class Reconciler:
             return
         self._held_up.pop(report.job.id, None)
         job = decisions.validated(report.job, checked.error, claim.now)
+        if checked.settled is not None:
+            job = _as_settled(job, checked.settled)
         if job.state is State.FAILED:
             ended = NewEvent(level="error", message=str(job.error and job.error["message"]))
         else:
@@ -424,6 +429,13 @@ class Reconciler:
         if (before.state, before.phase) != (job.state, job.phase):
             moved = fields(state=job.state.value, phase=job.phase and job.phase.value, reason=job.reason and job.reason.value)
             log.info("job moved from %s to %s", _named(before), _named(job), extra=moved)
+
+
+def _as_settled(job: Job, settled: Admitted) -> Job:
+    job = replace(job, stored_spec=StoredSpec.of(settled.spec))
+    if settled.work is None:
+        return job
+    return replace(job, work=settled.work.flops, planned_seconds=settled.work.seconds)
 
 
 def _attempt(run: RunDir, job: Job) -> Attempt:

@@ -23,7 +23,7 @@ from datetime import date
 from typing import Any
 
 from ft_service.data.line_errors import LineError
-from ft_service.host.processes import without_secrets
+from ft_service.host.environment import child_environment
 
 COMMAND = (sys.executable, "-P", "-m", "ft_service.data.tokens.rendering")
 MOST_CHARACTERS = 32 * 1024**2
@@ -127,7 +127,7 @@ class TemplateProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env={**without_secrets(os.environ), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
+                env=child_environment(os.environ, HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error"),
                 start_new_session=True,  # a terminal's Ctrl-C is for us
             )
             self._process, self._end = process, weakref.finalize(self, _end, process)

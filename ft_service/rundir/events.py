@@ -68,6 +68,15 @@ class Metrics(BaseModel):
         return {**own, **full, **(self.more or {})}
 
 
+class SettledOption(BaseModel):
+    """What the ranks have chosen for an option that was "auto"."""
+
+    model_config = ConfigDict(frozen=True)
+
+    value: bool | int | str
+    why: str
+
+
 class Event(BaseModel):
     """One line of a segment."""
 
@@ -81,6 +90,8 @@ class Event(BaseModel):
     """With kind metrics and checkpoint."""
     checkpoint: str | None = None
     """With kind checkpoint: its folder name below `checkpoints/`; the checkpoint is complete."""
+    settled: dict[str, SettledOption] | None = None
+    """With the message that training begins: what the ranks train with, by the option's dotted name."""
 
 
 def write_segment(run: RunDir, attempt: int, seq: int, events: list[Event]) -> None:

@@ -95,6 +95,11 @@ class JobStore(Database):
         self.stirred.set()
         return created
 
+    def refuse_more_waiting(self, new: Sequence[NewJob]) -> None:
+        """Raise LimitError if more jobs of a project would wait with these than may."""
+        with self.driving(write=False) as driver:
+            _refuse_more_waiting(driver, new)
+
     def get_job(self, project_id: str, job_id: str) -> Job:
         with self.reading() as connection:
             return _get(connection, project_id, job_id)

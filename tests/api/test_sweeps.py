@@ -13,7 +13,6 @@ import httpx2
 import openai
 import pytest
 
-from ft_service.cli.app import run
 from ft_service.control.sweeps.keeper import tend
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Phase, State
@@ -174,22 +173,6 @@ def test_the_page_shows_a_sweep_best_first_and_leads_to_its_comparison(service: 
     assert part.status_code == 200
     assert "<html" not in part.text
     assert empty.status_code == 404
-
-
-@pytest.fixture
-def ft(service: Service, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """The command line against the server: what it printed."""
-    monkeypatch.setenv("FT_BASE_URL", f"{service.url}/v1")
-    monkeypatch.setenv("FT_API_KEY", service.key)
-
-    def call(*words: str, code: int = 0) -> str:
-        capsys.readouterr()
-        ended = run(list(words))
-        printed = capsys.readouterr()
-        assert ended == code, printed
-        return printed.out + printed.err
-
-    return call
 
 
 def test_the_command_line_submits_shows_and_removes_a_sweep(service: Service, ft: Callable[..., str], tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.checkpoints import step_of
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.evaluations import by_name, evaluated_steps, read_evaluation
-from ft_service.rundir.events import Event, Metrics, read_segments, write_segment
+from ft_service.rundir.events import Event, Metrics, SettledOption, read_segments, write_segment
 from ft_service.rundir.fence import SEAL_SECONDS, Fence
 from workers.output.event_files import EventFile
 
@@ -87,6 +87,10 @@ class Reporter:
 
     def message(self, text: str, level: Literal["info", "warn", "error"] = "info") -> None:
         self._add(Event(time=self._clock(), level=level, message=text), now=True)
+
+    def begin(self, text: str, settled: Mapping[str, SettledOption]) -> None:
+        """Report that training begins. `settled`: what it begins with where that was "auto", by the option's dotted name."""
+        self._add(Event(time=self._clock(), message=text, settled=dict(settled) or None), now=True)
 
     def metrics(self, metrics: Metrics) -> None:
         loss = "" if metrics.train_loss is None else f": training loss={metrics.train_loss:.4f}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO, Annotated, Any, cast
+from typing import IO, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -34,13 +35,13 @@ from ft_service.cli.data_files.colours import show_page
 from ft_service.cli.data_files.stats import stats
 from ft_service.cli.local.data import refuse_faults
 from ft_service.cli.local_store import settings_with_models
-from ft_service.cli.output import Json, print_json
+from ft_service.cli.output import Json, print_json, say, tell
 from ft_service.data.data_file import DataReport, Findings, check_lines
 from ft_service.data.examiner import Examiner
 from ft_service.data.formats.columns import AS_THEY_ARE, Columns
 from ft_service.data.formats.reading import open_data
 from ft_service.data.formats.writing import line_of
-from ft_service.data.line_errors import Fault, LineError
+from ft_service.data.line_errors import Fault, LineError, counted
 from ft_service.data.records import Chat
 from ft_service.data.samples import Page
 from ft_service.data.token_folder import folder_of
@@ -81,10 +82,11 @@ def check(
         print_json(asdict(report))
         return
     kind = report.shape or "OpenAI chat (messages) in JSON lines"
-    print(f"{data.path.name}: {kind}; {report.examples:,} {report.word}s, all of them fine.")
+    fine = "and it is fine" if report.examples == 1 else "all of them fine"
+    tell(f"{data.path.name}: {kind}; {counted(report.examples, report.word)}, {fine}.")
     for level, message in report.messages(data.path.name, max_length):
         if not report.shape or report.shape not in message:
-            print(message if level == "info" else f"Warning: {message}")
+            tell(message if level == "info" else f"Warning: {message}")
 
 
 @app.command()
@@ -142,7 +144,7 @@ def convert(
     if as_json:
         print_json({"lines": count, "path": str(out)})
     else:
-        print(f"{count:,} lines in {out}")
+        tell(f"{count:,} lines in {out}")
 
 
 def examined(data: LocalData, model: str, options: TokenOptions, max_length: int) -> DataReport:
@@ -154,7 +156,7 @@ def examined(data: LocalData, model: str, options: TokenOptions, max_length: int
         found.look()
         pairs = found.shape.format is not None and found.shape.format.is_pairs
         request = examiner.request(data.ref(), data.path, base_folder(model), max_length, options, pairs=pairs)
-        report = examiner.examine(request, lambda progress: print(progress.message("training_file"), file=sys.stderr))
+        report = examiner.examine(request, lambda progress: say(progress.message("training_file")))
     return refuse_faults(_faults_of(report, data))
 
 
@@ -209,12 +211,23 @@ def _faults_of(report: DataReport, data: LocalData) -> Any:
 
 
 @contextmanager
+def _compressed(path: Path) -> Iterator[IO[str]]:
+    """Without name and time, so that the same records are the same bytes, and a server that has them is seen to."""
+    with (
+        path.open("wb") as raw,
+        gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as packed,
+        io.TextIOWrapper(packed, encoding="utf-8") as lines,
+    ):
+        yield lines
+
+
+@contextmanager
 def _written(path: Path) -> Iterator[IO[str]]:
     """A new text file, compressed if its name says so; there only if the block ends well."""
     beside = path.with_name(f"{path.name}.part")
     try:
-        with gzip.open(beside, "wt", encoding="utf-8") if path.suffix == ".gz" else beside.open("w", encoding="utf-8") as lines:
-            yield cast(IO[str], lines)
+        with _compressed(beside) if path.suffix == ".gz" else beside.open("w", encoding="utf-8") as lines:
+            yield lines
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)

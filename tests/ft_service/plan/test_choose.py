@@ -189,7 +189,7 @@ def test_a_base_in_fp8_by_blocks_is_stored_so_where_bf16_does_not_fit(
 
 def test_every_choice_says_why_with_numbers(tmp_path: Path) -> None:
     settled = settle(open_spec(tmp_path, "8b", precision={"default": "auto"}), MACHINES["RTX-4090"], CHATS)
-    room = "19.50 GiB at most of 22.18 GiB per rank"
+    room = "peak 19.50 GiB of 22.18 GiB per rank"
     assert settled.news == (
         f"precision.default: bf16 (exact, {room}).",
         "distributed.replicate: 1 (one rank).",
@@ -221,7 +221,7 @@ def test_samples_are_no_longer_than_the_base_was_made_for(tmp_path: Path) -> Non
     unsaid = spec_on(save_base(tmp_path / "tiny"), distributed=AUTO)
     settled = settle(unsaid, HOST)
     assert settled.spec.training.max_length == 128
-    assert settled.news[0] == "training.max_length: 128 (the base was made for 128 positions; 2,048 are the default)."
+    assert settled.news[0] == "training.max_length: 128 (limited by the base's context of 128; the default is 2,048)."
     assert settle(settled.spec, MACHINES["H100"], CHATS, world=2).spec.training.max_length == 128
     assert settle(unsaid, machine_of_gpu("unknown", 0)).spec.training.max_length == 128
     said = open_spec(tmp_path, "tiny", training={"max_length": 4096})

@@ -9,7 +9,7 @@ import pytest
 
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.evaluations import Evaluation, evaluation_key
-from ft_service.rundir.events import Event, Metrics, read_segments
+from ft_service.rundir.events import Event, Metrics, SettledOption, read_segments
 from tests.support.attempts import wait_for
 from workers.output import report
 from workers.output.report import Reporter, metrics_csv, metrics_of_all_attempts, with_evaluations
@@ -27,10 +27,12 @@ def test_events_arrive_in_order_in_immutable_segments(tmp_path: Path) -> None:
             reporter.metrics(row(step, 1.0))
         reporter.checkpoint("step-3-a1", row(3, 1.0))
         reporter.metrics(row(4, 1.0))
+        reporter.begin("again", {"distributed.compile": SettledOption(value=True, why="fast")})
     segments = read_segments(run, 1)
     assert [segment.seq for segment in segments] == list(range(len(segments)))
     events = [event for segment in segments for event in segment.events]
-    assert [e.kind for e in events] == ["message", "metrics", "metrics", "metrics", "checkpoint", "metrics"]
+    assert [e.kind for e in events] == ["message", "metrics", "metrics", "metrics", "checkpoint", "metrics", "message"]
+    assert [e.settled and e.settled["distributed.compile"].value for e in events if e.kind == "message"] == [None, True]
     assert {e.time for e in events} == {12.0}
     assert len(segments) < len(events), "metrics wait for company"
     assert read_segments(run, 1, after=segments[-2].seq) == segments[-1:]

@@ -19,6 +19,7 @@ from api.http.rates import Rates
 from ft_service.bases.catalogue import Catalogue
 from ft_service.control.admission import Asked, create
 from ft_service.control.forecasts import Forecasts
+from ft_service.control.webhook_delivery import Sender
 from ft_service.errors import SpecError
 from ft_service.jobs.states import Job
 from ft_service.meters import Meters
@@ -34,6 +35,9 @@ MAX_JSON_BYTES = 1024**2
 """Largest JSON body."""
 MAX_DEPTH = 100
 """Objects and lists within each other in one: what is deeper can be read and not be written again."""
+TESTS = 32
+"""Of webhook endpoints, under way at once."""
+TESTS_OF_PROJECT = 4
 _DRAINED_BYTES = 64 * 1024**2
 """How much of a refused body is read and thrown away, so that the client gets to read the refusal."""
 
@@ -73,6 +77,11 @@ class Services:
     def create_job(self) -> Batched[Asked, Job]:
         """Check and store a job from its parsed body, in a batch with those that arrive at the same time."""
         return Batched(partial(create, store=self.store, settings=self.settings, catalogue=self.catalogue))
+
+    @cached_property
+    def webhook_tests(self) -> Sender:
+        """What sends samples to users' receivers."""
+        return Sender(allow_private=self.settings.webhook_allow_private, at_once=TESTS, at_once_of_project=TESTS_OF_PROJECT)
 
     @cached_property
     def forecasts(self) -> Forecasts:

@@ -15,6 +15,7 @@ from api.http import idempotency
 from api.http.auth import Caller
 from api.http.dependencies import Services, Svc, binary
 from api.http.routing import keyed_router
+from api.http.threads import takes_turns
 from api.transfer.multipart import ReceivedFile, keep, received
 from api.wire import expiry
 from api.wire.sample_views import SamplesView, samples_view
@@ -137,6 +138,7 @@ def content(file_id: str, caller: Caller, services: Svc) -> Response:
 
 
 @router.get("/{file_id}/samples")
+@takes_turns("reading")
 def samples(
     file_id: str,
     model: str,
@@ -157,6 +159,7 @@ def samples(
 
 
 @router.get("/{file_id}/statistics")
+@takes_turns("reading")
 def statistics(
     file_id: str,
     model: str,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any, Literal
 
 from fastapi import Query
+from fastapi.responses import Response
 from pydantic import Field
 
 from api.http.auth import Caller
 from api.http.dependencies import JsonBody, Svc, body_schema, parse_body
-from api.http.routing import keyed_router
+from api.http.routing import keyed_router, written
+from api.http.threads import in_thread
 from api.wire.views import ListView, list_view
 from api.wire.webhook_views import (
     DeletedWebhookView,
@@ -21,8 +22,9 @@ from api.wire.webhook_views import (
     webhook_secret_view,
     webhook_view,
 )
-from ft_service.control import webhook_delivery
-from ft_service.errors import SpecError
+from ft_service.control.webhook_delivery import TRY_SECONDS, DeliveryError
+from ft_service.control.webhook_receiver import parse_receiver
+from ft_service.errors import LimitError, SpecError
 from ft_service.ids import new_id
 from ft_service.spec import Strict
 from ft_service.store.records import WebhookEndpoint
@@ -77,7 +79,7 @@ def list_event_types(caller: Caller) -> EventTypesView:
 def create(body: JsonBody, caller: Caller, services: Svc) -> WebhookSecretView:
     """The answer holds the signing secret, which is not shown again."""
     asked = parse_body(body, WebhookRequest)
-    webhook_delivery.check_url(asked.url, allow_private=services.settings.webhook_allow_private)
+    parse_receiver(asked.url, allow_private=services.settings.webhook_allow_private)
     new = WebhookEndpoint(
         id=new_id("we_"),
         project_id=caller.project_id,
@@ -107,7 +109,7 @@ def update(webhook_endpoint_id: str, body: JsonBody, caller: Caller, services: S
     """Deliveries that are still waiting go to the new address."""
     changes = parse_body(body, WebhookUpdate).model_dump(exclude_none=True)
     if "url" in changes:
-        webhook_delivery.check_url(changes["url"], allow_private=services.settings.webhook_allow_private)
+        parse_receiver(changes["url"], allow_private=services.settings.webhook_allow_private)
     if "event_types" in changes:
         changes["event_types"] = list(dict.fromkeys(changes["event_types"]))
     return webhook_view(services.store.update_webhook(caller.project_id, webhook_endpoint_id, **changes))
@@ -129,16 +131,22 @@ def rotate_secret(webhook_endpoint_id: str, body: JsonBody, caller: Caller, serv
     )
 
 
-@router.post("/webhook_endpoints/{webhook_endpoint_id}/test", openapi_extra=body_schema(WebhookTest))
-def test(webhook_endpoint_id: str, body: JsonBody, caller: Caller, services: Svc) -> WebhookTestView:
-    """Send a sample, once and now; the answer says what the receiver answered."""
+@router.post(
+    "/webhook_endpoints/{webhook_endpoint_id}/test",
+    response_model=WebhookTestView,
+    openapi_extra=body_schema(WebhookTest),
+)
+async def test(webhook_endpoint_id: str, body: JsonBody, caller: Caller, services: Svc) -> Response:
+    """Send a sample, once and now; the answer says what the receiver answered. A few of a project may be under way at once."""
     kind = parse_body(body, WebhookTest).event_type
-    endpoint = services.store.get_webhook(caller.project_id, webhook_endpoint_id)
-    sample = event_body(kind, "ftjob-sample", services.store.now())
-    allowed = services.settings.webhook_allow_private
+    endpoint = await in_thread(services.store.get_webhook, caller.project_id, webhook_endpoint_id)
+    sample = event_body(kind, "ftjob-sample", await in_thread(services.store.now))
+    if not services.webhook_tests.has_room(caller.project_id):  # it waits for a stranger's server: nobody else's request may
+        message = "Other tests of webhook endpoints are under way. Wait until they have ended."
+        raise LimitError(message, code="too_many_at_once", retry_after=TRY_SECONDS)
     try:
-        status = asyncio.run(webhook_delivery.post(endpoint, new_id("wh_"), sample, allow_private=allowed))
-    except webhook_delivery.DeliveryError as error:
+        status = await services.webhook_tests.send(endpoint, new_id("wh_"), sample)
+    except DeliveryError as error:
         message = f"url = {endpoint.url!r}: the receiver was not reached: {error}."
         raise SpecError(message, param="url", code="receiver_not_reached") from None
-    return WebhookTestView(event_type=kind, status_code=status, webhook_endpoint_id=endpoint.id)
+    return written(WebhookTestView(event_type=kind, status_code=status, webhook_endpoint_id=endpoint.id))

@@ -79,8 +79,8 @@ def test_a_delivery_is_claimed_again_when_its_lease_or_its_wait_is_over(store):
     (third,) = store.claim_deliveries(limit=1, lease_seconds=0)
     store.settle_delivery(third, error=None, retry_seconds=None)
     assert store.claim_deliveries(limit=1, lease_seconds=0) == []
-    store.forget_deliveries(older_than_seconds=60)
-    store.forget_deliveries(older_than_seconds=0)
+    store.forget_deliveries(older_than_seconds=60, give_up_seconds=60)
+    store.forget_deliveries(older_than_seconds=0, give_up_seconds=60)
 
 
 def test_an_endpoint_goes_with_its_deliveries(store):

@@ -127,6 +127,7 @@ class Deliveries:
             task = asyncio.create_task(self._deliver(delivery))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+        await asyncio.sleep(0)  # by then all have begun, and the sender counts them
         return len(batch)
 
     async def wait(self, seconds: float) -> None:

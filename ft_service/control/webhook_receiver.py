@@ -107,6 +107,9 @@ def address_of(receiver: Receiver, found: Found, *, allow_private: bool) -> str:
 
 
 def _literal(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that a host is; None: it is a name, or nothing."""
+    if "%" in host:  # a zone, which has a meaning on one host alone
+        return None
     try:
         return ipaddress.ip_address(host)
     except ValueError:

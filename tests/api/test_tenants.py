@@ -3,80 +3,36 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import State
 from ft_service.store.records import Limits
 from tests.support.creating import create_job
 from tests.support.records import new_job
+from tests.support.rest.described import MARKS, OPEN, filled, operations, tenant
 from tests.support.rest.refusals import check_error
-from tests.support.rest.service import TRAINING, Service, put, run_dir
+from tests.support.rest.service import TRAINING, Service
 
-OPEN = {"/livez", "/readyz", "/metrics"}
 MAKES = {
     "/v1/fine_tuning/jobs/{job_id}/checkpoints/{checkpoint_id}/adapter",
     "/v1/fine_tuning/checkpoints/{checkpoint}/adapter",
 }
 """Have a process make an adapter, for those who may have it: left out where that would be."""
-MARKS = ("secret-name", "secret.example")
 
 
 @pytest.fixture
-def theirs(service: Service, client: openai.OpenAI, training_file: str) -> dict[str, str]:
-    """Values of path parameters: everything that the first tenant has. Names hold a mark."""
-    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file, suffix="secret-name").id
-    job = put(service, job_id, checkpoints=(5,), state=State.SUCCEEDED, reason=Reason.SUCCEEDED, attempt=1, finished_at=1e9)
-    run_dir(service, job_id).put("adapter/adapter_config.json", b"{}")
-    run_dir(service, job_id).put("attempts/1/logs/supervisor.log", b"secret-name\n")
-    client.files.create(file=("secret-name.jsonl", TRAINING), purpose="fine-tune")
-    upload = client.uploads.create(bytes=9, filename="secret-name.jsonl", mime_type="text/plain", purpose="fine-tune")
-    service.store.ensure_project("third", "local")
-    granted = client.fine_tuning.checkpoints.permissions.create(job.spec.tuned_name, project_ids=["third"]).data[0]
-    service.use(service.settings.model_copy(update={"webhook_allow_private": True}))
-    endpoint = client.webhooks.create(name="secret-name", url="http://secret.example", event_types=["fine_tuning.job.failed"])
-    key, _ = service.store.create_key(project_id="default", name="secret-name", scope="submit")
-    tried = {"suffix": "secret-name", "sweep": {"lora.r": [4, 8]}}
-    body = {"model": "tiny", "training_file": training_file, "validation_file": training_file, **tried}
-    sweep = service.http("POST", "/v1/fine_tuning/sweeps", json=body).json()
-    [checkpoint] = client.fine_tuning.jobs.checkpoints.list(job_id).data
-    return {
-        "job_id": job_id,
-        "sweep_id": sweep["id"],
-        "file_id": training_file,
-        "upload_id": upload.id,
-        "model": job.spec.tuned_name,
-        "fine_tuned_model_checkpoint": job.spec.tuned_name,
-        "checkpoint": f"{job.spec.tuned_name}:ckpt-step-5",
-        "checkpoint_id": checkpoint.id,
-        "permission_id": granted.id,
-        "webhook_endpoint_id": endpoint.id,
-        "project_id": "default",
-        "api_key_id": key.id,
-        "key_id": key.id,
-        "format": "vllm",
-    }
+def theirs(service: Service) -> dict[str, str]:
+    """Everything that the first tenant has. Names hold a mark."""
+    return tenant(service, "default", service.key)
 
 
 @pytest.fixture(params=["rival", "local"])
 def rival(request: pytest.FixtureRequest, service: Service) -> str:
     """An admin key of another project, of another organisation or of the same."""
     return rival_key(service, request.param)
-
-
-def operations(service: Service) -> Iterator[tuple[str, str]]:
-    for path, methods in service.http("GET", "/openapi.json").json()["paths"].items():
-        for method in methods if path not in OPEN else ():
-            yield method.upper(), path
-
-
-def filled(path: str, values: dict[str, str]) -> str:
-    """The path with these values. Fails for a parameter that `theirs` lacks: give it one."""
-    return re.sub(r"{(\w+)}", lambda match: values[match[1]], path)
 
 
 def ask(service: Service, method: str, path: str, key: str) -> Any:

@@ -282,7 +282,7 @@ def test_receivers_that_hang_take_nobody_elses_turn(service: Service, receiver: 
         await deliveries.finish(0.0)
         return busy
 
-    with hanging() as url:
+    with hanging() as (url, _):
         add_for(service, "rival", url, 2 * webhook_delivery.AT_ONCE)
         assert asyncio.run(delivered()).get("rival") == AT_ONCE_OF_PROJECT
     assert all(tried <= 1 and error is None for tried, error in waiting(service)), "what was ended is made again"

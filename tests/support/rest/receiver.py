@@ -63,7 +63,7 @@ def receiving() -> Iterator[Receiver]:
 
 
 @contextmanager
-def hanging() -> Iterator[str]:
-    """The URL of a server that takes connections and never says a word."""
+def hanging() -> Iterator[tuple[str, Callable[[], None]]]:
+    """The URL of a server that takes connections and never says a word, and what ends all of them."""
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", listener.close

@@ -53,7 +53,7 @@ async def create(request: Request, body: JsonBody, caller: Caller, services: Svc
     if tuned is not None:
         async with turn("making") if tuned.checkpoint is not None else nullcontext():
             adapter = await in_thread(adapter_folder, tuned, services.places)
-    submit = partial(_submit, services, services.preview, asked, tuned, adapter)
+    submit = partial(_submit, services, services.preview, asked, tuned, adapter, caller.project_id)
     return await chat_answer.answer(request, asked, services.preview, submit)
 
 
@@ -63,6 +63,7 @@ def _submit(
     asked: ChatCompletion,
     tuned: tuned_models.Tuned | None,
     adapter: Path | None,
+    project_id: str,
     deliver: Deliver,
 ) -> Ticket:
     if tuned is None:
@@ -70,10 +71,11 @@ def _submit(
             base = services.catalogue.find(asked.model)
         except SpecError as error:
             raise NotFoundError(error.message, param="model", code="model_not_found") from None
-        return preview.submit(str(base.path), None, asked.order(None), deliver)
+        return preview.submit(str(base.path), None, asked.order(None), deliver, project_id=project_id)
     spec = tuned.job.spec
     order, formats = asked.order(str(adapter)), spec.precision.model_dump(mode="json")
-    return preview.submit(spec.model.path, formats, order, deliver, tuned.job if tuned.checkpoint is None else None)
+    job = tuned.job if tuned.checkpoint is None else None
+    return preview.submit(spec.model.path, formats, order, deliver, job, project_id=project_id)
 
 
 class InferenceView(BaseModel):

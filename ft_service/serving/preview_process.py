@@ -54,6 +54,8 @@ class Ticket:
     deliver: Deliver
     job: Job | None
     """Whose outcome it asks; None: nobody's."""
+    project_id: str
+    """Whose key has asked."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     since: float = field(default_factory=time.monotonic)
 

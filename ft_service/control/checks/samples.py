@@ -60,8 +60,8 @@ def fetched(data: DataFileRef, places: Places) -> Path:
 
 
 @contextmanager
-def examining(tokens: Path | None = None, *, seconds: float = READ_SECONDS) -> Iterator[Examiner]:
-    """An examiner, as long as the block runs, and for no longer than `seconds`. Raises SpecError if that is not enough.
+def examining(tokens: Path | None = None) -> Iterator[Examiner]:
+    """An examiner, as long as the block runs, and for no longer than READ_SECONDS. Raises SpecError if that is not enough.
 
     It has a process of some 200 MB: the caller sees to it that there are few at once.
     """
@@ -72,7 +72,7 @@ def examining(tokens: Path | None = None, *, seconds: float = READ_SECONDS) -> I
             late.set()
             examiner.stop(for_good=True)
 
-        timer = threading.Timer(seconds, end)
+        timer = threading.Timer(READ_SECONDS, end)
         timer.daemon = True
         timer.start()
         try:
@@ -80,7 +80,7 @@ def examining(tokens: Path | None = None, *, seconds: float = READ_SECONDS) -> I
         except ExaminerLost:
             if not late.is_set():
                 raise
-            message = f"To read this takes longer than {seconds:g} seconds: ask for fewer samples, or for earlier ones."
+            message = f"To read this takes longer than {READ_SECONDS:g} seconds: ask for fewer samples, or for earlier ones."
             raise SpecError(message, code="takes_too_long") from None
         finally:
             timer.cancel()

@@ -33,6 +33,8 @@ Body = TypeVar("Body", bound=Strict)
 SCHEMAS = "#/components/schemas/{model}"
 MAX_JSON_BYTES = 1024**2
 """Largest JSON body."""
+LARGE_JSON_BYTES = 8 * 1024
+"""A body above this is read by a thread, not by the event loop: it may hold thousands of patterns."""
 MAX_DEPTH = 100
 """Objects and lists within each other in one: what is deeper can be read and not be written again."""
 TESTS = 32
@@ -76,7 +78,16 @@ class Services:
     @cached_property
     def create_job(self) -> Batched[Asked, Job]:
         """Check and store a job from its parsed body, in a batch with those that arrive at the same time."""
-        return Batched(partial(create, store=self.store, settings=self.settings, catalogue=self.catalogue))
+        return self._creating()
+
+    @cached_property
+    def create_large_job(self) -> Batched[Asked, Job]:
+        """The same for bodies over LARGE_JSON_BYTES, whose patterns may take long: the others do not wait for them."""
+        return self._creating()
+
+    def _creating(self) -> Batched[Asked, Job]:
+        work = partial(create, store=self.store, settings=self.settings, catalogue=self.catalogue)
+        return Batched(work, lambda asked: asked.principal.project_id)
 
     @cached_property
     def webhook_tests(self) -> Sender:
@@ -117,6 +128,7 @@ async def _read(request: Request) -> bytes:
         if len(body) > MAX_JSON_BYTES:
             await drain(stream, _DRAINED_BYTES)
             raise SpecError(f"The body is larger than {MAX_JSON_BYTES} bytes.", code="request_too_large")
+    request.state.body_is_large = len(body) > LARGE_JSON_BYTES
     return body
 
 

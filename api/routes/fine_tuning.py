@@ -67,7 +67,7 @@ async def create(
     if (job_id or idempotency.is_retry(request.headers)) and (created_before := await in_thread(earlier)):
         return created_before
     try:
-        job = await _create(body, caller, services, job_id)
+        job = await _create(body, caller, services, job_id, is_large=request.state.body_is_large)
     except ConflictError:  # the same request arrived twice at once, and the other one has just created the job
         if not (job_id and (created_before := await in_thread(earlier))):
             raise
@@ -267,8 +267,10 @@ def _earlier(job_id: str | None, request: Request, body: Any, caller: Principal,
     return job and written(_view(job, caller, services))
 
 
-async def _create(body: Any, caller: Principal, services: Services, job_id: str | None) -> Job:
+async def _create(body: Any, caller: Principal, services: Services, job_id: str | None, *, is_large: bool) -> Job:
     reading = partial(read, body, principal=caller, store=services.store, settings=services.settings, job_id=job_id)
+    if is_large:
+        return await services.create_large_job(await in_thread(reading))
     return await services.create_job(await in_thread(reading) if takes_time(body) else reading())
 
 

@@ -87,10 +87,13 @@ def everything(service: Service, theirs: dict[str, str]) -> list[Any]:
     return [(path, status, re.sub(r'"last_used_at":\w+', "", str(text))) for path, status, text in seen]
 
 
-def test_another_tenants_ids_are_nothing_in_queries_either(service: Service, theirs: dict[str, str]) -> None:
+@pytest.mark.parametrize("organization", ["rival", "local"])
+def test_another_tenants_ids_are_nothing_in_queries_either(service: Service, theirs: dict[str, str], organization: str) -> None:
     """Every query parameter of every route that takes text: a list's cursor, a filter."""
-    rival = rival_key(service, "rival")
-    names = ("job_id", "file_id", "model", "project_id", "api_key_id")
+    changed = service.http("GET", "/v1/organization/audit_logs?limit=1").json()["data"][0]["id"]
+    rival = rival_key(service, organization)
+    theirs = theirs | {"audit_log_id": changed}
+    names = ("job_id", "file_id", "model", "project_id", "api_key_id", "audit_log_id", "webhook_endpoint_id", "sweep_id")
     described = service.http("GET", "/openapi.json").json()["paths"]
     tried = set()
     for path in (path for path, methods in described.items() if "get" in methods and "{" not in path and path not in OPEN):
@@ -150,7 +153,8 @@ def test_another_tenants_ids_are_nothing_in_bodies_either(service: Service, thei
     assert refused.status_code == unknown.status_code >= 400
 
 
-def test_what_is_shared_is_the_model_alone(service: Service, client: openai.OpenAI, theirs: dict[str, str], rival: str) -> None:
+def test_what_is_shared_is_the_model_alone(service: Service, client: openai.OpenAI, theirs: dict[str, str]) -> None:
+    rival = rival_key(service, "local")
     client.fine_tuning.checkpoints.permissions.create(theirs["model"], project_ids=["rival"])
     opened = set()
     for method, path in operations(service):
@@ -160,6 +164,32 @@ def test_what_is_shared_is_the_model_alone(service: Service, client: openai.Open
                 opened.add(path)
     assert opened == {"/v1/models/{model}"}
     assert theirs["model"] in service.http("GET", "/v1/models", key=rival).text
+
+
+def test_nothing_is_shared_with_another_organisation(service: Service, client: openai.OpenAI, theirs: dict[str, str]) -> None:
+    """Nor is it said which projects there are in one."""
+    rival = rival_key(service, "rival")
+    path = f"/v1/fine_tuning/checkpoints/{theirs['model']}/permissions"
+    refused = [
+        check_error(service.http("POST", path, json={"project_ids": ids}), 400)
+        for ids in (
+            ["rival"],
+            ["none0"],
+            [f"third-{theirs['project_id']}", "rival"],
+            [f"third-{theirs['project_id']}", "none0"],
+        )
+    ]
+    for foreign, unknown in (refused[:2], refused[2:]):
+        assert {**foreign, "message": foreign["message"].replace("rival", "none0")} == unknown
+    assert len(client.fine_tuning.checkpoints.permissions.list(theirs["model"]).data) == 1, "all are granted or none is"
+    rival_key(service, "local")
+    client.fine_tuning.checkpoints.permissions.create(theirs["model"], project_ids=["rival"])
+    assert theirs["model"] in service.http("GET", "/v1/models", key=rival).text
+    rival_key(service, "rival")  # it has moved to another organisation since
+    assert theirs["model"] not in service.http("GET", "/v1/models", key=rival).text
+    check_error(service.http("GET", f"/v1/models/{theirs['model']}", key=rival), 404)
+    asked = {"model": theirs["model"], "messages": [{"role": "user", "content": "Hi"}]}
+    check_error(service.http("POST", "/v1/chat/completions", key=rival, json=asked), 404)
 
 
 def test_a_key_that_has_ended_opens_nothing(service: Service, theirs: dict[str, str], subtests: pytest.Subtests) -> None:

@@ -38,8 +38,9 @@ def tenant(service: Service, project_id: str, key: str, url: str = "http://secre
     run_dir(service, job_id).put("attempts/1/logs/supervisor.log", b"secret-name\n")
     client.files.create(file=("secret-name.jsonl", TRAINING), purpose="fine-tune")
     upload = client.uploads.create(bytes=9, filename="secret-name.jsonl", mime_type="text/plain", purpose="fine-tune")
-    service.store.ensure_project("third", "local")
-    granted = client.fine_tuning.checkpoints.permissions.create(job.spec.tuned_name, project_ids=["third"]).data[0]
+    third = f"third-{project_id}"
+    service.store.ensure_project(third, service.store.get_project(project_id).organization)
+    granted = client.fine_tuning.checkpoints.permissions.create(job.spec.tuned_name, project_ids=[third]).data[0]
     service.use(service.settings.model_copy(update={"webhook_allow_private": True}))
     endpoint = client.webhooks.create(name="secret-name", url=url, event_types=["fine_tuning.job.failed"])
     api_key, _ = service.store.create_key(project_id=project_id, name="secret-name", scope="submit")

@@ -30,6 +30,7 @@ _POLICY = (
     "default-src 'none'; script-src 'self' {scripts}; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+_LIMITS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
 MARK = "x-beyond-openai"
 NOTE = "Not in OpenAI's API."
 
@@ -136,11 +137,26 @@ def _complete(document: dict[str, Any]) -> None:
     for model in _BODIES:
         schema = model.model_json_schema(ref_template=SCHEMAS)
         schemas |= {**schema.pop("$defs", {}), model.__name__: schema}
+    _say_limits(schemas)
     document["paths"][_JOBS]["get"]["parameters"].append(_METADATA)
     for operations in document["paths"].values():
         for operation in operations.values():
             _answer_errors_in_json(operation)
     _mark(document)
+
+
+def _say_limits(schema: Any) -> None:
+    """Give limits JSON Schema's names. Pydantic leaves its own to numbers that may be written in several ways."""
+    if isinstance(schema, list):
+        for member in schema:
+            _say_limits(member)
+    elif isinstance(schema, dict):
+        if schema.get("type") == "number":
+            for ours, theirs in _LIMITS.items():
+                if ours in schema:
+                    schema[theirs] = schema.pop(ours)
+        for member in schema.values():
+            _say_limits(member)
 
 
 def _answer_errors_in_json(operation: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Depends, Request
+from fastapi import Depends, Query, Request
 from pydantic import ValidationError
 
 from api.http.batching import Batched
@@ -33,6 +33,8 @@ Body = TypeVar("Body", bound=Strict)
 SCHEMAS = "#/components/schemas/{model}"
 MAX_JSON_BYTES = 1024**2
 """Largest JSON body."""
+_EXACT = 2**53
+"""Whole numbers below this are exact as floats."""
 LARGE_JSON_BYTES = 8 * 1024
 """A body above this is read by a thread, not by the event loop: it may hold thousands of patterns."""
 MAX_DEPTH = 100
@@ -195,11 +197,12 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _finite(text: str) -> float:
+def _finite(text: str) -> float | int:
     value = float(text)
     if math.isinf(value):
         raise ValueError(f"{text[:80]} is a number larger than any that can be kept")
-    return value
+    # JSON has one kind of number: 3.0 is as whole as 3, and its schemas say so.
+    return int(value) if value.is_integer() and abs(value) < _EXACT else value
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
@@ -222,5 +225,7 @@ def _too_deep() -> SpecError:
 
 
 Svc = Annotated[Services, Depends(services)]
+After = Annotated[str | None, Query(min_length=1, description="Id of the last item of the page before.")]
+"""A list's cursor."""
 JsonBody = Annotated[Any, Depends(json_body)]
 OptionalJsonBody = Annotated[Any, Depends(optional_json_body)]

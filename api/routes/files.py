@@ -13,7 +13,7 @@ from fastapi.responses import FileResponse, StreamingResponse
 
 from api.http import idempotency
 from api.http.auth import Caller
-from api.http.dependencies import Services, Svc, binary
+from api.http.dependencies import After, Services, Svc, binary
 from api.http.routing import keyed_router
 from api.http.threads import takes_turns
 from api.transfer.multipart import ReceivedFile, keep, received
@@ -35,6 +35,8 @@ from ft_service.spec.templates import check_template, named_template
 from ft_service.store.records import File, Order, Principal
 
 router = keyed_router("/v1/files", "files")
+
+Model = Annotated[str, Query(min_length=1, description="A base, or an alias of one.")]
 
 PURPOSE = "fine-tune"
 RESULTS = "fine-tune-results"
@@ -101,7 +103,7 @@ def create(request: Request, caller: Caller, services: Svc, upload: Annotated[Re
 def list_files(
     caller: Caller,
     services: Svc,
-    after: str | None = None,
+    after: After = None,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     order: Order = "desc",
     purpose: str | None = None,
@@ -141,7 +143,7 @@ def content(file_id: str, caller: Caller, services: Svc) -> Response:
 @takes_turns("reading")
 def samples(
     file_id: str,
-    model: str,
+    model: Model,
     caller: Caller,
     services: Svc,
     chat_template: str | None = None,
@@ -162,7 +164,7 @@ def samples(
 @takes_turns("reading")
 def statistics(
     file_id: str,
-    model: str,
+    model: Model,
     caller: Caller,
     services: Svc,
     chat_template: str | None = None,

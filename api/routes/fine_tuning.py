@@ -13,6 +13,7 @@ from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from api.http import idempotency
 from api.http.auth import Caller, known_project
 from api.http.dependencies import (
+    After,
     JsonBody,
     OptionalJsonBody,
     Services,
@@ -84,7 +85,7 @@ def list_jobs(
     request: Request,
     caller: Caller,
     services: Svc,
-    after: str | None = None,
+    after: After = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     status: State | None = None,
     base: Annotated[str | None, Query(description="Name of a base model: only jobs that train on it.")] = None,
@@ -132,7 +133,7 @@ def events(
     job_id: str,
     caller: Caller,
     services: Svc,
-    after: str | None = None,
+    after: After = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     stream: bool = False,
     kind: Annotated[Literal["message"] | None, Query(alias="type", description="Only messages, no numbers of steps.")] = None,
@@ -164,7 +165,7 @@ def samples(
 
 @router.get("/{job_id}/evaluation", response_model=ListView[EvaluationView])
 def evaluation(
-    job_id: str, caller: Caller, services: Svc, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 10
+    job_id: str, caller: Caller, services: Svc, after: After = None, limit: Annotated[int, Query(ge=1, le=100)] = 10
 ) -> Any:
     """Not in OpenAI's API. What the job's model answers to the prompts of its `evaluation`, beside what it answered before
     training: the newest step first, and step 0, before training, last. Empty without one, and until it is written."""
@@ -193,7 +194,7 @@ def statistics(job_id: str, caller: Caller, services: Svc) -> StatisticsView:
 
 @router.get("/{job_id}/checkpoints", response_model=ListView[CheckpointView])
 def checkpoints(
-    job_id: str, caller: Caller, services: Svc, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 10
+    job_id: str, caller: Caller, services: Svc, after: After = None, limit: Annotated[int, Query(ge=1, le=100)] = 10
 ) -> Any:
     """Complete checkpoints that are still there, the highest step first: those that `save_total_limit` or an age limit has
     removed are not listed, unless their adapter was made before."""

@@ -9,7 +9,7 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from api.http.auth import Caller
-from api.http.dependencies import JsonBody, Svc, body_schema, parse_body
+from api.http.dependencies import After, JsonBody, Svc, body_schema, parse_body
 from api.http.routing import keyed_router, written
 from api.http.threads import in_thread
 from api.wire.views import ListView, list_view
@@ -37,6 +37,7 @@ KEPT_SECONDS = 24 * 3600.0
 EventType = Literal["fine_tuning.job.succeeded", "fine_tuning.job.failed", "fine_tuning.job.cancelled"]
 EventTypes = Annotated[list[EventType], Field(min_length=1, max_length=len(EVENT_TYPES))]
 Name = Annotated[str, Field(min_length=1, max_length=255)]
+Url = Annotated[str, Field(min_length=1, max_length=2048, json_schema_extra={"format": "uri"})]
 
 
 class WebhookRequest(Strict):
@@ -44,7 +45,7 @@ class WebhookRequest(Strict):
 
     event_types: EventTypes
     name: Name
-    url: str
+    url: Url
     """HTTPS, on the public internet, unless the operator has set FT_WEBHOOK_ALLOW_PRIVATE."""
 
 
@@ -54,7 +55,7 @@ class WebhookUpdate(Strict):
     event_types: EventTypes | None = None
     """All that the endpoint is to be told of from now on."""
     name: Name | None = None
-    url: str | None = None
+    url: Url | None = None
 
 
 class RotateRequest(Strict):
@@ -91,9 +92,7 @@ def create(body: JsonBody, caller: Caller, services: Svc) -> WebhookSecretView:
 
 
 @router.get("/webhook_endpoints", response_model=ListView[WebhookView])
-def list_endpoints(
-    caller: Caller, services: Svc, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
-) -> Any:
+def list_endpoints(caller: Caller, services: Svc, after: After = None, limit: Annotated[int, Query(ge=1, le=100)] = 20) -> Any:
     """Newest first."""
     page = services.store.list_webhooks(caller.project_id, after=after, limit=limit)
     return list_view([webhook_view(endpoint) for endpoint in page.data], page.has_more)

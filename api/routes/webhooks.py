@@ -23,8 +23,8 @@ from api.wire.webhook_views import (
     webhook_view,
 )
 from ft_service.control.webhook_delivery import TRY_SECONDS, DeliveryError
-from ft_service.control.webhook_receiver import parse_receiver
 from ft_service.errors import LimitError, SpecError
+from ft_service.host.webhook_receiver import parse_receiver
 from ft_service.ids import new_id
 from ft_service.spec import Strict
 from ft_service.store.records import WebhookEndpoint

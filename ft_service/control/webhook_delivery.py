@@ -1,7 +1,7 @@
 """Sends what happened to the addresses that users gave, signed as Standard Webhooks says, and nowhere else.
 
 A user's address makes this service send a request. So the connection goes to exactly the address that was checked
-(webhook_receiver.py), no redirect is followed, and no proxy and no credential of the environment is used.
+(ft_service/host/webhook_receiver.py), no redirect is followed, and no proxy and no credential of the environment is used.
 FT_WEBHOOK_ALLOW_PRIVATE lifts the rule for networks where receivers are inside.
 
 Whatever goes wrong with a message is that message's failure alone, and a project has only so many tries under way at once: its
@@ -23,8 +23,8 @@ from functools import partial
 
 import httpx2
 
-from ft_service.control.webhook_receiver import Found, Receiver, address_of, look_up, parse_receiver
 from ft_service.errors import FtError
+from ft_service.host.webhook_receiver import Found, Receiver, address_of, look_up, parse_receiver
 from ft_service.meters import Meters
 from ft_service.settings import Settings
 from ft_service.store.records import Delivery, WebhookEndpoint

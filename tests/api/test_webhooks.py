@@ -12,8 +12,9 @@ from typing import Any
 import openai
 import pytest
 
-from ft_service.control import webhook_delivery, webhook_receiver
+from ft_service.control import webhook_delivery
 from ft_service.control.webhook_delivery import AT_ONCE_OF_PROJECT, Deliveries, DeliveryError, Sender, retry_after
+from ft_service.host import webhook_receiver
 from ft_service.ids import new_id
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Phase, State
@@ -269,7 +270,7 @@ def test_what_one_delivery_raises_is_its_own_failure(
 
 
 def test_receivers_that_hang_take_nobody_elses_turn(service: Service, receiver: Receiver) -> None:
-    """Twice as many as may be under way of all projects, and due for longer."""
+    """More than may be under way of all projects, and due for longer."""
 
     async def delivered() -> dict[str, int]:
         deliveries = Deliveries(service.settings, service.store)
@@ -283,7 +284,7 @@ def test_receivers_that_hang_take_nobody_elses_turn(service: Service, receiver: 
         return busy
 
     with hanging() as (url, _):
-        add_for(service, "rival", url, 2 * webhook_delivery.AT_ONCE)
+        add_for(service, "rival", url, webhook_delivery.AT_ONCE + 8)
         assert asyncio.run(delivered()).get("rival") == AT_ONCE_OF_PROJECT
     assert all(tried <= 1 and error is None for tried, error in waiting(service)), "what was ended is made again"
 

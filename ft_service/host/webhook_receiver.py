@@ -16,8 +16,8 @@ from typing import Any
 
 import httpx2
 
-from ft_service.control.public_addresses import is_public
 from ft_service.errors import FtError, SpecError
+from ft_service.host.public_addresses import is_public
 
 _MAX_URL = 2048
 _MAX_NAME = 253

@@ -6,7 +6,7 @@ from ipaddress import ip_address, ip_network
 
 import pytest
 
-from ft_service.control.public_addresses import EMBEDDING, NOT_PUBLIC_V4, NOT_PUBLIC_V6, is_public
+from ft_service.host.public_addresses import EMBEDDING, NOT_PUBLIC_V4, NOT_PUBLIC_V6, is_public
 
 PUBLIC = {
     "1.1.1.1": "a public resolver",

@@ -105,11 +105,11 @@ class WebhookStore(Database):
     ) -> list[Delivery]:
         """Deliveries that are due. Nobody else gets them for `lease_seconds`; each claim counts as a try.
 
-        Projects take turns, and in each of them its endpoints, whose longest due goes first. `of_project`: how many of one
-        project may be under way together; None: any number. `under_way`: how many of each are already.
+        Projects take turns, and in each of them its endpoints, whose oldest goes first. `of_project`: how many of one project
+        may be under way together; None: `limit`. `under_way`: how many of each are already.
         """
         with self.reading() as connection:  # most looks find nothing, and need not wait for writers
-            ids = list(connection.scalars(_in_turn(of_project, under_way or {}).limit(limit)))
+            ids = list(connection.scalars(_in_turn(of_project or limit, under_way or {}).limit(limit)))
         if not ids:
             return []
         columns = webhook_deliveries.c
@@ -147,16 +147,21 @@ def _due() -> ColumnElement[bool]:
     return and_(UNSENT, webhook_deliveries.c.next_try_at <= database_time())
 
 
-def _in_turn(of_project: int | None, under_way: Mapping[str, int]) -> Select[tuple[str]]:
-    """Ids of the deliveries that are due, in the order in which they are to be made."""
-    columns = webhook_deliveries.c
-    of_endpoint = func.row_number().over(partition_by=columns.endpoint_id, order_by=(columns.next_try_at, columns.position))
-    due = select(columns.id, columns.project_id, columns.next_try_at, of_endpoint.label("turn")).where(_due()).subquery()
-    in_project = func.row_number().over(partition_by=due.c.project_id, order_by=(due.c.turn, due.c.next_try_at))
+def _in_turn(of_project: int, under_way: Mapping[str, int]) -> Select[tuple[str]]:
+    """Ids of the deliveries that are due, in the order in which they are to be made.
+
+    Of an endpoint no more are looked at than may be under way, so that a long line of one is never read as a whole.
+    """
+    columns, its = webhook_deliveries.c, webhook_deliveries.alias()
+    first = select(its.c.id).where(its.c.endpoint_id == webhook_endpoints.c.id, its.c.finished_at.is_(None))
+    first = first.where(its.c.next_try_at <= database_time()).order_by(its.c.position).limit(of_project)
+    of_endpoint = func.row_number().over(partition_by=columns.endpoint_id, order_by=columns.position)
+    due = select(columns.id, columns.project_id, columns.position, of_endpoint.label("turn"))
+    due = due.join_from(webhook_endpoints, webhook_deliveries, columns.id.in_(first.correlate(webhook_endpoints))).subquery()
+    in_project = func.row_number().over(partition_by=due.c.project_id, order_by=(due.c.turn, due.c.position))
     busy = case(dict(under_way), value=due.c.project_id, else_=0) if under_way else 0
-    ranked = select(due.c.id, due.c.next_try_at, (in_project + busy).label("turn")).subquery()
-    query = select(ranked.c.id).order_by(ranked.c.turn, ranked.c.next_try_at)
-    return query if of_project is None else query.where(ranked.c.turn <= of_project)
+    ranked = select(due.c.id, due.c.position, (in_project + busy).label("turn")).subquery()
+    return select(ranked.c.id).where(ranked.c.turn <= of_project).order_by(ranked.c.turn, ranked.c.position)
 
 
 def announce(connection: Connection, job: Job) -> None:

@@ -130,12 +130,15 @@ class Deliveries:
         await asyncio.sleep(0)  # by then all have begun, and the sender counts them
         return len(batch)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether none is under way."""
+        return not self._tasks
+
     async def wait(self, seconds: float) -> None:
-        """Until one that is under way is done, and for no longer than that."""
+        """Until one of those under way is done, and for no longer than that."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        else:
-            await asyncio.sleep(seconds)
 
     async def finish(self, seconds: float | None = None) -> None:
         """Wait for what is under way. What is not done by then is ended, and made again once its lease has run out."""
@@ -194,7 +197,9 @@ async def _run(deliveries: Deliveries, stop: threading.Event) -> None:
             begun = await deliveries.begin()
         except Exception:
             log.exception("deliveries cannot be read")
-        if not begun:
+        if not begun and deliveries.is_idle:
+            await asyncio.to_thread(stop.wait, POLL_SECONDS)
+        elif not begun:
             await deliveries.wait(POLL_SECONDS)
     await deliveries.finish(_END_SECONDS)
 

@@ -19,6 +19,7 @@ from ft_service.ids import new_id
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Phase, State
 from ft_service.jobs.verbs import Verb
+from ft_service.meters import Meters
 from ft_service.store.records import JobChange, WebhookEndpoint
 from tests.support.creating import create_job
 from tests.support.records import new_job
@@ -252,7 +253,7 @@ def test_what_one_delivery_raises_is_its_own_failure(
         return await post(receiver, address, endpoint, *message)
 
     monkeypatch.setattr(webhook_delivery, "_post", fail)
-    bad = [*CANNOT_BE_SENT_TO[:16], f"{receiver.url}/bug", f"http://{'x' * 63}.invalid"]
+    bad = [*CANNOT_BE_SENT_TO[:5], f"{receiver.url}/bug", f"http://{'x' * 63}.invalid"]
     for url in bad:
         add_for(service, "rival", url)
     good = [add_for(service, project, receiver.url) for project in ("rival", "default")]
@@ -287,6 +288,27 @@ def test_receivers_that_hang_take_nobody_elses_turn(service: Service, receiver: 
         add_for(service, "rival", url, webhook_delivery.AT_ONCE + 8)
         assert asyncio.run(delivered()).get("rival") == AT_ONCE_OF_PROJECT
     assert all(tried <= 1 and error is None for tried, error in waiting(service)), "what was ended is made again"
+
+
+def test_the_thread_beside_the_server_delivers_until_it_is_stopped(
+    service: Service, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(webhook_delivery, "_END_SECONDS", 0.1)
+    stop = threading.Event()
+    thread = threading.Thread(target=webhook_delivery.run, args=(service.settings, service.store, Meters(), stop))
+    thread.start()
+    try:
+        with hanging() as (url, _):
+            add_for(service, "rival", "https://256.1.1.1/")
+            add_for(service, "rival", url)
+            add_for(service, "default", receiver.url)
+            assert receiver.arrived.get(timeout=30).headers["webhook-id"].startswith("wh_")
+            stop.set()
+            thread.join(30)
+            assert not thread.is_alive()
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_a_lookup_that_hangs_counts_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from tests.support.rest.service import Service
 
 WRONG: tuple[Any, ...] = ([], {}, [{"type": []}], "\0", -1)
 """In place of each member of a body."""
-QUERIED = ("", "\0", "\ud83d\ude00" * 99, "../../etc/passwd", "%00", "[]")
+QUERIED = ("", "\0", "\U0001f600" * 99, "../../etc/passwd", "%00", "[]")
 """In place of each parameter of a query."""
 NEEDED = {"model": "tiny", "training_file": "file-none", "messages": [{"role": "user", "content": "Hi"}]}
 

@@ -13,8 +13,9 @@ from fastapi.responses import FileResponse, StreamingResponse
 
 from api.http import idempotency
 from api.http.auth import Caller
-from api.http.dependencies import Services, Svc, binary
+from api.http.dependencies import After, Services, Svc, binary
 from api.http.routing import keyed_router
+from api.http.threads import takes_turns
 from api.transfer.multipart import ReceivedFile, keep, received
 from api.wire import expiry
 from api.wire.sample_views import SamplesView, samples_view
@@ -36,6 +37,8 @@ from ft_service.spec.templates import check_template, named_template
 from ft_service.store.records import File, Order, Principal
 
 router = keyed_router("/v1/files", "files")
+
+Model = Annotated[str, Query(min_length=1, description="A base, or an alias of one.")]
 
 PURPOSE = "fine-tune"
 RESULTS = "fine-tune-results"
@@ -102,7 +105,7 @@ def create(request: Request, caller: Caller, services: Svc, upload: Annotated[Re
 def list_files(
     caller: Caller,
     services: Svc,
-    after: str | None = None,
+    after: After = None,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     order: Order = "desc",
     purpose: str | None = None,
@@ -146,9 +149,10 @@ def content(file_id: str, caller: Caller, services: Svc) -> Response:
 
 
 @router.get("/{file_id}/samples")
+@takes_turns("reading")
 def samples(
     file_id: str,
-    model: str,
+    model: Model,
     caller: Caller,
     services: Svc,
     chat_template: str | None = None,
@@ -166,9 +170,10 @@ def samples(
 
 
 @router.get("/{file_id}/statistics")
+@takes_turns("reading")
 def statistics(
     file_id: str,
-    model: str,
+    model: Model,
     caller: Caller,
     services: Svc,
     chat_template: str | None = None,

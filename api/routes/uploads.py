@@ -12,12 +12,12 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 from pydantic import Field
-from starlette.concurrency import run_in_threadpool
 
 from api.http import idempotency
 from api.http.auth import Caller
 from api.http.dependencies import JsonBody, Services, Svc, body_schema, parse_body
 from api.http.routing import keyed_router
+from api.http.threads import in_thread
 from api.routes.files import require_chat_file
 from api.transfer.multipart import TEMPORARY_PREFIX, clean_filename, keep, received, sync_folder
 from api.transfer.multipart import ReceivedFile as Received
@@ -96,7 +96,7 @@ def create(body: JsonBody, caller: Caller, services: Svc) -> UploadView:
 
 
 async def _part(request: Request, upload_id: str, caller: Caller, services: Svc) -> AsyncIterator[Received]:
-    upload = await run_in_threadpool(services.store.get_upload, caller.project_id, upload_id)
+    upload = await in_thread(services.store.get_upload, caller.project_id, upload_id)
     async with received(request, _folder(upload, services), MAX_PART_BYTES, part="data") as part:
         yield part
 

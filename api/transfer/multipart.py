@@ -20,9 +20,9 @@ from fastapi import Request
 from python_multipart import MultipartParser
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
-from starlette.concurrency import run_in_threadpool
 
 from api.http.dependencies import drain
+from api.http.threads import in_thread
 from ft_service.errors import SpecError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ async def received(request: Request, folder: Path, limit: int, *, part: str = "f
     """
     stream = request.stream()
     try:
-        descriptor, path = await run_in_threadpool(_temporary, folder)
+        descriptor, path = await in_thread(_temporary, folder)
     except OSError:
         await drain(stream, limit)
         raise
@@ -116,7 +116,7 @@ async def _feed(stream: AsyncIterator[bytes], form: _Form, boundary: bytes) -> N
         async for chunk in stream:
             parser.write(chunk)
             if len(form.buffer) >= _BUFFER_BYTES:
-                await run_in_threadpool(form.flush)
+                await in_thread(form.flush)
         parser.finalize()
     except FormParserError as error:
         raise SpecError(f"The multipart body cannot be read: {error}.", param=form.part) from None
@@ -125,7 +125,7 @@ async def _feed(stream: AsyncIterator[bytes], form: _Form, boundary: bytes) -> N
     if not form.has_file:
         message = f"{form.part} is required: a part of that name with a filename."
         raise SpecError(message, param=form.part, code="missing_required_parameter")
-    await run_in_threadpool(form.finish)
+    await in_thread(form.finish)
 
 
 class _Form:

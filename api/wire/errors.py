@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 
 from ft_service.errors import (
     AuthError,
@@ -125,6 +126,15 @@ def _http_error(request: Request, error: Exception) -> JSONResponse:
     if error.status_code == 404:
         return error_response(404, f"There is no route {asked}. /docs lists them.", kind=INVALID, code="unknown_url")
     if error.status_code == 405:
-        message = f"{asked}: this path takes {headers.get('Allow', 'other methods')}."
+        headers["Allow"] = ", ".join(_methods(request))
+        message = f"{asked}: this path takes {headers['Allow']}."
         return error_response(405, message, kind=INVALID, code="method_not_allowed", headers=headers)
     return error_response(error.status_code, str(error.detail), kind=INVALID, code="invalid_request", headers=headers)
+
+
+def _methods(request: Request) -> list[str]:
+    """That the path takes, of all its routes: the framework knows those of the first."""
+    routes = (route for route in request.app.router.routes if isinstance(route, Route))
+    return sorted(
+        {method for route in routes if route.matches(request.scope)[0] != Match.NONE for method in route.methods or ()}
+    )

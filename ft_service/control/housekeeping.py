@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from ft_service.bases import cache_folder
 from ft_service.control import pruning
-from ft_service.control.webhook_delivery import KEEP_SECONDS
+from ft_service.control.webhook_delivery import GIVE_UP_SECONDS, KEEP_SECONDS
 from ft_service.data import token_folder
 from ft_service.logs import fields
 from ft_service.meters import Meters
@@ -47,7 +47,7 @@ def sweep(settings: Settings, store: Store) -> None:
     while file_ids := store.freeable_files():
         free(places, store, file_ids)
     _remove_parts(settings, store)
-    store.forget_deliveries(KEEP_SECONDS)
+    store.forget_deliveries(KEEP_SECONDS, GIVE_UP_SECONDS)
 
 
 def retain(settings: Settings, store: Store) -> None:

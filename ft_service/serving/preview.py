@@ -53,6 +53,8 @@ REST_SECONDS = 60.0
 """How long nobody must have asked a base before another one, that nobody asks yet, takes its place."""
 MOST_REQUESTS = 256
 """Under way or waiting, at once."""
+MOST_OF_PROJECT = 64
+"""Of these, of one project."""
 POLL_SECONDS = 0.1
 LOOK_SECONDS = 2.0
 """Between looks whether a slot is free for a process that works beside training."""
@@ -95,24 +97,29 @@ class Preview:
         deliver: Deliver,
         job: Job | None = None,
         *,
+        project_id: str = "",
         beside: bool = False,
     ) -> Ticket:
         """Ask for an answer; its parts are delivered. Raises UnavailableError while training has the slots, or too many ask.
 
         `path`: the base's folder. `precision`: the formats that an adapter was trained on; None: whichever the base is in.
-        `job`: whose outcome the adapter is. `beside`: while training has the slots, answer on the processor beside it.
+        `job`: whose outcome the adapter is. `project_id`: who asks. `beside`: while training has the slots, answer on the
+        processor beside it.
         """
         served = None if precision is None else Served.of(path, precision, gpu=self._gpu)
         order = order if job is None else {**order, "probes": self._unproved(job)}
-        ticket = Ticket(served, path, order, deliver, job, beside)
+        ticket = Ticket(served, path, order, deliver, job, project_id, beside)
         with self._guard:
             if self._closed:
                 raise stepped_aside("The service is ending.")
             process = self._process
             if process is not None and process.leaving:
                 raise stepped_aside("The preview has made way for a training job.")
-            if len(self._waiting) + (len(process.tickets) if process else 0) >= MOST_REQUESTS:
+            asked = [*self._waiting, *(process.tickets.values() if process else ())]
+            if len(asked) >= MOST_REQUESTS:
                 raise stepped_aside(f"{MOST_REQUESTS} requests are under way.")
+            if sum(other.project_id == project_id for other in asked) >= MOST_OF_PROJECT:
+                raise stepped_aside(f"{MOST_OF_PROJECT} requests of this project are under way.")
             if process is not None and process.fits(ticket):
                 process.ask(ticket)
             else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import socket
 import subprocess
 import threading
@@ -54,6 +55,8 @@ class Ticket:
     deliver: Deliver
     job: Job | None
     """Whose outcome it asks; None: nobody's."""
+    project_id: str
+    """Whose key has asked."""
     beside: bool = False
     """Whether the processor may answer, beside training that has every slot."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -87,8 +90,14 @@ class PreviewProcess:
             )
         if slot is None:
             _give_way(self.popen.pid)
-        self._reader = threading.Thread(target=self._read, name="preview answers", daemon=True)
-        self._reader.start()
+        self._orders: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        """Not yet written; None: there will be no more."""
+        self._threads = [
+            threading.Thread(target=self._read, name="preview answers", daemon=True),
+            threading.Thread(target=self._send, name="preview orders", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def load(self, served: Served, threads: int, memory: int | None = None) -> None:
         """Hold this base and no other from now on. Whoever asks for it hears why, if it cannot. `memory`: bytes that it may
@@ -129,12 +138,19 @@ class PreviewProcess:
         self.popen.wait()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._reader.join()
+        self._orders.put(None)
+        for thread in self._threads:
+            thread.join()
         self._socket.close()
 
     def _write(self, message: dict[str, Any]) -> None:
+        """Waits for nothing: a process that reads nothing must not hold up who keeps it, nor the jobs that it makes way for."""
+        self._orders.put(json.dumps(message).encode() + b"\n")
+
+    def _send(self) -> None:
         with contextlib.suppress(OSError):  # it has ended, which its keeper will see
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
+            while (order := self._orders.get()) is not None:
+                self._socket.sendall(order)
 
     def _read(self) -> None:
         with contextlib.suppress(OSError), self._socket.makefile("rb") as lines:

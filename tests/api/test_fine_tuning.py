@@ -12,6 +12,9 @@ from typing import Any
 import openai
 import pytest
 
+from api.http import dependencies
+from api.routes import fine_tuning
+from ft_service.control import admission
 from ft_service.ids import new_id
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Phase, State
@@ -510,3 +513,42 @@ def test_a_plan_counts_records_and_not_lines(service: Service, client: openai.Op
     assert (time["examples"], time["steps"]) == (10, 5)
     time = service.http("POST", "/v1/fine_tuning/plan", json={**body, "validation_split": 0.4}).json()["time"]
     assert (time["examples"], time["steps"]) == (6, 3)
+
+
+def test_a_large_body_holds_up_neither_the_small_ones_nor_anything_else(
+    service: Service, client: openai.OpenAI, training_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may hold thousands of patterns, to be read and to be matched with a base."""
+    reading, matching, released = threading.Event(), threading.Event(), threading.Event()
+
+    def read(body: Any, **known: Any) -> Any:
+        if "lora" in body:
+            reading.set()
+            assert released.wait(60)
+        return admission.read(body, **known)
+
+    def create(asked: Any, **known: Any) -> Any:
+        if any("precision" in one.body for one in asked):
+            matching.set()
+            assert released.wait(60)
+        return admission.create(asked, **known)
+
+    monkeypatch.setattr(fine_tuning, "read", read)
+    monkeypatch.setattr(dependencies, "create", create)
+    service.use(service.settings)
+    body: dict[str, Any] = {"model": "tiny", "training_file": training_file}
+    patterns = {f"[ab]{number}": 8 for number in range(1000)}
+    with ThreadPoolExecutor(2) as pool:
+        large = [
+            pool.submit(service.http, "POST", "/v1/fine_tuning/jobs", json=body | more)
+            for more in ({"lora": {"rank_pattern": patterns}}, {"precision": {"overrides": dict.fromkeys(patterns, "nf4")}})
+        ]
+        try:
+            assert reading.wait(60)
+            assert matching.wait(60)
+            assert client.fine_tuning.jobs.create(**body).status == "validating_files"
+            assert len(client.fine_tuning.jobs.list().data) == 1
+            assert not any(answer.done() for answer in large)
+        finally:
+            released.set()
+        assert [answer.result().json()["error"]["code"] for answer in large] == ["invalid_value", "invalid_value"]

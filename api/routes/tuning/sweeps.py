@@ -8,7 +8,7 @@ from fastapi import Header, Query, Request
 
 from api.http import idempotency
 from api.http.auth import Caller
-from api.http.dependencies import JsonBody, Services, Svc, body_schema
+from api.http.dependencies import After, JsonBody, Services, Svc, body_schema
 from api.http.routing import keyed_router
 from api.wire.sweep_views import DeletedSweepView, SweepView, sweep_view
 from api.wire.views import ListView, list_view
@@ -50,9 +50,7 @@ def create(
 
 
 @router.get("", response_model=ListView[SweepView])
-def list_sweeps(
-    caller: Caller, services: Svc, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
-) -> Any:
+def list_sweeps(caller: Caller, services: Svc, after: After = None, limit: Annotated[int, Query(ge=1, le=100)] = 20) -> Any:
     """Newest first."""
     page = services.store.list_sweeps(caller.project_id, after=after, limit=limit)
     jobs = services.store.jobs_of_sweeps([sweep.id for sweep in page.data])

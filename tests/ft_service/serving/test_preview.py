@@ -22,6 +22,7 @@ from ft_service.launcher.local import host_id
 from ft_service.rundir.evaluations import PROBES, Probe, Probes
 from ft_service.serving import preview as preview_module
 from ft_service.serving.preview import Preview
+from ft_service.serving.preview_process import PreviewProcess, Ticket
 from ft_service.settings import Settings
 from ft_service.spec import BaseModelRef, PrecisionOptions, StoredSpec
 from ft_service.storage.locations import Places
@@ -345,3 +346,35 @@ def test_it_ends_with_its_thread(tmp_path: Path, store: Store) -> None:
     assert "is ending" in hanging.error().message
     with pytest.raises(UnavailableError):
         Answer(preview)
+
+
+def test_a_process_that_reads_nothing_holds_up_neither_those_who_ask_nor_training(tmp_path: Path) -> None:
+    """More than a socket holds waits to be written."""
+    process = PreviewProcess(("sleep", "600"), 0, dict(os.environ), 0.0)
+    try:
+        for _ in range(4):
+            process.ask(Ticket(None, "/a", {"adapter": None, "text": "x" * 2**20}, lambda _: None, None, "p"))
+        process.be_modest()
+    finally:
+        process.end()
+
+
+def test_one_project_does_not_take_all_places(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preview_module, "MOST_REQUESTS", 4)
+    monkeypatch.setattr(preview_module, "MOST_OF_PROJECT", 2)
+    preview = make()
+
+    def ask(project: str) -> Ticket:
+        return preview.submit(
+            "/a", None, {"messages": [{"content": "slow"}], "adapter": None}, lambda _: None, project_id=project
+        )
+
+    monkeypatch.setattr(preview, "_load_next", lambda: None)  # all wait
+    tickets = [ask("rival"), ask("rival")]
+    with pytest.raises(UnavailableError, match="2 requests of this project"):
+        ask("rival")
+    tickets += [ask("default"), ask("third")]
+    with pytest.raises(UnavailableError, match="4 requests are"):
+        ask("second")
+    for ticket in tickets:
+        preview.cancel(ticket)

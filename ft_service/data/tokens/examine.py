@@ -174,6 +174,7 @@ def _kept(
     key = tokens_key(request.model_path, file.sha256, request.options, pairs=request.pairs)
     found = find(Path(request.tokens), key) if request.tokens else None
     with contextlib.ExitStack() as stack:
+        keep: Keep | None = None
         if found is None:
             keep = Keep(Path(request.tokens or stack.enter_context(TemporaryDirectory(prefix="ft-"))), key)
             asked = (
@@ -190,6 +191,7 @@ def _kept(
                 raise DataError(error.message, param=error.param, code=error.code)
             found = find(keep.folder, key)
         if found is None:
+            assert keep is not None, "it was made without being found"
             raise DataError(f"{file.name}: {unkept(keep.folder, keep.error)}", param=param, code=NOT_KEPT)
         stack.callback(found.entry.close)
         yield found.samples, data.shape.word

@@ -258,7 +258,7 @@ class KubernetesLauncher:
             if labels.items() <= (meta := job["metadata"]).get("labels", {}).items() and not status.is_finished(job)
         ]
 
-    def end(self, name: str) -> None:
+    def end_unfinished(self, name: str) -> None:
         try:
             self._cluster.delete_job(name)
         except (ClusterAwayError, RefusedError) as error:

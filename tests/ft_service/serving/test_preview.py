@@ -275,6 +275,7 @@ def test_with_all_slots_taken_it_does_not_start(make: Make, store: Store) -> Non
     error = Answer(preview).error()
     assert isinstance(error, UnavailableError)
     assert "Both slots are busy training. Try again later, pause a job (ft pause)" in error.message
+    assert error.retry_after is not None
     assert error.retry_after > 1
     assert preview.pid is None
 

@@ -23,7 +23,7 @@ from ft_service.errors import (
     SpecError,
     UnavailableError,
 )
-from ft_service.host.disks import disk_fault
+from ft_service.host.disk import disk_fault
 
 log = logging.getLogger("ft_service.api")
 

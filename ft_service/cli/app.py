@@ -16,7 +16,7 @@ from ft_service.cli.commands import Commands, first_screen
 from ft_service.cli.output import Json, complain, json_text, print_json, spare_letters, tell
 from ft_service.cli.plain_help import HELP, in_plain_words, usage_text
 from ft_service.errors import DataError, FtError, SpecError
-from ft_service.host.disks import disk_fault
+from ft_service.host.disk import disk_fault
 
 FAILED = 1
 WRONG = 64

@@ -1,14 +1,18 @@
-"""Room on disks: which errors say that there is none, and how a user is told.
+"""Disks that take no more writes: which errors say so, how users are told, and room kept for what must still be written.
 
-Whoever finds no room waits for some, or lets somebody try again later: the disk is the operator's matter, no fault of a job's.
+A full disk is the operator's matter and not the fault of a job: what finds no room waits for some, or is tried again later.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
+import tempfile
 from pathlib import Path
+
+from ft_service.errors import UnavailableError
 
 NO_ROOM = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up"}
 """errno → what it says."""
@@ -16,9 +20,12 @@ NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 """errno of a file system on which files cannot be locked."""
 DISK_FULL = "disk_full"
 """`error.code` of what found no room."""
-NEARLY_NOTHING = 1024**2
-"""Bytes free, below which whatever failed has failed for want of room."""
-RESERVE_BYTES = 64 * 1024
+LEAST_BYTES = 1024**2
+"""Bytes free, below which a disk counts as full: a small write may still find room, and the next larger one does not."""
+LAST_WORDS_BYTES = 64 * 1024
+"""Room for the last words of a process."""
+DELETION_BYTES = 4 * 1024**2
+"""Room for what some hundred deletions write."""
 
 
 def os_error(error: BaseException | None) -> OSError | None:
@@ -46,8 +53,85 @@ def no_room(folder: Path, error: OSError | None = None) -> str:
     return f"{where}: {what}, and {free_bytes(folder):,} bytes are free there. Free some."
 
 
-class Reserve:
-    """Some room on the disk of a folder, kept for the last words of this process. It has no name, and goes with the process."""
+def full(whose: str = "The service's disk") -> UnavailableError:
+    """The error where there is no room. `whose`: the disk, as a sentence begins with it."""
+    return UnavailableError(
+        f"{whose} is full: nothing can be stored until there is room. What is stored can be read, and deleted.",
+        code=DISK_FULL,
+        retry_after=None,
+    )
+
+
+def read_only(whose: str = "The service's disk") -> UnavailableError:
+    """The error where nothing may be written."""
+    return UnavailableError(
+        f"{whose} is read-only: nothing can be stored or deleted until it is writable again. What is stored can be read.",
+        code="disk_read_only",
+        retry_after=None,
+    )
+
+
+def disk_fault(error: OSError, whose: str = "The service's disk") -> UnavailableError | None:
+    """What an error of the file system says of its disk; None: nothing, it is another fault."""
+    if error.errno in NO_ROOM:
+        return full(whose)
+    return read_only(whose) if error.errno == errno.EROFS else None
+
+
+def state_of(folder: Path, whose: str = "The service's disk") -> UnavailableError | None:
+    """The fault that a folder's file system shows; None: there is room on it, and it may be written."""
+    try:
+        found = os.statvfs(folder)
+        # One that its kernel has made read-only after an error does not say so.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        return disk_fault(error, whose)
+    return full(whose) if found.f_bavail * found.f_frsize < LEAST_BYTES else None
+
+
+class FileReserve:
+    """A file that keeps room on its disk, and is given up when somebody needs that to make more room."""
+
+    def __init__(self, path: Path, size: int = DELETION_BYTES) -> None:
+        self.path = path
+        self._size = size
+
+    def keep(self) -> bool:
+        """Take the room, unless it is taken already. False: there is none to take."""
+        try:
+            if self.path.stat().st_size >= self._size:
+                return True
+        except OSError:
+            pass
+        try:
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, self._size)
+            finally:
+                os.close(descriptor)
+        except OSError:
+            self.give_up()
+            return False
+        return True
+
+    def give_up_if_full(self) -> None:
+        """Give the room up if there is little else on the disk."""
+        try:
+            found = os.statvfs(self.path.parent)
+        except OSError:
+            return
+        if found.f_bavail * found.f_frsize < self._size:
+            self.give_up()
+
+    def give_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+
+class UnnamedReserve:
+    """Some room on the disk of a folder, kept for the last words of this process. It has no name, and goes with
+    the process."""
 
     def __init__(self, folder: Path) -> None:
         """Where none can be had, none is kept."""
@@ -55,7 +139,7 @@ class Reserve:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            os.posix_fallocate(self._descriptor, 0, RESERVE_BYTES)
+            os.posix_fallocate(self._descriptor, 0, LAST_WORDS_BYTES)
         except OSError:  # such as on NFS
             self.free()
 

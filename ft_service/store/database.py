@@ -48,7 +48,7 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
 from ft_service.errors import ConflictError, SpecError, UnavailableError
-from ft_service.host.disks import Reserve, state_of
+from ft_service.host.disk import FileReserve, state_of
 from ft_service.host.home import create_home, create_private_file
 from ft_service.store.faults import DATABASE_DISK, fault_of
 
@@ -160,7 +160,7 @@ class Database:
         parsed = _parse(url)
         self._engine = _create_engine(parsed)
         self._file = Path(parsed.database) if parsed.get_backend_name() == "sqlite" and parsed.database else None
-        self._reserve = None if self._file is None else Reserve(self._file.with_name(f"{self._file.name}-reserve"))
+        self._reserve = None if self._file is None else FileReserve(self._file.with_name(f"{self._file.name}-reserve"))
         self._last_write: _Write | None = None
         self._checking = threading.Lock()
         self.stirred = threading.Event()

@@ -12,7 +12,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from ft_service.errors import UnavailableError
-from ft_service.host import disks
+from ft_service.host import disk
 
 DATABASE_DISK = "The disk that holds the database"
 _UNKNOWN = "The database does not answer as it should; the service's log says how."
@@ -29,9 +29,9 @@ def fault_of(error: Exception, file: Path | None) -> UnavailableError:
 def _of_sqlite(cause: BaseException | None, file: Path) -> UnavailableError:
     match getattr(cause, "sqlite_errorcode", 0) & 0xFF:
         case sqlite3.SQLITE_FULL:
-            return disks.full(DATABASE_DISK)
+            return disk.full(DATABASE_DISK)
         case sqlite3.SQLITE_READONLY:
-            return disks.state_of(file.parent, DATABASE_DISK) or disks.read_only(f"{DATABASE_DISK}, or its file,")
+            return disk.state_of(file.parent, DATABASE_DISK) or disk.read_only(f"{DATABASE_DISK}, or its file,")
         case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
             return _locked(file)
         case sqlite3.SQLITE_CORRUPT:
@@ -42,10 +42,10 @@ def _of_sqlite(cause: BaseException | None, file: Path) -> UnavailableError:
             )
         case sqlite3.SQLITE_CANTOPEN:
             message = f"The database's file {file.name} cannot be opened: its folder is gone, full, or not this user's."
-            return disks.state_of(file.parent, DATABASE_DISK) or _fault(message, "database_unreachable")
+            return disk.state_of(file.parent, DATABASE_DISK) or _fault(message, "database_unreachable")
         case sqlite3.SQLITE_IOERR:
             message = f"{DATABASE_DISK} cannot be read or written ({cause}); the service's log says more."
-            return disks.state_of(file.parent, DATABASE_DISK) or _fault(message, "disk_error")
+            return disk.state_of(file.parent, DATABASE_DISK) or _fault(message, "disk_error")
     return _fault(_UNKNOWN, UnavailableError.code, retry_after=1)
 
 
@@ -77,9 +77,9 @@ def _of_postgresql(cause: BaseException | None) -> UnavailableError:
     state = getattr(cause, "sqlstate", None)
     match state:
         case "53100":
-            return disks.full(DATABASE_DISK)
+            return disk.full(DATABASE_DISK)
         case "25006":
-            return disks.read_only("The database")
+            return disk.read_only("The database")
         case "53300":
             return _fault("The database takes no more connections.", "database_busy", retry_after=1)
         case "55P03" | "40P01" | "40001":

@@ -126,7 +126,7 @@ class Supervisor:
         self.forced: Forced | None = None
         self.unreadable: UnreadableDocumentError | None = None
         """Without which the attempt cannot go on."""
-        self._reserve: disk.Reserve | None = None
+        self._reserve: disk.UnnamedReserve | None = None
         self._deadline: float | None = None
         self._over_since: float | None = None
 
@@ -158,7 +158,7 @@ class Supervisor:
         if not own.write_supervisor(processes.of(os.getpid())):
             log.info("attempt %d was run before, and its supervisor left no exit record; nothing to do", self.attempt)
             return 1
-        self._reserve = disk.Reserve(self.run_dir.path(own.keys.folder))
+        self._reserve = disk.UnnamedReserve(self.run_dir.path(own.keys.folder))
         return self._end(begun, unreadable_exit(unreadable) if unreadable is not None else self._ended(start))
 
     def _ended(self, start: Start | None) -> Exit:
@@ -372,7 +372,7 @@ class Supervisor:
     def _room(self, log_tail: str) -> str | None:
         """That the disk has no room, if a rank says so or hardly anything is free; None: it has."""
         said = any(words in log_tail for words in _NO_ROOM)
-        if not said and disk.free_bytes(self.run_dir.root) >= disk.NEARLY_NOTHING:
+        if not said and disk.free_bytes(self.run_dir.root) >= disk.LEAST_BYTES:
             return None
         return disk.no_room(self.run_dir.root)
 

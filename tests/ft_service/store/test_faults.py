@@ -14,8 +14,8 @@ import pytest
 from sqlalchemy import event, text
 
 from ft_service.errors import UnavailableError
-from ft_service.host import disks
-from ft_service.host.disks import Reserve
+from ft_service.host import disk
+from ft_service.host.disk import FileReserve
 from ft_service.store import database
 from ft_service.store.sql import Store, migrate, open_store
 from tests.support.attempts import wait_for
@@ -165,13 +165,13 @@ def test_whether_it_can_be_written_is_remembered_for_a_moment_and_then_tried(sql
 def test_room_is_kept_and_given_up_for_a_deletion_alone(sqlite, tmp_path, monkeypatch):
     reserve = tmp_path / "ft.db-reserve"
     sqlite.keep_reserve()
-    assert reserve.stat().st_blocks * 512 >= disks.RESERVE_BYTES
+    assert reserve.stat().st_blocks * 512 >= disk.DELETION_BYTES
     kept = sqlite.add_file(new_file())
     sqlite.delete_file(PROJECT, kept.id)
     assert reserve.exists()  # there is other room
 
     real = os.statvfs
-    monkeypatch.setattr(disks.os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=4096, f_flag=0))
+    monkeypatch.setattr(disk.os, "statvfs", lambda _: SimpleNamespace(f_bavail=0, f_frsize=4096, f_flag=0))
     kept = sqlite.add_file(new_file())
     assert reserve.exists()
     with pytest.raises(UnavailableError, match="is full"):  # though that small write has found its room
@@ -179,7 +179,7 @@ def test_room_is_kept_and_given_up_for_a_deletion_alone(sqlite, tmp_path, monkey
     sqlite.delete_file(PROJECT, kept.id)
     assert not reserve.exists()
 
-    monkeypatch.setattr(disks.os, "statvfs", real)
+    monkeypatch.setattr(disk.os, "statvfs", real)
     sqlite.keep_reserve()
     assert reserve.exists()
 
@@ -226,5 +226,5 @@ def test_on_a_full_disk_files_can_be_deleted_and_then_stored(small_disk):
     ballast.unlink()
     store.add_file(new_file())
     store.check_writable()
-    assert Reserve(small_disk / "ft.db-reserve").keep()
+    assert FileReserve(small_disk / "ft.db-reserve").keep()
     store.close()

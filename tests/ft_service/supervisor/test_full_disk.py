@@ -96,9 +96,9 @@ def test_what_a_disk_without_room_explains() -> None:
 
 
 def test_a_reserve_takes_room_and_leaves_nothing(tmp_path: Path) -> None:
-    reserve = disk.Reserve(tmp_path / "a")
+    reserve = disk.UnnamedReserve(tmp_path / "a")
     assert list((tmp_path / "a").iterdir()) == []
     reserve.free()
     reserve.free()
     (tmp_path / "file").touch()
-    disk.Reserve(tmp_path / "file" / "below").free()
+    disk.UnnamedReserve(tmp_path / "file" / "below").free()

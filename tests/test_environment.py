@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.conftest import forget_settings
+from tests.support.environment import forget_settings
 
 
 def test_settings_of_whoever_runs_the_tests_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-import yaml
-
 from ft_service.bases.base_files import cached_name, is_base_file
 from ft_service.bases.origin import cached_snapshots
 from ft_service.errors import SpecError
@@ -98,6 +96,8 @@ class Catalogue:
 
 def read_aliases(path: Path) -> dict[str, str]:
     """Names that clients send → names of bases. Raises SpecError if the file is not such a mapping or cannot be read."""
+    import yaml  # most commands need it not
+
     try:
         aliases = yaml.safe_load(path.read_text()) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -85,11 +85,11 @@ LINES: list[tuple[bytes, str]] = [
     (b'{"messages": [1]}', "messages.0"),
     (b'{"messages": [[]]}', "messages.0"),
     (b"\xff\xfe{}", "is not UTF-8"),
-    (b"\xef\xbb\xbf{}", "byte order mark"),
+    (b"\xef\xbb\xbf{}", "UTF-8 BOM"),
     (b"[" * 100_000, "nested too deeply"),
     (b'{"messages": [' + b"1" * 5000 + b"]}", "not usable JSON"),
     (b"", "is blank"),
-    (b'{"colour": 1}', "colour"),
+    (b'{"colour": 1}', "messages is required"),
     *[
         (json.dumps({"messages": messages}).encode(), says)
         for messages, says in (

@@ -1,4 +1,7 @@
-"""Defaults of the config classes of transformers, for the service, which does not import it; see bases/config_defaults.py."""
+"""Defaults of the config classes of transformers, for the service, which does not import it.
+
+What is made of them: ft_service/bases/config_defaults.py.
+"""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def as_prompted(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span]
     fast: Any = tokenizer
     encodings: list[Encoding] = fast.backend_tokenizer.encode_batch(pieces, add_special_tokens=False)
     for piece, made in zip(pieces[1:], encodings[1:], strict=True):
-        if made.tokens and made.tokens[0].startswith(_SPACE) and not piece[0].isspace():
+        if made.tokens and made.tokens[0].startswith(_SPACE) and not piece.startswith((" ", _SPACE)):
             return encoding
     ids = [token for made in encodings for token in made.ids]
     offsets = [

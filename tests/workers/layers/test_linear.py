@@ -75,7 +75,7 @@ def test_a_lora_linear_is_its_formula_with_its_gradients(stored: str, bias: bool
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
     grad = torch.randn(6, 2, ROWS).transpose(0, 1)  # not contiguous
     for found, right in zip(torch.autograd.grad(y, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True):
-        torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found, right, rtol=1e-5, atol=2e-5)  # fp32 sums in another order, on some processors
     assert torch.equal(x, kept)
 
 

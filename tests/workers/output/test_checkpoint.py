@@ -242,7 +242,7 @@ def test_a_torn_checkpoint_is_set_aside_and_the_one_before_it_used(waited_for: R
     torn, unreadable = warnings_of(run, 2)
     assert torn.startswith("Checkpoint step-4-a1 is damaged (__1_0.distcp has ")
     assert torn.endswith(" and not used: training begins with step-2-a1.")
-    assert "step-6-a1 is damaged (COMPLETE cannot be read)" in unreadable
+    assert "step-6-a1 is damaged (COMPLETE cannot be read: it is not JSON)" in unreadable
     assert losses(run) == losses(waited_for)
     assert "step-4-a2" in complete_checkpoints(run)
     assert not {"step-4-a1", "step-6-a1"} & set(complete_checkpoints(run))
@@ -256,7 +256,7 @@ def overfitting(folder: Path, spec: JobSpec) -> RunDir:
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     training = {"eval_steps": 2, "early_stopping_patience": 2, "early_stopping_threshold": 50.0, "max_steps": 20}
-    training |= {"load_best_model_at_end": True, "learning_rate": 1.0}
+    training |= {"load_best_model_at_end": True, "learning_rate": 0.1}
     changes = {
         "training": spec.training.model_copy(update=training),
         "validation_data": DataFileRef(name=path.name, path=str(path), sha256=sha256_of(path)),

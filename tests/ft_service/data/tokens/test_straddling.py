@@ -59,7 +59,7 @@ def test_tokens_that_do_not_straddle_stay(base: Any) -> None:
 
 def test_a_tokenizer_that_takes_no_text_apart_is_refused(base: Any) -> None:
     """One that puts a space before whatever it is given: a piece of a text would get other tokens."""
-    words = ["\u2581", *"<|im_start>uer\n?2+tha4k/d_", "\n\n"]
+    words = list(dict.fromkeys(["\u2581", *"<|im_start>user\n?2+think4/d_", "\n\n"]))  # every character: no offset is off
     tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, [("\n", "\n")]))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(split=False)  # pyright: ignore[reportAttributeAccessIssue]
     fast: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer)

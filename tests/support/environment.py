@@ -1,0 +1,20 @@
+"""The environment that tests run in."""
+
+from __future__ import annotations
+
+import os
+
+SETTINGS = (
+    *("FT_", "OPENAI_", "HF_", "HUGGING", "TRANSFORMERS_", "WANDB_", "MLFLOW_", "TRACKIO_"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "COLUMNS", "LINES", "NO_COLOR"),
+)
+"""Beginnings of variables that change what programs do, and that no test has set."""
+OF_TESTS = ("FT_TEST_", "FT_GOLDEN", "FT_HOME")
+"""Those that are for the tests themselves, or for `make`."""
+
+
+def forget_settings() -> None:
+    """Whoever runs the tests may have settings of the service, of hubs and of trackers in the environment. Tests set those that
+    they depend on."""
+    for name in [name for name in os.environ if name.startswith(SETTINGS) and not name.startswith(OF_TESTS)]:
+        del os.environ[name]

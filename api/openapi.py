@@ -49,7 +49,7 @@ _OPERATIONS = (
     *("/v1/fine_tuning/metrics", "/v1/fine_tuning/plan", "/v1/sign_in_links", "/v1/keys", "/v1/keys/{key_id}"),
     *(f"{_JOBS}/{{job_id}}/exports{part}" for part in ("", "/{format}", "/{format}/content")),
     *("/v1/models/{model}/verify", "/v1/inference"),
-    "/v1/files/{file_id}/samples",
+    *("/v1/files/{file_id}/check", "/v1/files/{file_id}/samples"),
     "/v1/files/{file_id}/statistics",
     "/v1/fine_tuning/checkpoints/{checkpoint}/adapter",
     *("/v1/fine_tuning/sweeps", "/v1/fine_tuning/sweeps/{sweep_id}", "/v1/fine_tuning/sweeps/{sweep_id}/cancel"),

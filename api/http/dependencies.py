@@ -18,6 +18,7 @@ from api.http.key_cache import Holders
 from api.http.rates import Rates
 from ft_service.bases.catalogue import Catalogue
 from ft_service.control.admission import Asked, create
+from ft_service.control.checks.file_checks import FileChecks
 from ft_service.control.forecasts import Forecasts
 from ft_service.errors import SpecError
 from ft_service.jobs.states import Job
@@ -68,6 +69,11 @@ class Services:
     def curves(self) -> CurveCache:
         """The curves of jobs."""
         return CurveCache(self.store)
+
+    @cached_property
+    def file_checks(self) -> FileChecks:
+        """Reports on data files without a base."""
+        return FileChecks()
 
     @cached_property
     def create_job(self) -> Batched[Asked, Job]:

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from ft_service.bases.catalogue import Catalogue
+from ft_service.control.base_facts import is_tunable
 from ft_service.data.answer_metrics import check_metrics
 from ft_service.data.formats.columns import Columns
 from ft_service.data.formats.folders import dataset_files
@@ -171,10 +172,10 @@ def _model(spec: SpecFile, settings: Settings, to_train: bool) -> tuple[JobReque
     if folder is not None:
         return request, Catalogue([folder.parent]).find(folder.name, to_train=to_train).ref(), None
     if not is_tuned(request.model):
-        return request, Catalogue.from_settings(settings).find(request.model, to_train=to_train).ref(), None
+        return request, Catalogue.from_settings(settings, is_tunable).find(request.model, to_train=to_train).ref(), None
     before, parent = find_local(request.model, settings)
     there = Path(before.model.path).is_dir()
-    base = before.model if there else Catalogue.from_settings(settings).find(before.model.name).ref()
+    base = before.model if there else Catalogue.from_settings(settings, is_tunable).find(before.model.name).ref()
     return inherit(request, before, parent.name), base, parent
 
 

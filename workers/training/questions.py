@@ -13,6 +13,7 @@ from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokens.bare import bare_prompt
 from ft_service.data.tokens.render import render_prompt
 from ft_service.data.tokens.sample import Tokens
+from ft_service.data.tokens.turns import turns_of
 from ft_service.errors import DataError
 from ft_service.spec import Prompt
 
@@ -38,9 +39,9 @@ class Question:
     """What else graders may ask for."""
 
 
-def questions_of(samples: Sequence[Tokens], tokenizer: Any) -> list[Question]:
+def questions_of(samples: Sequence[Tokens], tokenizer: Any, options: TokenOptions) -> list[Question]:
     """Each sample up to its last learned stretch, which is the expected answer."""
-    return [_question(sample, tokenizer) for sample in samples]
+    return [_question(sample, tokenizer, options) for sample in samples]
 
 
 def questions_of_prompts(prompts: Sequence[Prompt], tokenizer: Any, options: TokenOptions) -> list[Question]:
@@ -82,7 +83,7 @@ def _question_of(number: int, prompt: Prompt, tokenizer: Any, options: TokenOpti
     return Question(ids, text_of(ids, tokenizer), prompt.reference, messages=messages, item=prompt.item)
 
 
-def _question(sample: Tokens, tokenizer: Any) -> Question:
+def _question(sample: Tokens, tokenizer: Any, options: TokenOptions) -> Question:
     begin, end = last_stretch(sample.targets)
     learned = sample.ids[begin:end]
     special = set(tokenizer.all_special_ids)
@@ -91,4 +92,5 @@ def _question(sample: Tokens, tokenizer: Any) -> Question:
         prompt=text_of(sample.ids[:begin], tokenizer),
         reference=text_of(learned, tokenizer),
         ends=frozenset(int(token) for token in learned if int(token) in special),
+        messages=turns_of(sample.ids[:begin], tokenizer, options) if getattr(tokenizer, "chat_template", None) else None,
     )

@@ -79,8 +79,7 @@ def check(
     if as_json:
         print_json(asdict(report))
         return
-    kind = report.shape or "OpenAI chat (messages) in JSON lines"
-    print(f"{data.path.name}: {kind}; {report.examples:,} {report.word}s, all of them fine.")
+    print(report.fine_text(data.path.name))
     for level, message in report.messages(data.path.name, max_length):
         if not report.shape or report.shape not in message:
             print(message if level == "info" else f"Warning: {message}")

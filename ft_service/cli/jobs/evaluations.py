@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -44,7 +45,7 @@ def evaluation(job_id: JobId, step: Step = None, limit: Samples = 8, as_json: Js
     console = Console(width=None if is_terminal() else COLUMNS, highlight=False, markup=False)
     for number, sample in enumerate(chosen.samples[:limit], 1):
         console.print(f"\n{number} of {len(chosen.samples)}", style="bold")
-        for name, text in (("asked", sample.get("prompt")), ("expected", sample.get("reference"))):
+        for name, text in (*_asked(sample), ("expected", sample.get("reference"))):
             if text is not None:
                 console.print(_named(name, text))
         console.print(_side_by_side(sample, chosen.step))
@@ -62,10 +63,18 @@ def _print_scores(known: Sequence[RemoteEvaluation]) -> None:
     print_table(("STEP", *names), rows)
 
 
+def _asked(sample: dict[str, Any]) -> list[tuple[str, str | None]]:
+    """What the model was asked: the messages, each with who says it; the prompt where it is bare text."""
+    if not sample.get("messages"):
+        return [("asked", sample.get("prompt"))]
+    said = ((str(turn.get("role", "")), turn.get("content")) for turn in sample["messages"])
+    return [(role, text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)) for role, text in said]
+
+
 def _named(name: str, text: str) -> Table:
     """A text beside its name, within its own column."""
     table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", width=8)
+    table.add_column(style="dim", width=9)
     table.add_column(overflow="fold")
     table.add_row(name, Text(text))
     return table
@@ -79,7 +88,7 @@ def _side_by_side(sample: dict[str, Any], step: int) -> Table:
     table = Table(expand=True, show_lines=True)
     for title, _, _ in answers:
         table.add_column(title, ratio=1, overflow="fold")
-    table.add_row(*(Text(answer or "") for _, answer, _ in answers))
+    table.add_row(*(Text(answer) if answer else Text("(nothing)", "dim") for _, answer, _ in answers))
     scores = [", ".join(f"{name} {value:.2f}" for name, value in (own or {}).items()) for _, _, own in answers]
     if any(scores):
         table.add_row(*(Text(own, "dim") for own in scores))

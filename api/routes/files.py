@@ -150,8 +150,8 @@ async def check(
     data: str | None = None,
 ) -> FileCheckView:
     """Not in OpenAI's API. What a file is, and why lines of it cannot be trained on, before any job and without a base.
-    `method`: the job's; `data`: what the file calls its columns, as JSON, such as `{"prompt": "question"}`. Of a file that takes
-    more than ten seconds the beginning is read."""
+    `method`: the job's; `data`: what the file calls its columns, as JSON, such as `{"prompt": "question"}`. Of a file that
+    takes more than ten seconds the beginning is read."""
     file = await run_in_threadpool(_data_file, file_id, "file_id", caller, services)
     asked = FileCheck(file.sha256, _columns(data).pairs, None if method is None else method == "dpo")
     path = await run_in_threadpool(fetched, file, services.places)

@@ -147,7 +147,7 @@ class DataReport:
         kind = self.shape or "OpenAI chat (messages) in JSON lines"
         read = counted(self.examples, self.word)
         if self.unread:
-            return f"{filename}: {kind}; the first {read} are fine. The rest was not read: a job reads it."
+            return f"{filename}: {kind}; the first {read} can be trained on. The rest was not read: a job reads it."
         return f"{filename}: {kind}; {read}, all of them fine." if self.examples > 1 else f"{filename}: {kind}; {read}, fine."
 
     def reasons(self) -> list[str]:

@@ -14,7 +14,7 @@ _MARKS = ("qfirstq", "qsecondq", "qthirdq", "qfourthq")
 
 
 def turns_of(ids: Sequence[int], tokenizer: Any, options: TokenOptions) -> list[dict[str, Any]] | None:
-    """The messages that a prompt was rendered from. None: they are not known; messages that are known give these very tokens."""
+    """The messages that a prompt was rendered from. None: not known. Those that are given make these very tokens."""
     text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     for messages in _guesses(text, tokenizer, options):
         try:

@@ -22,6 +22,7 @@ BODY = {
     "training": {"learning_rate": 2e-4, "packing": False, "max_steps": 10},
     "validation_split": 0.1,
     "seed": 7,
+    "data": {"prompt": "question", "completion": "answer"},
     "metadata": {"name": "by hand", "team": "a=b"},
 }
 
@@ -75,7 +76,7 @@ def test_the_same_job_in_three_languages() -> None:
         job_form.python_text(BODY, "http://here").partition("client.fine_tuning.jobs.create(")[2].rpartition(")\nprint")[0]
     )
     exec(f"took({program})", {"took": lambda **given: calls.append(given)})
-    ours = {"lora", "training", "validation_split"}
+    ours = {"data", "lora", "training", "validation_split"}
     assert calls[0].pop("extra_body") == {name: value for name, value in BODY.items() if name in ours}
     assert calls[0] == {name: value for name, value in BODY.items() if name not in ours}
     assert set(calls[0]) <= set(inspect.signature(Jobs.create).parameters), "what the client knows"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -15,6 +14,7 @@ from ft_service.cli.jobs.naming import JobId, reaching
 from ft_service.cli.output import Json, is_terminal, print_json, print_table
 from ft_service.client.answers import RemoteEvaluation
 from ft_service.errors import NotFoundError
+from ft_service.rundir.evaluations import asked
 
 COLUMNS = 80
 """Where no terminal says another number: two answers side by side are read in no more."""
@@ -45,7 +45,7 @@ def evaluation(job_id: JobId, step: Step = None, limit: Samples = 8, as_json: Js
     console = Console(width=None if is_terminal() else COLUMNS, highlight=False, markup=False)
     for number, sample in enumerate(chosen.samples[:limit], 1):
         console.print(f"\n{number} of {len(chosen.samples)}", style="bold")
-        for name, text in (*_asked(sample), ("expected", sample.get("reference"))):
+        for name, text in (*_named_turns(sample), ("expected", sample.get("reference"))):
             if text is not None:
                 console.print(_named(name, text))
         console.print(_side_by_side(sample, chosen.step))
@@ -63,12 +63,9 @@ def _print_scores(known: Sequence[RemoteEvaluation]) -> None:
     print_table(("STEP", *names), rows)
 
 
-def _asked(sample: dict[str, Any]) -> list[tuple[str, str | None]]:
-    """What the model was asked: the messages, each with who says it; the prompt where it is bare text."""
-    if not sample.get("messages"):
-        return [("asked", sample.get("prompt"))]
-    said = ((str(turn.get("role", "")), turn.get("content")) for turn in sample["messages"])
-    return [(role, text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)) for role, text in said]
+def _named_turns(sample: dict[str, Any]) -> list[tuple[str, str]]:
+    turns = asked(str(sample.get("prompt") or ""), sample.get("messages"))
+    return [(role or "asked", text) for role, text in turns]
 
 
 def _named(name: str, text: str) -> Table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ft_service.data.line_errors import LineError
@@ -13,15 +13,16 @@ _MARKS = ("qfirstq", "qsecondq", "qthirdq", "qfourthq")
 """Contents that no template changes, and that no other text of one holds."""
 
 
-def turns_of(ids: Sequence[int], tokenizer: Any, options: TokenOptions) -> list[dict[str, Any]] | None:
+def turns_of(ids: Iterable[int], tokenizer: Any, options: TokenOptions) -> list[dict[str, Any]] | None:
     """The messages that a prompt was rendered from. None: not known. Those that are given make these very tokens."""
-    text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    tokens = [int(token) for token in ids]
+    text = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     for messages in _guesses(text, tokenizer, options):
         try:
             rendered = render_prompt(tokenizer, messages, options)
         except LineError:
             continue
-        if list(tokenizer(rendered, add_special_tokens=False)["input_ids"]) == [int(token) for token in ids]:
+        if list(tokenizer(rendered, add_special_tokens=False)["input_ids"]) == tokens:
             return messages
     return None
 

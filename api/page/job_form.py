@@ -77,6 +77,8 @@ def body_of(form: Mapping[str, str]) -> dict[str, Any]:
     for name in (*_NUMBERS, DATA):
         if form.get(name, "").strip():
             body[name] = _value(form[name])
+    if isinstance(body.get(DATA), dict) and set(body[DATA]) == {DATA}:  # copied with its name, as messages write it
+        body[DATA] = body[DATA][DATA]
     if metadata := _metadata(form):
         body["metadata"] = metadata
     return body | other_options(form)
@@ -91,7 +93,7 @@ def other_options(form: Mapping[str, str]) -> dict[str, Any]:
         raise ValueError(f"Everything else must be YAML, with one option a line: {error}.") from None
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise ValueError("Everything else must be options with their values, as in a SPEC file: `name: value`.")
-    if twice := sorted(_OF_THE_FORM.intersection(found)):
+    if twice := sorted((_OF_THE_FORM - ({DATA} if not form.get(DATA, "").strip() else set())).intersection(found)):
         raise ValueError(f"{twice[0]}: the form has fields for it. Fill in those.")
     return found
 

@@ -63,7 +63,7 @@ async def plan(request: Request, api: Api) -> Response:
     checks = await _checks(api, body)
     if "fault" not in found and (unusable := [name for name, check in checks.items() if check and not check["ok"]]):
         found = {
-            "fault": f"The {unusable[0].replace('_', ' ')} cannot be trained on; why stands beside it.",
+            "fault": f"The {unusable[0].replace('_', ' ')} cannot be trained on. The reason is shown beside it.",
             "param": unusable[0],
         }
     files = await _names(api)

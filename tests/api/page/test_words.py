@@ -44,6 +44,15 @@ def test_what_the_form_has_no_field_for_goes_through_it_unchanged() -> None:
             job_form.body_of({"model": "tiny", "other": wrong})
 
 
+def test_a_mapping_of_columns_is_taken_wherever_it_is_written() -> None:
+    mapping = {"prompt": "Prompt", "completion": "Completion"}
+    written = "{prompt: Prompt, completion: Completion}"
+    for form in ({"data": written}, {"data": f"data: {written}"}, {"other": f"data: {written}"}):
+        assert job_form.body_of({"model": "tiny", **form}) == {"model": "tiny", "data": mapping}
+    with pytest.raises(ValueError, match="data: the form has fields"):
+        job_form.body_of({"data": written, "other": f"data: {written}"})
+
+
 def test_openais_hyperparameters_become_the_forms_own_fields() -> None:
     fields = job_form.fields_of({"method": {"supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": "auto"}}}})
     assert fields["training.n_epochs"] == "2"

@@ -76,6 +76,7 @@ def create_app(settings: Settings, store: Store, meters: Meters | None = None, p
         title="ft-service",
         version=__version__,
         description=_DESCRIPTION,
+        docs_url=None,  # openapi.py has one that runs nothing of others
         redoc_url=None,
         redirect_slashes=False,
     )
@@ -91,4 +92,5 @@ def create_app(settings: Settings, store: Store, meters: Meters | None = None, p
     errors.install_handlers(app)
     app.add_middleware(RequestContext, meters=meters)
     openapi.complete_document(app)
+    openapi.add_page(app)
     return app

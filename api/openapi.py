@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import HTMLResponse
 
 from api.http.dependencies import SCHEMAS
 from api.routes.graders import GraderRun, GraderValidation
@@ -15,9 +20,18 @@ from api.routes.uploads import CompleteRequest, UploadRequest
 from api.routes.webhooks import RotateRequest, WebhookRequest, WebhookTest, WebhookUpdate
 from api.wire.export_views import ExportRequest
 from api.wire.job_views import ResumeBody
+from ft_service.control.checks.dry_run import CheckRequest
 from ft_service.spec import JobOptions, JobRequest, Strict
 from ft_service.sweeps.asked import SweepRequest
 
+PAGE = "/docs"
+_STATIC = "/static-offline-docs"
+_SCRIPT = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
+_POLICY = (
+    "default-src 'none'; script-src 'self' {scripts}; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_LIMITS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
 MARK = "x-beyond-openai"
 NOTE = "Not in OpenAI's API."
 
@@ -40,13 +54,21 @@ _BODIES: tuple[type[Strict], ...] = (
     GraderRun,
     GraderValidation,
     ResumeBody,
+    CheckRequest,
 )
 _JOBS = "/v1/fine_tuning/jobs"
 _OPERATIONS = (
     *("/livez", "/readyz", "/metrics"),
     *(f"{_JOBS}/{{job_id}}/adapter", f"{_JOBS}/{{job_id}}/logs", f"{_JOBS}/{{job_id}}/checkpoints/{{checkpoint_id}}/adapter"),
     *(f"{_JOBS}/{{job_id}}/{part}" for part in ("evaluation", "metrics", "plan", "request", "samples", "statistics")),
-    *("/v1/fine_tuning/metrics", "/v1/fine_tuning/plan", "/v1/sign_in_links", "/v1/keys", "/v1/keys/{key_id}"),
+    *(
+        "/v1/fine_tuning/metrics",
+        "/v1/fine_tuning/plan",
+        "/v1/fine_tuning/check",
+        "/v1/sign_in_links",
+        "/v1/keys",
+        "/v1/keys/{key_id}",
+    ),
     *(f"{_JOBS}/{{job_id}}/exports{part}" for part in ("", "/{format}", "/{format}/content")),
     *("/v1/models/{model}/verify", "/v1/inference"),
     *("/v1/files/{file_id}/check", "/v1/files/{file_id}/samples"),
@@ -56,7 +78,7 @@ _OPERATIONS = (
     "/v1/organization/projects/{project_id}/api_keys/{api_key_id}/rotate",
     "/v1/organization/usage/fine_tuning",
 )
-_PARAMETERS = ("status", "base", "type", "stream", "last-event-id", "idempotency-key")
+_PARAMETERS = ("status", "base", "type", "stream", "last-event-id", "idempotency-key", "sha256")
 _PROPERTIES = {
     "JobRequest": ("validation_split", *JobOptions.model_fields),
     "JobView": (
@@ -89,6 +111,24 @@ _METADATA = {
 }
 
 
+def add_page(app: FastAPI) -> None:
+    """Serve the document as a page that can be tried: it runs its own scripts and no others, in no frame."""
+    page = get_swagger_ui_html(
+        openapi_url="/openapi.json",
+        title=app.title,
+        swagger_js_url=f"{_STATIC}/swagger-ui-bundle.js",
+        swagger_css_url=f"{_STATIC}/swagger-ui.css",
+        swagger_favicon_url=f"{_STATIC}/favicon.png",
+    )
+    digests = (hashlib.sha256(script).digest() for script in _SCRIPT.findall(bytes(page.body)))
+    scripts = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+    headers = {"content-security-policy": _POLICY.format(scripts=scripts)}
+
+    @app.get(PAGE, include_in_schema=False)
+    async def documentation() -> HTMLResponse:
+        return HTMLResponse(page.body, headers=headers)
+
+
 def complete_document(app: FastAPI) -> None:
     """Complete the document that the application serves at /openapi.json."""
     generate = app.openapi
@@ -106,11 +146,26 @@ def _complete(document: dict[str, Any]) -> None:
     for model in _BODIES:
         schema = model.model_json_schema(ref_template=SCHEMAS)
         schemas |= {**schema.pop("$defs", {}), model.__name__: schema}
+    _say_limits(schemas)
     document["paths"][_JOBS]["get"]["parameters"].append(_METADATA)
     for operations in document["paths"].values():
         for operation in operations.values():
             _answer_errors_in_json(operation)
     _mark(document)
+
+
+def _say_limits(schema: Any) -> None:
+    """Give limits JSON Schema's names. Pydantic leaves its own to numbers that may be written in several ways."""
+    if isinstance(schema, list):
+        for member in schema:
+            _say_limits(member)
+    elif isinstance(schema, dict):
+        if schema.get("type") == "number":
+            for ours, theirs in _LIMITS.items():
+                if ours in schema:
+                    schema[theirs] = schema.pop(ours)
+        for member in schema.values():
+            _say_limits(member)
 
 
 def _answer_errors_in_json(operation: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,9 +25,11 @@ import uvicorn
 from api.app import create_app
 from api.bootstrap import PROJECT, local_holder, prepare
 from api.http import probe
+from api.http.connections import at_most, limited
 from api.transfer.multipart import TEMPORARY_PREFIX
 from ft_service import logs
 from ft_service.control import housekeeping, webhook_delivery
+from ft_service.control.capacity import machines_now
 from ft_service.control.launcher_choice import new_launcher
 from ft_service.control.reconciler import Reconciler
 from ft_service.control.sweeps import keeper as sweep_keeper
@@ -35,7 +37,7 @@ from ft_service.control.tracking import keeper
 from ft_service.errors import SpecError, UnavailableError
 from ft_service.host.home import create_home, openness
 from ft_service.host.listeners import holder
-from ft_service.host.servers import announced, living_servers
+from ft_service.host.servers import Server, announced, living_servers
 from ft_service.jobs.states import Phase, State
 from ft_service.meters import Meters
 from ft_service.serving import exporting, handoff
@@ -68,7 +70,15 @@ def reconcile_here(
     minutes = settings.preempt_after_minutes
     displace_after = None if minutes is None else minutes * 60.0
     launcher, places = new_launcher(settings, store), Places.of(settings)
-    Reconciler(store, launcher, places, meters=meters, guest=preview, displace_after=displace_after).run(stop)
+    Reconciler(
+        store,
+        launcher,
+        places,
+        meters=meters,
+        guest=preview,
+        displace_after=displace_after,
+        machines=partial(machines_now, settings, store),
+    ).run(stop)
 
 
 def serve(settings: Settings, reconcile: Work | None = None, *, api_only: bool = False, as_json: bool = False) -> None:
@@ -90,8 +100,10 @@ def serve(settings: Settings, reconcile: Work | None = None, *, api_only: bool =
         preview = Preview(settings, store) if settings.previews and not api_only else None
         app = create_app(settings, store, meters, preview)
         key = prepare(settings, store)
+        store.keep_reserve()
         _remove_stale_uploads(settings.files_dir)
-        web = _web_server(app)
+        web = _web_server(app, settings.max_connections)
+        others = living_servers(settings.home)
         stack.enter_context(announced(settings.home, url, settings.model_folders()))
         stack.enter_context(_ended_by_signals(web))
         if not api_only:
@@ -99,6 +111,7 @@ def serve(settings: Settings, reconcile: Work | None = None, *, api_only: bool =
                 stack.enter_context(_in_thread("preview", preview.run, web))
             _work_beside(stack, settings, store, meters, reconcile or partial(reconcile_here, preview=preview), web)
         _greet(url, key, as_json, _link(settings, store))
+        _warn_of(others, settings, store, as_json)
         _look_for_garbage_less()
         web.run(sockets=[listener])
         if not api_only:
@@ -166,9 +179,10 @@ def _work_beside(
         stack.enter_context(_in_thread(name, partial(work, settings, store, meters), end))
 
 
-def _web_server(app: Any) -> uvicorn.Server:
+def _web_server(app: Any, max_connections: int) -> uvicorn.Server:
     config = uvicorn.Config(
         app,
+        http=limited(at_most(max_connections)),
         log_config=None,
         log_level="warning",
         access_log=False,
@@ -279,6 +293,21 @@ def _greet(url: str, key: str | None, as_json: bool, link: str | None) -> None:
     _say("serving", text, as_json, base_url=f"{url}/v1", documentation=f"{url}/docs", page=page, pid=os.getpid())
     if key and private:
         _say("first_key", f"First admin key: {key}", as_json, key=key)
+
+
+def _warn_of(others: Sequence[Server], settings: Settings, store: Store, as_json: bool) -> None:
+    """Say that other servers serve this home, unless that is how it is meant to be: several on one PostgreSQL."""
+    if not others or (store.is_shared and settings.launcher != "local"):
+        return
+    named = " and ".join(f"{server.url} (process {server.pid})" for server in others)
+    text = f"Warning: {settings.home} is served already, by {named}."
+    if not store.is_shared:
+        text += (
+            " They share one SQLite database, which one at a time writes: while the other is stopped in the middle of a write, "
+            "every write here fails (database_locked). Jobs are moved by either. Unless that is meant, end one."
+        )
+    found = [{"url": server.url, "pid": server.pid} for server in others]
+    _say("another_server", text, as_json, message=text, servers=found)
 
 
 def _link(settings: Settings, store: Store) -> str | None:

@@ -172,7 +172,7 @@ def first_step_at(run: RunDir) -> float:
     """When the first optimizer step was done, seconds since the epoch."""
 
     def look() -> float | None:
-        events = [event for _, segment in read_segments(run, 1) for event in segment]
+        events = [event for segment in read_segments(run, 1) for event in segment.events]
         return next((event.time for event in events if event.kind == "metrics"), None)
 
     return until(look)

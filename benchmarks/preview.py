@@ -45,7 +45,8 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     compute, dtype = ("bf16", torch.bfloat16) if device.type == "cuda" else ("fp32", torch.float32)
     chats = Chats(str(options.model))
-    chats.of(None).ends = frozenset()  # so that every answer has as many tokens
+    # So that every answer has as many tokens.
+    Chat.ends = property(lambda chat: frozenset())  # pyright: ignore[reportAttributeAccessIssue]
     served = ServedModel(str(options.model), PrecisionOptions(compute=compute), device, None)
     stock: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
     stock.to(device)
@@ -71,7 +72,7 @@ def main() -> None:
 
 def by_generate(model: Any, chat: Chat, tokens: int) -> float:
     """Tokens a second of one answer by transformers."""
-    ids = torch.tensor([chat.prompt(ASKED, [])], device=model.device)
+    ids = torch.tensor([chat.tokens(chat.prompt(ASKED, []).result())], device=model.device)
     begin = time.perf_counter()
     model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False

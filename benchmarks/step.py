@@ -66,6 +66,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp8, products in FP8": {"default": "fp8"},
     "nf4": {"default": "nf4"},
     "nf4_fp32": {"default": "nf4_fp32"},
+    "fp8_blocks": {"default": "fp8_blocks"},
 }
 
 

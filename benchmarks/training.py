@@ -200,7 +200,7 @@ class Bench:
         Attempt(run, 1).write_start(start)
         command = [sys.executable, "-m", "ft_service.supervisor", str(run.root), "1"]
         peak = watched(command, surroundings(start), folder / "supervisor.log", ranks)
-        metrics = [event for _, events in read_segments(run, 1) for event in events if event.kind == "metrics"]
+        metrics = [event for segment in read_segments(run, 1) for event in segment.events if event.kind == "metrics"]
         if len(metrics) != self.steps:
             raise RuntimeError(f"our run ended after {len(metrics)} of {self.steps} steps; see outcome.json")
         losses = [event.metrics.train_loss or 0.0 for event in metrics if event.metrics]

@@ -75,10 +75,11 @@ class ConflictError(FtError):
 
 
 class UnavailableError(FtError):
-    """A part of the service does not answer. `retry_after`: seconds after which trying again may help."""
+    """A part of the service does not answer. `retry_after`: seconds after which trying again may help; None: time alone does
+    not."""
 
     code = "unavailable"
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, retry_after: int = 1) -> None:
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, retry_after: int | None = 1) -> None:
         super().__init__(message, param=param, code=code)
         self.retry_after = retry_after

@@ -49,6 +49,10 @@ class Settings(BaseSettings):
     """Address the server listens on."""
     port: int = Field(default=8000, ge=0, le=65535)
     """0: any free port; the chosen one is printed and written to FT_HOME/server.json."""
+    max_streams: int = Field(default=100, ge=1)
+    """Streams of events or logs that a key follows at once, at each server."""
+    max_connections: int = Field(default=1000, ge=16)
+    """Connections that the server keeps at once; fewer where the process may open fewer files (ulimit -n)."""
     page: Literal["on", "off"] = "on"
     """The page for browsers below `/`, and their sessions; off: only the REST API."""
     slots: int | None = Field(default=None, ge=1, le=1024)

@@ -22,6 +22,13 @@ MARK = "FT_TEST_RUN"
 OWN_HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 """They end with this process: the forkserver that ranks are forked from, and its bookkeeper."""
 ROOT = Path(__file__).parents[1]
+SETTINGS = (
+    *("FT_", "OPENAI_", "HF_", "HUGGING", "TRANSFORMERS_", "WANDB_", "MLFLOW_", "TRACKIO_"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy", "COLUMNS", "LINES", "NO_COLOR"),
+)
+"""Beginnings of variables that change what programs do, and that no test has set."""
+OF_TESTS = ("FT_TEST_", "FT_GOLDEN", "FT_HOME")
+"""Those that are for the tests themselves, or for `make`."""
 LONG = ("tests/e2e/", "tests/workers/")
 """Begun first, the longest folder before: side by side, test processes then end at about the same time."""
 TOGETHER = ("tests/gpu/", "tests/ft_service/store/")
@@ -33,12 +40,20 @@ _LEFT = pytest.StashKey[list[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    forget_settings()
     os.environ[MARK] = uuid.uuid4().hex
     config.stash[_LEFT] = []
     if _is_one_of_several(config):
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many threads of torch as test processes, and not their product
     else:
         config.stash[_TREE] = working_tree()
+
+
+def forget_settings() -> None:
+    """Whoever runs the tests may have settings of the service, of hubs and of trackers in the environment. Tests set those that
+    they depend on."""
+    for name in [name for name in os.environ if name.startswith(SETTINGS) and not name.startswith(OF_TESTS)]:
+        del os.environ[name]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

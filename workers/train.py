@@ -41,7 +41,7 @@ from workers.data.sharing import Limits
 from workers.data.token_sets import job_samples, remove_own
 from workers.job import origins
 from workers.job.parent_adapter import adopt
-from workers.job.settled import settle_on_ranks
+from workers.job.settled import settle_on_ranks, settled_options
 from workers.job.training_state import JobState
 from workers.model.activation_checkpointing import checkpoint_activations
 from workers.model.build import BuiltModel, balance_note, build, token_rows
@@ -95,7 +95,7 @@ def _event_file(runtime: Runtime) -> EventFile:
 def train(runtime: Runtime, reporter: Reporter) -> Outcome:
     """Build, load, resume, train, publish. The order matters; each step says why it stands where it does."""
     stop = StopRequest(runtime)
-    train_set, valid_set = _data(runtime.run, runtime.spec)  # first: the cheapest way to find out that a job cannot run
+    train_set, valid_set = _data(runtime, reporter)  # first: the cheapest way to find out that a job cannot run
     settled = settle_on_ranks(runtime.spec, runtime.device, train_set)
     spec, runtime = settled.spec, with_spec(runtime, settled.spec)
     for sentence in settled.news:
@@ -239,9 +239,10 @@ def _anew(runtime: Runtime, spec: JobSpec) -> BuiltModel:
     return construct(spec, mesh, runtime.device, warn=lambda text: None)
 
 
-def _data(run: RunDir, spec: JobSpec) -> tuple[TokenSet, TokenSet]:
+def _data(runtime: Runtime, reporter: Reporter) -> tuple[TokenSet, TokenSet]:
     """Training and validation samples. What the files hold was reported before: whoever starts a job has its data examined."""
-    training, validation = job_samples(run, spec)
+    spec = runtime.spec
+    training, validation = job_samples(runtime.run, spec, warn=lambda text: reporter.message(text, "warn"))
     rows = token_rows(spec.model.path)
     if rows is not None:
         check_ids(training, rows)
@@ -264,10 +265,11 @@ def _resume(runtime: Runtime, reporter: Reporter, job: JobState, schedule: Sched
         _set_damaged_aside(runtime, reporter)
     where = f"on {runtime.world} rank{'s' if runtime.world > 1 else ''} ({runtime.device.type})"
     if runtime.start.checkpoint is None:
-        reporter.message(f"Training starts {where}: {schedule.total_steps} steps.")
+        reporter.begin(f"Training starts {where}: {schedule.total_steps} steps.", settled_options(runtime.spec))
         return
     checkpoint.restore(job, runtime.run, runtime.start.checkpoint, runtime.spec)
-    reporter.message(f"Training resumes {where} after step {job.step} of {schedule.total_steps}.")
+    text = f"Training resumes {where} after step {job.step} of {schedule.total_steps}."
+    reporter.begin(text, settled_options(runtime.spec))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from api.http import sessions
 from api.http.dependencies import Services, Svc
+from api.http.threads import work_for
 from ft_service.errors import AuthError, ForbiddenError, LimitError, NotFoundError
 from ft_service.store.records import Principal, Project
 from ft_service.store.tenants.audit import Actor, act_as
@@ -38,6 +39,7 @@ async def authenticated(request: Request, credentials: _Credentials, services: S
             )
     if principal.scope == "read" and request.method not in ("GET", "HEAD"):
         raise ForbiddenError("A key of scope read changes nothing: `ft keys create --scope submit` makes one that does.")
+    work_for(principal.project_id)
     act_as(Actor(principal.key_id, request.client.host if request.client else None))
     return principal
 

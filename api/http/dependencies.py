@@ -9,17 +9,19 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Depends, Request
+from fastapi import Depends, Query, Request
 from pydantic import ValidationError
 
 from api.http.batching import Batched
 from api.http.curve_cache import CurveCache
 from api.http.key_cache import Holders
 from api.http.rates import Rates
+from api.http.watching import Watches
 from ft_service.bases.catalogue import Catalogue
 from ft_service.control.admission import Asked, create
 from ft_service.control.checks.file_checks import FileChecks
 from ft_service.control.forecasts import Forecasts
+from ft_service.control.webhook_delivery import Sender
 from ft_service.errors import SpecError
 from ft_service.jobs.states import Job
 from ft_service.meters import Meters
@@ -33,8 +35,15 @@ Body = TypeVar("Body", bound=Strict)
 SCHEMAS = "#/components/schemas/{model}"
 MAX_JSON_BYTES = 1024**2
 """Largest JSON body."""
+_EXACT = 2**53
+"""Whole numbers below this are exact as floats."""
+LARGE_JSON_BYTES = 8 * 1024
+"""A body above this is read by a thread, not by the event loop: it may hold thousands of patterns."""
 MAX_DEPTH = 100
 """Objects and lists within each other in one: what is deeper can be read and not be written again."""
+TESTS = 32
+"""Of webhook endpoints, under way at once."""
+TESTS_OF_PROJECT = 4
 _DRAINED_BYTES = 64 * 1024**2
 """How much of a refused body is read and thrown away, so that the client gets to read the refusal."""
 
@@ -66,6 +75,11 @@ class Services:
         return {}
 
     @cached_property
+    def watches(self) -> Watches:
+        """What is followed, and by how many."""
+        return Watches(self.settings.max_streams)
+
+    @cached_property
     def curves(self) -> CurveCache:
         """The curves of jobs."""
         return CurveCache(self.store)
@@ -78,7 +92,21 @@ class Services:
     @cached_property
     def create_job(self) -> Batched[Asked, Job]:
         """Check and store a job from its parsed body, in a batch with those that arrive at the same time."""
-        return Batched(partial(create, store=self.store, settings=self.settings, catalogue=self.catalogue))
+        return self._creating()
+
+    @cached_property
+    def create_large_job(self) -> Batched[Asked, Job]:
+        """The same for bodies over LARGE_JSON_BYTES, whose patterns may take long: the others do not wait for them."""
+        return self._creating()
+
+    def _creating(self) -> Batched[Asked, Job]:
+        work = partial(create, store=self.store, settings=self.settings, catalogue=self.catalogue)
+        return Batched(work, lambda asked: asked.principal.project_id)
+
+    @cached_property
+    def webhook_tests(self) -> Sender:
+        """What sends samples to users' receivers."""
+        return Sender(allow_private=self.settings.webhook_allow_private, at_once=TESTS, at_once_of_project=TESTS_OF_PROJECT)
 
     @cached_property
     def forecasts(self) -> Forecasts:
@@ -114,6 +142,7 @@ async def _read(request: Request) -> bytes:
         if len(body) > MAX_JSON_BYTES:
             await drain(stream, _DRAINED_BYTES)
             raise SpecError(f"The body is larger than {MAX_JSON_BYTES} bytes.", code="request_too_large")
+    request.state.body_is_large = len(body) > LARGE_JSON_BYTES
     return body
 
 
@@ -180,11 +209,12 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _finite(text: str) -> float:
+def _finite(text: str) -> float | int:
     value = float(text)
     if math.isinf(value):
         raise ValueError(f"{text[:80]} is a number larger than any that can be kept")
-    return value
+    # JSON has one kind of number: 3.0 is as whole as 3, and its schemas say so.
+    return int(value) if value.is_integer() and abs(value) < _EXACT else value
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
@@ -207,5 +237,7 @@ def _too_deep() -> SpecError:
 
 
 Svc = Annotated[Services, Depends(services)]
+After = Annotated[str | None, Query(min_length=1, description="Id of the last item of the page before.")]
+"""A list's cursor."""
 JsonBody = Annotated[Any, Depends(json_body)]
 OptionalJsonBody = Annotated[Any, Depends(optional_json_body)]

@@ -1,4 +1,5 @@
-"""The middleware of every request: a request id, sane headers, a line in the log, a count, and an answer even to a bug."""
+"""The middleware of every request: a request id, headers that keep browsers from misusing an answer, a line in the log, a
+count, and an answer even to a bug."""
 
 from __future__ import annotations
 
@@ -19,8 +20,17 @@ INNER = "ft_service.inner"
 """In the scope of a request that the page makes within another: that one is logged and counted."""
 _UNKNOWN = "none"
 """Route of a request that no route was found for: its path is the client's choice and no label."""
-_NOSNIFF = (b"x-content-type-options", b"nosniff")
-_NO_STORE = (b"cache-control", b"no-store")
+_ALWAYS = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"same-origin"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+)
+_UNLESS_GIVEN = (
+    (b"cache-control", b"no-store"),
+    (b"content-security-policy", b"default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"),
+)
+"""Of an answer that does not say otherwise: the page and the description of the API run scripts of their own."""
 _PROBES = ("/livez", "/readyz", "/metrics")
 _JOB = "/v1/fine_tuning/jobs/{job_id}"
 _WATCHED = (_JOB, f"{_JOB}/events", f"{_JOB}/metrics")
@@ -48,10 +58,11 @@ class RequestContext:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = [*message["headers"], (b"x-request-id", request_id.encode()), _NOSNIFF]
+                headers = [*message["headers"], (b"x-request-id", request_id.encode()), *_ALWAYS]
                 if rate := scope.get("state", {}).get("rate"):
                     headers += rate.headers()
-                message["headers"] = headers if any(name == b"cache-control" for name, _ in headers) else [*headers, _NO_STORE]
+                given = {name for name, _ in headers}
+                message["headers"] = headers + [header for header in _UNLESS_GIVEN if header[0] not in given]
             await send(message)
 
         with about(request_id=request_id):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from starlette.concurrency import run_in_threadpool
 
+from ft_service.errors import UnavailableError
 from ft_service.store.sql import Store
 from ft_service.store.tenants.rates import MINUTE, Drawn
 
@@ -81,7 +82,7 @@ class Rates:
         return cls(draw if store.is_shared else None)
 
     async def take(self, project_id: str, per_minute: int) -> Rate:
-        """Count a request of a project's, if it may be sent. Raises UnavailableError if the bucket cannot be asked for."""
+        """Count a request of a project's, if it may be sent."""
         if len(self._held) >= _MOST and project_id not in self._held:
             self._held.clear()
         held = self._held.setdefault(project_id, _Held())
@@ -108,7 +109,10 @@ class Rates:
     async def _fill(self, held: _Held, project_id: str, per_minute: int) -> None:
         wanted = max(1, per_minute // _PARTS) if self._shared else 1
         returned, held.left = held.left, 0
-        drawn = await self._draw(project_id, per_minute, wanted, returned)
+        try:
+            drawn = await self._draw(project_id, per_minute, wanted, returned)
+        except UnavailableError:  # reading goes on where nothing can be written: for now this server counts alone
+            drawn = await self._draw_own(project_id, per_minute, 1, 0)
         held.left, held.full_after, held.drawn_at = drawn.taken, drawn.full_after, self._clock()
 
     async def _draw_own(self, project_id: str, per_minute: int, wanted: int, returned: int) -> Drawn:

@@ -10,11 +10,11 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
-from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from api.http import dependencies
 from api.http.auth import authenticated, bearer
+from api.http.threads import in_thread, kind_of, turn
 from api.wire.views import ErrorView
 
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorView}, "5XX": {"model": ErrorView}}
@@ -58,11 +58,19 @@ def keyed_router(prefix: str, tag: str) -> APIRouter:
 
 
 def _in_thread(endpoint: Callable[..., Any]) -> Callable[..., Any]:
+    kind = kind_of(endpoint)
+
     @wraps(endpoint)
     async def run(**arguments: Any) -> Any:
-        return await run_in_threadpool(_answer, endpoint, arguments)
+        return await in_thread(_answer, endpoint, arguments)
 
-    return run
+    @wraps(endpoint)
+    async def run_in_turn(**arguments: Any) -> Any:
+        assert kind is not None
+        async with turn(kind):
+            return await in_thread(_answer, endpoint, arguments)
+
+    return run if kind is None else run_in_turn
 
 
 def _answer(endpoint: Callable[..., Any], arguments: dict[str, Any]) -> Any:

@@ -24,12 +24,9 @@ from api.page.inner_api import ApiError
 FOLDER = Path(__file__).parent
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-    "font-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
-    "referrer-policy": "same-origin",
-    "x-frame-options": "DENY",
-    "cross-origin-opener-policy": "same-origin",
+    "font-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 }
-"""Of every answer of the page: no inline script or style, nothing of another origin, in no frame."""
+"""Of every answer of the page: no inline script or style, nothing of another origin. The others: api/http/middleware.py."""
 _SEEN = f"seen-{secrets.token_hex(8)}"
 """Stands for what is known once the part is written; nobody can guess it."""
 _MOST_PARTS = 2000

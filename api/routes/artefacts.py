@@ -9,6 +9,7 @@ from fastapi.responses import StreamingResponse
 from api.http.auth import Caller
 from api.http.dependencies import JsonBody, Services, Svc, binary, body_schema, parse_body
 from api.http.routing import keyed_router
+from api.http.threads import takes_turns
 from api.transfer import adapter_download
 from api.wire.export_views import DeletedExportView, ExportRequest, ExportView, export_view
 from api.wire.views import ListView, list_view
@@ -26,6 +27,7 @@ _EXPORTS = "/jobs/{job_id}/exports"
 
 
 @router.get("/checkpoints/{checkpoint:path}/adapter", response_class=StreamingResponse, responses=binary("application/x-tar"))
+@takes_turns("making")
 def adapter(checkpoint: str, caller: Caller, services: Svc) -> StreamingResponse:
     """The adapter of a checkpoint (`ftckpt_…`, or its model name `ft:…:ckpt-step-<n>`) or of a job's outcome (`ft:…`) as a tar
     archive: a folder `adapter/` that PEFT loads."""

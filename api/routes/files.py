@@ -15,8 +15,9 @@ from starlette.concurrency import run_in_threadpool
 
 from api.http import idempotency
 from api.http.auth import Caller
-from api.http.dependencies import Services, Svc, binary, parse_json
+from api.http.dependencies import After, Services, Svc, binary, parse_json
 from api.http.routing import keyed_router
+from api.http.threads import takes_turns
 from api.transfer.multipart import ReceivedFile, keep, received
 from api.wire import expiry
 from api.wire.file_check_views import FileCheckView, file_check_view
@@ -27,18 +28,22 @@ from ft_service.control.checks.file_checks import FileCheck
 from ft_service.control.checks.file_statistics import file_statistics
 from ft_service.control.checks.samples import fetched, file_samples
 from ft_service.control.housekeeping import free
-from ft_service.data.formats.recognise import DATA_ENDINGS, may_hold_data
+from ft_service.data.formats.recognise import refuse_no_data_file
 from ft_service.data.samples import MOST_LINES, Page
 from ft_service.data.statistics import Measure
 from ft_service.data.token_options import TokenOptions
 from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
+from ft_service.rundir.file_digest import FileDigest
+from ft_service.rundir.intact import fault
 from ft_service.spec import DataFileRef, TrainingOptions, TrainOn, spec_error
 from ft_service.spec.options import DataOptions
 from ft_service.spec.templates import check_template, named_template
 from ft_service.store.records import File, Order, Principal
 
 router = keyed_router("/v1/files", "files")
+
+Model = Annotated[str, Query(min_length=1, description="A base, or an alias of one.")]
 
 PURPOSE = "fine-tune"
 RESULTS = "fine-tune-results"
@@ -105,12 +110,16 @@ def create(request: Request, caller: Caller, services: Svc, upload: Annotated[Re
 def list_files(
     caller: Caller,
     services: Svc,
-    after: str | None = None,
+    after: After = None,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     order: Order = "desc",
     purpose: str | None = None,
+    sha256: Annotated[str | None, Query(pattern="^[0-9a-f]{64}$", description="Digest of the contents, in hex.")] = None,
 ) -> Any:
-    page = services.store.list_files(caller.project_id, after=after, limit=limit, order=order, purpose=purpose)
+    """The newest first. `sha256`, which OpenAI's API has not: only files with these contents, so that none need be uploaded
+    twice."""
+    project = caller.project_id
+    page = services.store.list_files(project, after=after, limit=limit, order=order, purpose=purpose, sha256=sha256)
     return list_view([file_view(file) for file in page.data], page.has_more)
 
 
@@ -135,6 +144,9 @@ def content(file_id: str, caller: Caller, services: Svc) -> Response:
     path = services.places.file(file.id)
     if not path.is_file():
         raise NotFoundError(f"The contents of {file.id} are gone from the service's disk.", param="file_id")
+    if wrong := fault(path, FileDigest(bytes=file.bytes, sha256=file.sha256)):
+        message = f"The contents of {file.id} are damaged on the service's disk: it {wrong}. Upload the file again."
+        raise NotFoundError(message, param="file_id", code="file_damaged")
     disposition = {"content-disposition": f"attachment; filename*=utf-8''{quote(file.filename, safe='')}"}
     if file.purpose == RESULTS and not services.settings.result_files_plain:
         return StreamingResponse(_encoded(path), media_type="application/octet-stream", headers=disposition)
@@ -159,9 +171,10 @@ async def check(
 
 
 @router.get("/{file_id}/samples")
+@takes_turns("reading")
 def samples(
     file_id: str,
-    model: str,
+    model: Model,
     caller: Caller,
     services: Svc,
     chat_template: str | None = None,
@@ -179,9 +192,10 @@ def samples(
 
 
 @router.get("/{file_id}/statistics")
+@takes_turns("reading")
 def statistics(
     file_id: str,
-    model: str,
+    model: Model,
     caller: Caller,
     services: Svc,
     chat_template: str | None = None,
@@ -251,9 +265,7 @@ def require_chat_file(filename: str, param: str, purpose: str) -> None:
     if purpose != PURPOSE:
         message = f"purpose = {purpose[:80]!r}: only {PURPOSE!r} is available in this version."
         raise SpecError(message, param="purpose", code="not_available")
-    if not may_hold_data(filename):
-        message = f"{param}: the name must end in {' or '.join(DATA_ENDINGS)}, and {filename!r} does not."
-        raise SpecError(message, param=param, code="invalid_filename")
+    refuse_no_data_file(filename, param)
 
 
 def _encoded(path: Path) -> Iterator[bytes]:

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 
 from fastapi import Header, Query, Request
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
-from starlette.concurrency import run_in_threadpool
 
 from api.http import idempotency
 from api.http.auth import Caller, known_project
 from api.http.dependencies import (
+    After,
     JsonBody,
     OptionalJsonBody,
     Services,
@@ -25,6 +25,7 @@ from api.http.dependencies import (
     server_sent,
 )
 from api.http.routing import BareRoute, keyed_router, written
+from api.http.threads import in_thread, takes_turns
 from api.transfer import adapter_download, event_stream, log_tail
 from api.wire.evaluation_views import EvaluationView, evaluation_id, evaluation_view
 from api.wire.job_views import JobView, ResumeBody, job_view
@@ -42,6 +43,7 @@ from ft_service.control import tuned_models
 from ft_service.control.admission import read, slots_to_resume_with, takes_time
 from ft_service.control.checks.file_statistics import job_statistics
 from ft_service.control.checks.samples import job_samples
+from ft_service.control.intake import cancel_job
 from ft_service.data.samples import MOST_LINES, Page
 from ft_service.data.statistics import Measure
 from ft_service.errors import ConflictError, NotFoundError, SpecError
@@ -67,12 +69,12 @@ async def create(
     checked by the job itself (`validating_files`)."""
     job_id = idempotency.keyed_job_id(idempotency_key, caller)
     earlier = partial(_earlier, job_id, request, body, caller, services)
-    if (job_id or idempotency.is_retry(request.headers)) and (created_before := await run_in_threadpool(earlier)):
+    if (job_id or idempotency.is_retry(request.headers)) and (created_before := await in_thread(earlier)):
         return created_before
     try:
-        job = await _create(body, caller, services, job_id)
+        job = await _create(body, caller, services, job_id, is_large=request.state.body_is_large)
     except ConflictError:  # the same request arrived twice at once, and the other one has just created the job
-        if not (job_id and (created_before := await run_in_threadpool(earlier))):
+        if not (job_id and (created_before := await in_thread(earlier))):
             raise
         return created_before
     return written(job_view(job, organization=caller.organization))
@@ -87,7 +89,7 @@ def list_jobs(
     request: Request,
     caller: Caller,
     services: Svc,
-    after: str | None = None,
+    after: After = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     status: State | None = None,
     base: Annotated[str | None, Query(description="Name of a base model: only jobs that train on it.")] = None,
@@ -109,8 +111,9 @@ def retrieve(job_id: str, caller: Caller, services: Svc) -> JobView:
 
 @router.post("/{job_id}/cancel")
 def cancel(job_id: str, caller: Caller, services: Svc) -> JobView:
-    """End the job. It answers `cancelled` at once; `phase` says `stopping` until its processes are gone."""
-    return _view(services.store.request(caller.project_id, job_id, Verb.CANCEL), caller, services)
+    """End the job. It answers `cancelled` at once; `phase` says `stopping` until its processes are gone. One whose training has
+    left its result in this moment has succeeded, and cannot be cancelled any more."""
+    return _view(cancel_job(services.store, services.places, caller.project_id, job_id), caller, services)
 
 
 @router.post("/{job_id}/pause")
@@ -135,7 +138,7 @@ def events(
     job_id: str,
     caller: Caller,
     services: Svc,
-    after: str | None = None,
+    after: After = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     stream: bool = False,
     kind: Annotated[Literal["message"] | None, Query(alias="type", description="Only messages, no numbers of steps.")] = None,
@@ -144,12 +147,13 @@ def events(
     """Newest first. `stream=true` (not in OpenAI's API): server-sent events instead, the oldest first, from the one after
     `Last-Event-ID` (or `after`) until the job has ended, then `[DONE]`; `limit` has no effect then."""
     if stream:
-        return event_stream.response(services.store, caller.project_id, job_id, last_event_id or after)
+        return event_stream.response(services, caller, job_id, last_event_id or after)
     page = services.store.list_events(caller.project_id, job_id, after=after, limit=limit, messages=kind is not None)
     return list_view([event_view(event) for event in page.data], page.has_more)
 
 
 @router.get("/{job_id}/samples")
+@takes_turns("reading")
 def samples(
     job_id: str,
     caller: Caller,
@@ -166,7 +170,7 @@ def samples(
 
 @router.get("/{job_id}/evaluation", response_model=ListView[EvaluationView])
 def evaluation(
-    job_id: str, caller: Caller, services: Svc, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 10
+    job_id: str, caller: Caller, services: Svc, after: After = None, limit: Annotated[int, Query(ge=1, le=100)] = 10
 ) -> Any:
     """Not in OpenAI's API. What the job's model answers to the prompts of its `evaluation`, beside what it answered before
     training: the newest step first, and step 0, before training, last. Empty without one, and until it is written."""
@@ -184,6 +188,7 @@ def evaluation(
 
 
 @router.get("/{job_id}/statistics")
+@takes_turns("reading")
 def statistics(job_id: str, caller: Caller, services: Svc) -> StatisticsView:
     """Not in OpenAI's API. What a job trains on, in numbers: lengths, targets, doubles, overlap of its files, steps, and
     warnings that say what to change."""
@@ -194,7 +199,7 @@ def statistics(job_id: str, caller: Caller, services: Svc) -> StatisticsView:
 
 @router.get("/{job_id}/checkpoints", response_model=ListView[CheckpointView])
 def checkpoints(
-    job_id: str, caller: Caller, services: Svc, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 10
+    job_id: str, caller: Caller, services: Svc, after: After = None, limit: Annotated[int, Query(ge=1, le=100)] = 10
 ) -> Any:
     """Complete checkpoints that are still there, the highest step first: those that `save_total_limit` or an age limit has
     removed are not listed, unless their adapter was made before."""
@@ -217,6 +222,7 @@ def adapter(job_id: str, caller: Caller, services: Svc) -> StreamingResponse:
 
 
 @router.get("/{job_id}/checkpoints/{checkpoint_id}/adapter", response_class=StreamingResponse)
+@takes_turns("making")
 def checkpoint_adapter(job_id: str, checkpoint_id: str, caller: Caller, services: Svc) -> StreamingResponse:
     """Not in OpenAI's API. A checkpoint's adapter, as that of a job. Unless the workers wrote it with the checkpoint, it is
     made from the shards at the first call, which takes some seconds; a 404 says so where that cannot be done."""
@@ -243,7 +249,7 @@ def logs(
     if follow and attempt is not None:
         raise SpecError(f"attempt = {attempt}: has no effect with follow, which shows the newest. Keep one.", param="attempt")
     if follow:
-        return event_stream.follow_logs(services, caller.project_id, job_id, rank=rank, lines=lines)
+        return event_stream.follow_logs(services, caller, job_id, rank=rank, lines=lines)
     job = services.store.get_job(caller.project_id, job_id)
     number = attempt or job.attempt
     files = log_tail.log_files(Attempt(_run_dir(job, services), number).find_logs(), rank)
@@ -267,9 +273,11 @@ def _earlier(job_id: str | None, request: Request, body: Any, caller: Principal,
     return job and written(_view(job, caller, services))
 
 
-async def _create(body: Any, caller: Principal, services: Services, job_id: str | None) -> Job:
+async def _create(body: Any, caller: Principal, services: Services, job_id: str | None, *, is_large: bool) -> Job:
     reading = partial(read, body, principal=caller, store=services.store, settings=services.settings, job_id=job_id)
-    return await services.create_job(await run_in_threadpool(reading) if takes_time(body) else reading())
+    if is_large:
+        return await services.create_large_job(await in_thread(reading))
+    return await services.create_job(await in_thread(reading) if takes_time(body) else reading())
 
 
 def _view(job: Job, caller: Principal, services: Services) -> JobView:

@@ -23,8 +23,10 @@ def live() -> dict[str, str]:
 
 @router.get("/readyz")
 def ready(services: Svc) -> dict[str, str]:
-    """The database answers and its schema fits; 503 otherwise."""
+    """The database answers, its schema fits, and it can be written; 503 otherwise, which says why. While only writing fails,
+    reading goes on."""
     services.store.check()
+    services.store.check_writable()
     return {"status": "ok"}
 
 

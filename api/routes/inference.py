@@ -4,17 +4,19 @@ is one, else the preview on this host. Without either the refusal says what to d
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
-from starlette.concurrency import run_in_threadpool
 
 from api.http.auth import Caller
 from api.http.dependencies import JsonBody, Services, Svc, server_sent
 from api.http.routing import keyed_router
+from api.http.threads import in_thread, turn
 from api.transfer import chat_answer, inference_proxy
 from api.transfer.adapter_download import adapter_folder
 from ft_service.control import tuned_models
@@ -35,35 +37,50 @@ _BODY = {"requestBody": {"required": True, "content": {"application/json": {"sch
 async def create(request: Request, body: JsonBody, caller: Caller, services: Svc) -> Response:
     """For a base, an alias, a tuned model or a checkpoint of one; streamed if asked for. Tuned models must be the project's own
     or granted to it. With FT_INFERENCE_URL that server answers. Else the preview of this host does (FT_PREVIEW): training comes
-    first, and while it has the slots this is a 503 with `retry-after`."""
+    first, and while it has the slots this is a 503 with `retry-after`, unless `processor` is true, which OpenAI's API has not:
+    then the answer comes from the processor, slowly."""
     name: Any = body.get("model") if isinstance(body, dict) else None
     if not isinstance(name, str):
         raise SpecError("model is required: the name of a tuned model.", param="model", code="missing_required_parameter")
-    tuned = await run_in_threadpool(tuned_models.find, name, caller, services.store) if is_tuned(name) else None
+    tuned = await in_thread(tuned_models.find, name, caller, services.store) if is_tuned(name) else None
     if services.settings.inference_url:
+        if "processor" in body:
+            message = "processor: is for the preview, and an inference server answers here (FT_INFERENCE_URL). Leave it out."
+            raise SpecError(message, param="processor", code="unsupported_parameter")
         return await inference_proxy.chat_completion(services.settings, body)
     if tuned is not None:  # whoever serves models may have loaded one that was pruned since
-        await run_in_threadpool(tuned_models.refuse_pruned, tuned, services.places)
+        await in_thread(tuned_models.refuse_pruned, tuned, services.places)
     if services.preview is None:
         raise _not_served(tuned)
     asked = parse_chat_completion(body)
-    submit = partial(_submit, services, services.preview, asked, tuned)
+    adapter = None
+    if tuned is not None:
+        async with turn("making") if tuned.checkpoint is not None else nullcontext():
+            adapter = await in_thread(adapter_folder, tuned, services.places)
+    submit = partial(_submit, services, services.preview, asked, tuned, adapter, caller.project_id)
     return await chat_answer.answer(request, asked, services.preview, submit)
 
 
 def _submit(
-    services: Services, preview: Preview, asked: ChatCompletion, tuned: tuned_models.Tuned | None, deliver: Deliver
+    services: Services,
+    preview: Preview,
+    asked: ChatCompletion,
+    tuned: tuned_models.Tuned | None,
+    adapter: Path | None,
+    project_id: str,
+    deliver: Deliver,
 ) -> Ticket:
     if tuned is None:
         try:
             base = services.catalogue.find(asked.model)
         except SpecError as error:
             raise NotFoundError(error.message, param="model", code="model_not_found") from None
-        return preview.submit(str(base.path), None, asked.order(None), deliver)
-    adapter = adapter_folder(tuned, services.places)
+        return preview.submit(str(base.path), None, asked.order(None), deliver, project_id=project_id, beside=asked.processor)
     spec = tuned.job.spec
     order, formats = asked.order(str(adapter)), spec.precision.model_dump(mode="json")
-    return preview.submit(spec.model.path, formats, order, deliver, tuned.job if tuned.checkpoint is None else None)
+    job = tuned.job if tuned.checkpoint is None else None
+    whose = {"project_id": project_id, "beside": asked.processor}
+    return preview.submit(spec.model.path, formats, order, deliver, job, **whose)
 
 
 class InferenceView(BaseModel):

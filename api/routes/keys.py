@@ -47,7 +47,7 @@ class KeyView(BaseModel):
 
 class NewKeyView(KeyView):
     key: str
-    """The secret. It is shown this one time."""
+    """The secret. It is shown only once."""
 
 
 class KeysView(BaseModel):

@@ -13,7 +13,7 @@ from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
 from api.http.auth import Admin, known_project, manages
-from api.http.dependencies import JsonBody, Services, Svc, body_schema, parse_body
+from api.http.dependencies import After, JsonBody, Services, Svc, body_schema, parse_body
 from api.http.routing import keyed_router
 from api.wire.organization_views import (
     DAY_SECONDS,
@@ -92,9 +92,7 @@ class KeyRotation(Strict):
 
 
 @router.get("/projects", response_model=ListView[ProjectView])
-def list_projects(
-    caller: Admin, services: Svc, after: str | None = None, limit: Limit = 20, include_archived: bool = False
-) -> Any:
+def list_projects(caller: Admin, services: Svc, after: After = None, limit: Limit = 20, include_archived: bool = False) -> Any:
     """By creation. An admin key of another project than the first sees its own."""
     if not manages(caller):
         return list_view([_view(services.store.get_project(caller.project_id), services)], has_more=False)
@@ -134,7 +132,7 @@ def archive_project(project_id: str, caller: Admin, services: Svc) -> ProjectVie
 
 
 @router.get("/projects/{project_id}/api_keys", response_model=ListView[ApiKeyView])
-def list_keys(project_id: str, caller: Admin, services: Svc, after: str | None = None, limit: Limit = 20) -> Any:
+def list_keys(project_id: str, caller: Admin, services: Svc, after: After = None, limit: Limit = 20) -> Any:
     """Oldest first, expired and revoked ones too."""
     known_project(project_id, caller, services)
     now, keys = services.store.now(), services.store.list_keys(project_id)
@@ -180,7 +178,7 @@ def rotate_key(project_id: str, api_key_id: str, body: JsonBody, caller: Admin, 
 
 
 @router.get("/audit_logs", response_model=ListView[AuditView])
-def list_audit(caller: Admin, services: Svc, after: str | None = None, limit: Limit = 20) -> Any:
+def list_audit(caller: Admin, services: Svc, after: After = None, limit: Limit = 20) -> Any:
     """What was changed, newest first: in the caller's project, or in all that it manages."""
     page = services.store.list_audit(**_scope(caller), after=after, limit=limit)
     return list_view([audit_view(entry) for entry in page.data], page.has_more)

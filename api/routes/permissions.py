@@ -8,7 +8,7 @@ from fastapi import Query
 from pydantic import Field
 
 from api.http.auth import Admin
-from api.http.dependencies import JsonBody, Svc, body_schema, parse_body
+from api.http.dependencies import After, JsonBody, Svc, body_schema, parse_body
 from api.http.routing import keyed_router
 from api.wire.views import DeletedPermissionView, ListView, PermissionView, list_view, permission_view
 from ft_service.control import tuned_models
@@ -40,7 +40,7 @@ def list_permissions(
     fine_tuned_model_checkpoint: str,
     caller: Admin,
     services: Svc,
-    after: str | None = None,
+    after: After = None,
     limit: Limit = 10,
     order: Literal["ascending", "descending"] = "descending",
     project_id: str | None = None,

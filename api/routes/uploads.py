@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import shutil
@@ -13,18 +12,18 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 from pydantic import Field
-from starlette.concurrency import run_in_threadpool
 
 from api.http import idempotency
 from api.http.auth import Caller
 from api.http.dependencies import JsonBody, Services, Svc, body_schema, parse_body
 from api.http.routing import keyed_router
+from api.http.threads import in_thread
 from api.routes.files import require_chat_file
 from api.transfer.multipart import TEMPORARY_PREFIX, clean_filename, keep, received, sync_folder
 from api.transfer.multipart import ReceivedFile as Received
 from api.wire.expiry import ExpiresAfter
 from api.wire.views import UploadPartView, UploadView, upload_part_view, upload_view
-from ft_service.errors import FtError, NotFoundError, SpecError
+from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.spec import Strict
 from ft_service.store.records import File, Upload, UploadPart
@@ -97,7 +96,7 @@ def create(body: JsonBody, caller: Caller, services: Svc) -> UploadView:
 
 
 async def _part(request: Request, upload_id: str, caller: Caller, services: Svc) -> AsyncIterator[Received]:
-    upload = await run_in_threadpool(services.store.get_upload, caller.project_id, upload_id)
+    upload = await in_thread(services.store.get_upload, caller.project_id, upload_id)
     async with received(request, _folder(upload, services), MAX_PART_BYTES, part="data") as part:
         yield part
 
@@ -138,10 +137,11 @@ def complete(upload_id: str, body: JsonBody, caller: Caller, services: Svc) -> U
     if upload.status == "pending":
         try:
             upload = _complete(upload, asked, services)
-        except FileNotFoundError:  # ended in the same moment, perhaps by the same request, or its parts are on another disk
+        except (FileNotFoundError, SpecError) as error:
+            # Ended in the same moment, perhaps by the same request; or its parts are on another disk.
             upload = services.store.get_upload(caller.project_id, upload_id)
             if upload.status == "pending":
-                raise _being_ended(upload) from None
+                raise (error if isinstance(error, SpecError) else _being_ended(upload)) from None
     if upload.part_ids != asked.part_ids:
         message = f"Upload {upload.id} is {upload.status}: start a new one."
         raise SpecError(message, param="upload_id", code="invalid_state")
@@ -192,23 +192,18 @@ def _assemble(upload: Upload, parts: Sequence[UploadPart], md5: str | None, serv
     """
     folder = services.settings.files_dir
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with tempfile.NamedTemporaryFile(prefix=TEMPORARY_PREFIX, dir=folder) as target:
-            sha256 = _copy(upload, parts, md5, target, services)
-            file = File(
-                id=new_id("file-"),
-                project_id=upload.project_id,
-                filename=upload.filename,
-                purpose=upload.purpose,
-                bytes=upload.bytes,
-                sha256=sha256,
-                created_at=0.0,
-            )
-            (folder / file.id).hardlink_to(target.name)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise FtError("The file could not be stored: the service's disk is full.", code="disk_full") from error
+    with tempfile.NamedTemporaryFile(prefix=TEMPORARY_PREFIX, dir=folder) as target:
+        sha256 = _copy(upload, parts, md5, target, services)
+        file = File(
+            id=new_id("file-"),
+            project_id=upload.project_id,
+            filename=upload.filename,
+            purpose=upload.purpose,
+            bytes=upload.bytes,
+            sha256=sha256,
+            created_at=0.0,
+        )
+        (folder / file.id).hardlink_to(target.name)
     sync_folder(folder)
     return file
 

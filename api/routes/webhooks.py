@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any, Literal
 
 from fastapi import Query
+from fastapi.responses import Response
 from pydantic import Field
 
 from api.http.auth import Caller
-from api.http.dependencies import JsonBody, Svc, body_schema, parse_body
-from api.http.routing import keyed_router
+from api.http.dependencies import After, JsonBody, Svc, body_schema, parse_body
+from api.http.routing import keyed_router, written
+from api.http.threads import in_thread
 from api.wire.views import ListView, list_view
 from api.wire.webhook_views import (
     DeletedWebhookView,
@@ -21,8 +22,9 @@ from api.wire.webhook_views import (
     webhook_secret_view,
     webhook_view,
 )
-from ft_service.control import webhook_delivery
-from ft_service.errors import SpecError
+from ft_service.control.webhook_delivery import TRY_SECONDS, DeliveryError
+from ft_service.errors import LimitError, SpecError
+from ft_service.host.webhook_receiver import parse_receiver
 from ft_service.ids import new_id
 from ft_service.spec import Strict
 from ft_service.store.records import WebhookEndpoint
@@ -35,6 +37,7 @@ KEPT_SECONDS = 24 * 3600.0
 EventType = Literal["fine_tuning.job.succeeded", "fine_tuning.job.failed", "fine_tuning.job.cancelled"]
 EventTypes = Annotated[list[EventType], Field(min_length=1, max_length=len(EVENT_TYPES))]
 Name = Annotated[str, Field(min_length=1, max_length=255)]
+Url = Annotated[str, Field(min_length=1, max_length=2048, json_schema_extra={"format": "uri"})]
 
 
 class WebhookRequest(Strict):
@@ -42,7 +45,7 @@ class WebhookRequest(Strict):
 
     event_types: EventTypes
     name: Name
-    url: str
+    url: Url
     """HTTPS, on the public internet, unless the operator has set FT_WEBHOOK_ALLOW_PRIVATE."""
 
 
@@ -52,7 +55,7 @@ class WebhookUpdate(Strict):
     event_types: EventTypes | None = None
     """All that the endpoint is to be told of from now on."""
     name: Name | None = None
-    url: str | None = None
+    url: Url | None = None
 
 
 class RotateRequest(Strict):
@@ -77,7 +80,7 @@ def list_event_types(caller: Caller) -> EventTypesView:
 def create(body: JsonBody, caller: Caller, services: Svc) -> WebhookSecretView:
     """The answer holds the signing secret, which is not shown again."""
     asked = parse_body(body, WebhookRequest)
-    webhook_delivery.check_url(asked.url, allow_private=services.settings.webhook_allow_private)
+    parse_receiver(asked.url, allow_private=services.settings.webhook_allow_private)
     new = WebhookEndpoint(
         id=new_id("we_"),
         project_id=caller.project_id,
@@ -89,9 +92,7 @@ def create(body: JsonBody, caller: Caller, services: Svc) -> WebhookSecretView:
 
 
 @router.get("/webhook_endpoints", response_model=ListView[WebhookView])
-def list_endpoints(
-    caller: Caller, services: Svc, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
-) -> Any:
+def list_endpoints(caller: Caller, services: Svc, after: After = None, limit: Annotated[int, Query(ge=1, le=100)] = 20) -> Any:
     """Newest first."""
     page = services.store.list_webhooks(caller.project_id, after=after, limit=limit)
     return list_view([webhook_view(endpoint) for endpoint in page.data], page.has_more)
@@ -107,7 +108,7 @@ def update(webhook_endpoint_id: str, body: JsonBody, caller: Caller, services: S
     """Deliveries that are still waiting go to the new address."""
     changes = parse_body(body, WebhookUpdate).model_dump(exclude_none=True)
     if "url" in changes:
-        webhook_delivery.check_url(changes["url"], allow_private=services.settings.webhook_allow_private)
+        parse_receiver(changes["url"], allow_private=services.settings.webhook_allow_private)
     if "event_types" in changes:
         changes["event_types"] = list(dict.fromkeys(changes["event_types"]))
     return webhook_view(services.store.update_webhook(caller.project_id, webhook_endpoint_id, **changes))
@@ -129,16 +130,22 @@ def rotate_secret(webhook_endpoint_id: str, body: JsonBody, caller: Caller, serv
     )
 
 
-@router.post("/webhook_endpoints/{webhook_endpoint_id}/test", openapi_extra=body_schema(WebhookTest))
-def test(webhook_endpoint_id: str, body: JsonBody, caller: Caller, services: Svc) -> WebhookTestView:
-    """Send a sample, once and now; the answer says what the receiver answered."""
+@router.post(
+    "/webhook_endpoints/{webhook_endpoint_id}/test",
+    response_model=WebhookTestView,
+    openapi_extra=body_schema(WebhookTest),
+)
+async def test(webhook_endpoint_id: str, body: JsonBody, caller: Caller, services: Svc) -> Response:
+    """Send a sample, once and now; the answer says what the receiver answered. A few of a project may be under way at once."""
     kind = parse_body(body, WebhookTest).event_type
-    endpoint = services.store.get_webhook(caller.project_id, webhook_endpoint_id)
-    sample = event_body(kind, "ftjob-sample", services.store.now())
-    allowed = services.settings.webhook_allow_private
+    endpoint = await in_thread(services.store.get_webhook, caller.project_id, webhook_endpoint_id)
+    sample = event_body(kind, "ftjob-sample", await in_thread(services.store.now))
+    if not services.webhook_tests.has_room(caller.project_id):  # it waits for a stranger's server: nobody else's request may
+        message = "Other tests of webhook endpoints are under way. Wait until they have ended."
+        raise LimitError(message, code="too_many_at_once", retry_after=TRY_SECONDS)
     try:
-        status = asyncio.run(webhook_delivery.post(endpoint, new_id("wh_"), sample, allow_private=allowed))
-    except webhook_delivery.DeliveryError as error:
+        status = await services.webhook_tests.send(endpoint, new_id("wh_"), sample)
+    except DeliveryError as error:
         message = f"url = {endpoint.url!r}: the receiver was not reached: {error}."
         raise SpecError(message, param="url", code="receiver_not_reached") from None
-    return WebhookTestView(event_type=kind, status_code=status, webhook_endpoint_id=endpoint.id)
+    return written(WebhookTestView(event_type=kind, status_code=status, webhook_endpoint_id=endpoint.id))

@@ -9,19 +9,25 @@ from fastapi.responses import StreamingResponse
 from api.transfer import tar_stream
 from ft_service.control.tuned_models import Tuned, refuse_pruned
 from ft_service.errors import NotFoundError
+from ft_service.rundir.intact import refuse_damaged
 from ft_service.storage.locations import Places
 from ft_service.supervisor import worker_tasks
 
 
 def adapter_folder(model: Tuned, places: Places) -> Path:
-    """The folder with a model's adapter. That of a checkpoint is made at its first use. Raises NotFoundError if it is gone."""
+    """The folder with a model's adapter, which is what was written. That of a checkpoint is made at its first use.
+
+    Raises NotFoundError if it is gone or damaged. Reads all of it once for each state that its files are in.
+    """
     refuse_pruned(model, places)
     if model.checkpoint is not None:
         whole = places.whole_run(model.job.id, model.checkpoint.name)
-        return worker_tasks.make_checkpoint_adapter(whole, model.checkpoint.name)
-    folder = places.run(model.job.id).plain(model.adapter_key)
+        folder = worker_tasks.make_checkpoint_adapter(whole, model.checkpoint.name)
+    else:
+        folder = places.run(model.job.id).plain(model.adapter_key)
     if not isinstance(folder, Path) or not folder.is_dir():
         raise _gone(model)
+    refuse_damaged(folder, model.name)
     return folder
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.concurrency import run_in_threadpool
 
+from api.http.threads import in_thread
 from api.wire.errors import error_body
 from ft_service.ids import new_id
 from ft_service.serving.preview import Deliver, Preview, Ticket
@@ -40,7 +40,7 @@ async def answer(request: Request, asked: ChatCompletion, preview: Preview, subm
         if not loop.is_closed():
             loop.call_soon_threadsafe(parts.put_nowait, part)
 
-    ticket = await run_in_threadpool(submit, deliver)
+    ticket = await in_thread(submit, deliver)
     shape = _Shape(asked)
     streams = False
     try:

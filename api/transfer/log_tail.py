@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import codecs
+import contextlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 _MAX_BYTES = 1024**2
-_CHUNK = 256 * 1024
 _RANK = re.compile(r"(?:(node-\d+)/)?[^/]*/attempt_0/(\d+)/(stdout|stderr)\.log")
 
 
@@ -41,51 +41,46 @@ def tail(path: Path, lines: int) -> str:
     return "".join(kept)
 
 
-class Follower:
-    """Reads the logs of one attempt as they grow, whole lines only until the end is known."""
+@dataclass(frozen=True)
+class LogFile:
+    """A file as it was found."""
 
-    def __init__(self, folder: Callable[[], Path | None], rank: int | None, lines: int) -> None:
-        """`folder`: the current folder of the logs; asked for each time. `lines`: how many of those already there come first,
-        of each file.
-        """
-        self._folder = folder
-        self._rank = rank
-        self._lines = lines
-        self._files: dict[Path, _Growing] = {}
-
-    def read(self, last: bool) -> list[tuple[str, str]]:
-        """(source, line without its end) for every line since the last call. `last`: no more will come; a line may then be
-        unended.
-        """
-        lines: list[tuple[str, str]] = []
-        for source, path in log_files(self._folder(), self._rank).items():
-            growing = self._files.get(path)
-            if growing is None:
-                growing = self._files[path] = _Growing(path, self._lines)
-            lines += [(source, line) for line in growing.read(last)]
-        self._lines = _MAX_BYTES  # a file that appears later is read from its first line
-        return lines
+    source: str
+    path: Path
+    size: int
 
 
-class _Growing:
-    """One file, read as it grows."""
+def sized(files: Mapping[str, Path]) -> tuple[LogFile, ...]:
+    """Files with their sizes; those that have gone since are left out."""
+    found = []
+    for source, path in files.items():
+        with contextlib.suppress(FileNotFoundError):
+            found.append(LogFile(source, path, path.stat().st_size))
+    return tuple(found)
 
-    def __init__(self, path: Path, lines: int) -> None:
-        self._path = path
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._rest = ""
-        self._offset = path.stat().st_size - len(_last_bytes(path, lines))
 
-    def read(self, last: bool) -> list[str]:
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            while chunk := file.read(_CHUNK):
-                self._offset += len(chunk)
-                self._rest += self._decoder.decode(chunk)
-        *lines, self._rest = self._rest.split("\n")
-        if last and self._rest:
-            lines, self._rest = [*lines, self._rest], ""
-        return [line.removesuffix("\r") for line in lines]
+def beginnings(files: Sequence[LogFile], lines: int) -> dict[str, int]:
+    """Source → where the last `lines` lines of a file begin, at most 1 MiB before its end."""
+    return {file.source: max(0, file.size - len(_last_bytes(file.path, lines))) for file in files}
+
+
+def read_lines(file: LogFile, place: int, last: bool) -> tuple[list[str], int]:
+    """Whole lines from `place` on, about 1 MiB of them, and where the next one begins. `last`: no more will come; a line may
+    then be unended. A line that is longer comes in pieces. Bytes that are not UTF-8 are replaced."""
+    try:
+        with file.path.open("rb") as opened:
+            opened.seek(place)
+            body = opened.read(min(_MAX_BYTES, file.size - place))
+    except FileNotFoundError:
+        return [], file.size
+    ends_here = place + len(body) >= file.size or not body
+    whole = len(body) if (last and ends_here) else body.rfind(b"\n") + 1
+    if not whole and len(body) >= _MAX_BYTES:
+        whole = len(body)
+    if not whole:
+        return [], file.size if last else place
+    lines = body[:whole].decode(errors="replace").removesuffix("\n").split("\n")
+    return [line.removesuffix("\r") for line in lines], place + whole
 
 
 def _last_bytes(path: Path, lines: int) -> bytes:

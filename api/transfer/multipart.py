@@ -6,7 +6,6 @@ writing, and a folder that is often too small for training files.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
@@ -21,10 +20,10 @@ from fastapi import Request
 from python_multipart import MultipartParser
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
-from starlette.concurrency import run_in_threadpool
 
 from api.http.dependencies import drain
-from ft_service.errors import FtError, SpecError
+from api.http.threads import in_thread
+from ft_service.errors import SpecError
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
@@ -55,29 +54,33 @@ class ReceivedFile:
 async def received(request: Request, folder: Path, limit: int, *, part: str = "file") -> AsyncIterator[ReceivedFile]:
     """Read a multipart body with one file, in the part `part`, of at most `limit` bytes, into a temporary file in `folder`.
 
-    Raises SpecError naming the part, and FtError when the disk is full. The temporary file goes when the context ends.
+    Raises SpecError naming the part, and OSError such as that of a full disk. The temporary file goes when the context ends.
     """
     stream = request.stream()
-    await run_in_threadpool(folder.mkdir, parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=folder)
-    path = Path(name)
+    try:
+        descriptor, path = await in_thread(_temporary, folder)
+    except OSError:
+        await drain(stream, limit)
+        raise
     try:
         form = _Form(descriptor, limit, part)
         try:
             await _feed(stream, form, _boundary(request, part))
-        except SpecError:
+        except (SpecError, OSError):
             await drain(stream, limit)
             raise
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            message = "The file could not be stored: the service's disk is full."
-            raise FtError(message, param=part, code="disk_full") from error
         finally:
             os.close(descriptor)
         yield ReceivedFile(form.fields, form.filename, path, form.bytes, form.sha256.hexdigest())
     finally:
         path.unlink(missing_ok=True)
+
+
+def _temporary(folder: Path) -> tuple[int, Path]:
+    """A new open file in a folder, which is made if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=folder)
+    return descriptor, Path(name)
 
 
 def keep(upload: ReceivedFile, path: Path) -> None:
@@ -113,7 +116,7 @@ async def _feed(stream: AsyncIterator[bytes], form: _Form, boundary: bytes) -> N
         async for chunk in stream:
             parser.write(chunk)
             if len(form.buffer) >= _BUFFER_BYTES:
-                await run_in_threadpool(form.flush)
+                await in_thread(form.flush)
         parser.finalize()
     except FormParserError as error:
         raise SpecError(f"The multipart body cannot be read: {error}.", param=form.part) from None
@@ -122,7 +125,7 @@ async def _feed(stream: AsyncIterator[bytes], form: _Form, boundary: bytes) -> N
     if not form.has_file:
         message = f"{form.part} is required: a part of that name with a filename."
         raise SpecError(message, param=form.part, code="missing_required_parameter")
-    await run_in_threadpool(form.finish)
+    await in_thread(form.finish)
 
 
 class _Form:

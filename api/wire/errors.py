@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 
 from ft_service.errors import (
     AuthError,
@@ -21,6 +23,9 @@ from ft_service.errors import (
     SpecError,
     UnavailableError,
 )
+from ft_service.host.disks import disk_fault
+
+log = logging.getLogger("ft_service.api")
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
@@ -42,6 +47,7 @@ STATUS: dict[type[FtError], tuple[int, str]] = {
 def install_handlers(app: FastAPI) -> None:
     """Answer every error of the application in the one shape."""
     app.add_exception_handler(FtError, _ft_error)
+    app.add_exception_handler(OSError, _disk_error)
     app.add_exception_handler(RequestValidationError, _invalid_parameter)
     app.add_exception_handler(HTTPException, _http_error)
 
@@ -82,13 +88,21 @@ def _ft_error(request: Request, error: Exception) -> JSONResponse:
     return error_response(status, error.message, kind=kind, param=error.param, code=error.code, headers=_headers(status, error))
 
 
+def _disk_error(request: Request, error: Exception) -> JSONResponse:
+    """A full or read-only disk, whatever was to be written to it; any other OSError is a fault of ours, and raised again."""
+    assert isinstance(error, OSError)
+    fault = disk_fault(error)
+    if fault is None:
+        raise error
+    log.warning("%s %s: %s", request.method, request.url.path, error)
+    return _ft_error(request, fault)
+
+
 def _headers(status: int, error: FtError) -> dict[str, str]:
     if status == 401:
         return {"www-authenticate": "Bearer"}
-    if status == 503:
-        return {"retry-after": str(error.retry_after if isinstance(error, UnavailableError) else 1)}
     # The rest of 5xx comes again however often it is tried; a 409 is a lost race and may be tried again.
-    if isinstance(error, LimitError) and error.retry_after is not None:
+    if isinstance(error, LimitError | UnavailableError) and error.retry_after is not None:
         return {"retry-after": str(math.ceil(error.retry_after))}
     # A client repeats a 429 too, which helps only where time does.
     return {"x-should-retry": "false"} if status >= 500 or status == 429 else {}
@@ -112,6 +126,15 @@ def _http_error(request: Request, error: Exception) -> JSONResponse:
     if error.status_code == 404:
         return error_response(404, f"There is no route {asked}. /docs lists them.", kind=INVALID, code="unknown_url")
     if error.status_code == 405:
-        message = f"{asked}: this path takes {headers.get('Allow', 'other methods')}."
+        headers["Allow"] = ", ".join(_methods(request))
+        message = f"{asked}: this path takes {headers['Allow']}."
         return error_response(405, message, kind=INVALID, code="method_not_allowed", headers=headers)
     return error_response(error.status_code, str(error.detail), kind=INVALID, code="invalid_request", headers=headers)
+
+
+def _methods(request: Request) -> list[str]:
+    """That the path takes, of all its routes: the framework knows those of the first."""
+    routes = (route for route in request.app.router.routes if isinstance(route, Route))
+    return sorted(
+        {method for route in routes if route.matches(request.scope)[0] != Match.NONE for method in route.methods or ()}
+    )

@@ -195,7 +195,7 @@ def job_view(
         reason=job.reason.value if job.reason else None,
         attempt=job.attempt,
         progress=_progress(metrics, valid_loss) if metrics else None,
-        pending_reason=job.pending if job.state in (State.QUEUED, State.RUNNING) else None,
+        pending_reason=job.pending if job.state in (State.VALIDATING, State.QUEUED, State.RUNNING) else None,
         queue=_queue(place) if place and job.state is State.QUEUED else None,
         suffix=job.request.get("suffix"),
         data=dict(spec.data.pairs),

@@ -79,7 +79,7 @@ def train_on_rank(rank: int, world: int, root: str, attempt: int, device: str) -
 
 
 def events_of(run: RunDir, attempt: int = 1) -> list[Event]:
-    return [event for _, events in read_segments(run, attempt) for event in events]
+    return [event for segment in read_segments(run, attempt) for event in segment.events]
 
 
 def steps_of(run: RunDir, attempt: int = 1) -> list[tuple[float, Metrics]]:

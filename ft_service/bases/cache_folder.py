@@ -89,8 +89,15 @@ class Cache:
             return None
         staged = self.folder / f".new-{uuid.uuid4().hex}"
         staged.mkdir()
-        lock = os.open(staged / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        fcntl.flock(lock, fcntl.LOCK_SH)
+        lock = None
+        try:
+            lock = os.open(staged / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        except OSError:  # such as of a file system without locks
+            if lock is not None:
+                os.close(lock)
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
         return Entry(staged, lock)
 
     def publish(self, staged: Entry, key: str) -> bool:

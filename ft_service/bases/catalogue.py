@@ -15,7 +15,8 @@ from pathlib import Path
 
 import yaml
 
-from ft_service.bases.origin import cached_name, cached_snapshots
+from ft_service.bases.base_files import cached_name, is_base_file
+from ft_service.bases.origin import cached_snapshots
 from ft_service.errors import SpecError
 from ft_service.settings import Settings
 from ft_service.spec import BaseModelRef
@@ -84,14 +85,14 @@ class Catalogue:
         """
         target = self._aliases.get(name, name)
         shown = f"model = {_shown(name)}" + (f" (an alias of {_shown(target)})" if target != name else "")
-        if not _is_name(target):
+        if not is_model_name(target):
             raise self._not_found(f"{shown}: a model's name is a path below the model folder, without '..'.")
         for folder in self._folders:
             path = _folder_of(folder, target)
             if path is None:
                 continue
             fault = _faults(folder, path)
-            if fault and (to_train or not (path / "config.json").is_file()):
+            if fault and (to_train or not _has_config(path)):
                 raise self._not_found(f"{shown}: {fault}.")
             return _base(target, path)
         raise self._not_found(f"{shown}: there is no such base model.")
@@ -132,14 +133,14 @@ def _model_folders(folder: Path, depth: int, prefix: str = "") -> Iterator[tuple
     for name in entries:
         path = folder / name
         if cached_name(path) is not None:
-            yield from ((known, found) for known, found in cached_snapshots(path) if (found / "config.json").is_file())
-        elif (path / "config.json").is_file():
+            yield from ((known, found) for known, found in cached_snapshots(path) if _has_config(found))
+        elif _has_config(path):
             yield prefix + name, path
         elif depth > 1 and not path.is_symlink():
             yield from _model_folders(path, depth - 1, f"{prefix}{name}/")
 
 
-def _is_name(name: str) -> bool:
+def is_model_name(name: str) -> bool:
     """Whether a name can be a path below a folder: not absolute, no '..', no hidden folder, nothing a file system refuses."""
     if not name.isprintable() or "\\" in name:
         return False
@@ -172,12 +173,30 @@ def _faults_of(folder: Path, path: Path, *states: tuple[int, ...]) -> str | None
     return None
 
 
+def pickled_weights(folder: Path) -> str | None:
+    """A file of weights in the only form that a base's folder has them in, if that is pickled, which is never read."""
+    try:
+        names = sorted(path.name for path in folder.iterdir())
+    except OSError:
+        return None
+    if any(name.endswith(".safetensors") for name in names):
+        return None
+    return next((name for name in names if name.endswith(_PICKLED)), None)
+
+
 def has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+    return any(is_base_file(folder / name) for name in _TOKENIZER_FILES)
+
+
+def _has_config(folder: Path) -> bool:
+    """True for the folder of a model, also where its config.json is a link or a pipe that nobody may open: it is listed, with
+    that as the reason why it cannot be used.
+    """
+    return os.path.lexists(folder / "config.json")
 
 
 def _base(name: str, path: Path) -> Base:
-    return Base(name, path, (path / "config.json").stat().st_mtime)
+    return Base(name, path, (path / "config.json").lstat().st_mtime)
 
 
 def _shown(name: str) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+from ft_service.bases.published_layouts import LARGEST_SIZE
 from ft_service.errors import SpecError
 
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -48,6 +50,9 @@ _LISTS_MORE = frozenset({"step3p5"})
 """Types whose files list layers that predict further tokens, and that their classes take off the list."""
 
 _ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")
+MAX_LAYERS = 10_000
+"""Layers of a decoder: every one is a module in memory, wherever the model is built or planned."""
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _COUNTED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _MAY_BE_LEFT_OUT = ("num_key_value_heads", "head_dim", "max_position_embeddings", *COUNTS)
 _SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias")
@@ -57,6 +62,23 @@ _OWN_HEAD_SIZES = ("head_dim", "qk_nope_head_dim", "attention_head_dim", "kv_cha
 _DTYPE = re.compile(r"(torch\.)?(auto|bfloat16|half|double|float(16|32|64|8_e4m3fn|8_e5m2)?)")
 _SHOWN = 80
 """Characters of a value in a message."""
+
+
+@contextmanager
+def values_of_other_kinds() -> Iterator[None]:
+    """Turn what goes wrong in the block, which looks at a base's config.json, because a value is of another kind than configs
+    have, into SpecError.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        said = " ".join(str(error).split())[:_SHOWN]
+        raise SpecError(
+            "The base's config.json or the headers of its weights hold a value of another kind than those of published bases "
+            f"({type(error).__name__}: {said}). Compare them with the ones that the base was published with.",
+            param="model",
+            code="model_unreadable",
+        ) from error
 
 
 def refuse_values(text: Mapping[str, Any], *, tested: bool) -> None:
@@ -71,13 +93,15 @@ def refuse_values(text: Mapping[str, Any], *, tested: bool) -> None:
 
 
 def _sizes(text: Mapping[str, Any]) -> Iterator[SpecError]:
-    for key in (*_COUNTED, *_MAY_BE_LEFT_OUT):
+    for key in (*_COUNTED, *_LAYERS[1:], *_MAY_BE_LEFT_OUT):
         value = text.get(key)
         if value is None:
             continue
         least = 1 if key in _COUNTED or (key == "head_dim" and not text.get("kv_lora_rank")) else 0
         if not _is_whole(value) or value < least:
             yield _fault(key, value, "it is a whole number" + (" above zero" if least else ""))
+        elif value >= (most := MAX_LAYERS if key in _LAYERS else LARGEST_SIZE):
+            yield _fault(key, value, f"it is below {most:,}")
     for key in ("sliding_window", "intermediate_size", "pad_token_id"):
         value = text.get(key)
         if value is not None and not _is_whole(value) and not (key == "intermediate_size" and isinstance(value, list)):

@@ -5,7 +5,6 @@ Headers do not give the logical shape of a weight that bitsandbytes quantised; i
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,12 +12,23 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ft_service.bases.base_files import (
+    document_or_none,
+    is_base_file,
+    open_base_file,
+    read_document,
+    require_openable,
+    unreadable_base,
+)
 from ft_service.bases.published_layouts import STATE
-from ft_service.bases.safetensors_folder import INDEX, Index, files_of, read_index, read_tensors, unreadable_base
-from ft_service.bases.safetensors_header import TensorEntry
+from ft_service.bases.safetensors_folder import INDEX, Index, files_of, read_index, read_tensors
+from ft_service.bases.safetensors_header import TensorEntry, shown
+from ft_service.bases.wrapped import INSIDE, PARTS_BESIDE
 from ft_service.errors import SpecError
 
 MAX_STATE_BYTES = 10_000
+_MODELOPT = "hf_quant_config.json"
+"""Where NVIDIA's ModelOpt says what it has quantised, at times there alone."""
 FileState = tuple[int, int, int]
 """Of a file: time of its last change in ns, bytes, inode. A file that was replaced has another one."""
 
@@ -50,9 +60,11 @@ class BaseContents:
 def read_contents(folder: Path) -> BaseContents:
     """Read config and headers; remembered until a file changes. Raises SpecError saying which file is missing or broken."""
     try:
+        require_openable(folder)
         index = folder / INDEX
         listed = _index(folder, file_state(index) if index.is_file() else None)
-        files = [folder / "config.json", *files_of(folder, listed)]
+        announced = [folder / _MODELOPT] if is_base_file(folder / _MODELOPT) else []
+        files = [folder / "config.json", *announced, *files_of(folder, listed)]
         return _read(folder, tuple((path.name, *_state(path)) for path in files))
     except OSError as error:
         raise SpecError(
@@ -98,18 +110,33 @@ def _read(folder: Path, files: tuple[tuple[str, int, int, int], ...]) -> BaseCon
 def _stored(name: str, entry: TensorEntry) -> StoredTensor:
     content = b""
     if STATE in name:
-        with entry.path.open("rb") as file:
+        with open_base_file(entry.path) as file:
             file.seek(entry.start)
             content = file.read(min(entry.bytes, MAX_STATE_BYTES))
     return StoredTensor(name, entry.dtype, entry.shape, entry.bytes, content)
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """config.json, read as tolerantly as transformers does, which writes Infinity where it means it."""
-    try:
-        document = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise unreadable_base(path, f"it is not readable as JSON ({type(error).__name__})") from None
-    if not isinstance(document, dict):
-        raise unreadable_base(path, "it holds no JSON object")
+    document = read_document(path)
+    _require_kinds(path, document, "")
+    announced = document_or_none(path.with_name(_MODELOPT))
+    if announced is not None and document.get("quantization_config") is None:
+        said = announced.get("quantization")
+        document["quantization_config"] = {"quant_method": "modelopt", **(said if isinstance(said, dict) else {})}
     return document
+
+
+def _require_kinds(path: Path, section: Mapping[str, Any], before: str) -> None:
+    """Raises SpecError for a name or a section of a config.json that is something else. `before`: the section's own name."""
+    for key, kind, wanted in (("model_type", str, "a name"), ("architectures", list, "a list of names")):
+        given = section.get(key)
+        names = given if isinstance(given, list) else [given]
+        if given is not None and not (isinstance(given, kind) and all(isinstance(name, str) for name in names)):
+            raise unreadable_base(path, f"it says {before}{key} = {shown(given)}, and that must be {wanted}")
+    for part in (INSIDE, "text_config", *PARTS_BESIDE):
+        inner = section.get(part)
+        if inner is None:
+            continue
+        if not isinstance(inner, Mapping):
+            raise unreadable_base(path, f"it says {before}{part} = {shown(inner)}, and that must be an object")
+        _require_kinds(path, inner, f"{before}{part}.")

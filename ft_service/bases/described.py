@@ -7,13 +7,18 @@ shapes follow from the config's dimensions.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ft_service.bases.base_files import is_base_file, require_openable
+from ft_service.bases.config_defaults import refuse_unknown_type
+from ft_service.bases.config_values import values_of_other_kinds
 from ft_service.bases.contents import BaseContents, StoredTensor, read_config, read_contents
-from ft_service.bases.published_layouts import FP8_DTYPE, LARGEST_SIZE, SCALES, quantization_of
+from ft_service.bases.families.acceptance import refuse_untunable
+from ft_service.bases.published_layouts import FP8_DTYPE, LARGEST_SIZE, SCALES, declared_block, quantization_of
 from ft_service.bases.safetensors_folder import INDEX, SINGLE, files_of, read_index
 from ft_service.bases.wrapped import Parts, text_config
 from ft_service.errors import SpecError
@@ -33,7 +38,7 @@ def contents_or_description(folder: Path) -> tuple[BaseContents, bool]:
     Raises SpecError where these do not say enough.
     """
     try:
-        here = (folder / SINGLE).is_file() if not (folder / INDEX).is_file() else _whole(folder)
+        here = is_base_file(folder / SINGLE) if not os.path.lexists(folder / INDEX) else _whole(folder)
     except OSError:
         here = True  # let the reader say what is wrong
     return (read_contents(folder) if here else described(folder)), here
@@ -41,9 +46,18 @@ def contents_or_description(folder: Path) -> tuple[BaseContents, bool]:
 
 def described(folder: Path) -> BaseContents:
     """The base that config.json and the index describe, in bf16 or FP8. Raises SpecError where they do not say enough."""
+    require_openable(folder)
     config = read_config(folder)
-    index = read_index(folder) if (folder / INDEX).is_file() else None
-    quantized = quantization_of(config) is not None
+    with values_of_other_kinds():
+        refuse_untunable(config)
+        refuse_unknown_type(config)
+        return _described(folder, config)
+
+
+def _described(folder: Path, config: dict[str, Any]) -> BaseContents:
+    index = read_index(folder) if os.path.lexists(folder / INDEX) else None
+    quantization = quantization_of(config)
+    quantized = quantization is not None
     sizes = _Sizes(text_config(config), folder)
     if index is None:
         if quantized or config.get("model_type") not in _ALIKE:
@@ -51,11 +65,12 @@ def described(folder: Path) -> BaseContents:
             raise _too_little(folder, f"of {kind} the plan needs {INDEX} as well")
         return BaseContents(config, tuple(_tensor(name, sizes, "BF16") for name in _alike(config, sizes)))
     modules_in_fp8 = {_SCALE.sub("", name) for name in index if name.endswith(SCALES)}
+    block = declared_block(quantization) if quantization is not None else None
     if quantized and not modules_in_fp8:
         raise _too_little(folder, "of a base quantised by bitsandbytes the plan needs the files with the weights")
     parts = Parts.of(config, index)
     tensors = [
-        _scale(name) if _SCALE.search(name) else _tensor(name, sizes, _dtype(name, modules_in_fp8))
+        _scale(name, sizes, block) if _SCALE.search(name) else _tensor(name, sizes, _dtype(name, modules_in_fp8))
         for name in index
         if parts.is_text(name) and sizes.is_of_decoder(name)
     ]
@@ -63,15 +78,20 @@ def described(folder: Path) -> BaseContents:
 
 
 def _whole(folder: Path) -> bool:
-    return all(path.is_file() for path in files_of(folder, read_index(folder)))
+    return all(is_base_file(path) for path in files_of(folder, read_index(folder)))
 
 
 def _dtype(name: str, in_fp8: set[str]) -> str:
     return FP8_DTYPE if name.removesuffix(".weight") in in_fp8 else "BF16"
 
 
-def _scale(name: str) -> StoredTensor:
-    return StoredTensor(name, "F32", (1,), 4)
+def _scale(name: str, sizes: _Sizes, block: tuple[int, int] | None) -> StoredTensor:
+    """`block`: rows and columns that share a scale of weights. None: they are not by blocks."""
+    if block is None or not name.endswith(SCALES):
+        return StoredTensor(name, "F32", (1,), 4)
+    shape = sizes.of(_SCALE.sub(".weight", name))
+    grid = tuple(-(-size // side) for size, side in zip(shape, block, strict=True))
+    return StoredTensor(name, "F32", grid, 4 * math.prod(grid))
 
 
 def _tensor(name: str, sizes: _Sizes, dtype: str) -> StoredTensor:

@@ -23,6 +23,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from ft_service.bases.base_files import DOCUMENT, limit_of
 from ft_service.bases.origin import Origin, is_published, read_origin, write_origin
 from ft_service.errors import FtError, SpecError, UnavailableError
 
@@ -37,6 +38,11 @@ _SMALL = (
     *("processor_config.json", "LICENSE*", "LICENCE*", "additional_chat_templates/*.jinja"),
 )
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.onnx")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*(/[A-Za-z0-9_][A-Za-z0-9_.+-]*)*")
+"""Of a file that is fetched. Others may be listed, but never become a name on this machine."""
+_COMMIT = re.compile(r"[0-9A-Za-z]{7,64}")
+_LONGEST_NAME = 255
+_SHOWN = 80
 _SPARE_BYTES = 2**30
 _PART = ".part"
 _AT_ONCE = 4
@@ -64,13 +70,17 @@ class HubModel:
 
     def small_files(self) -> list[str]:
         """Configuration and tokenizer."""
-        return sorted(name for name in self.files if any(fnmatchcase(name, pattern) for pattern in _SMALL))
+        return sorted(name for name in self.files if any(_matches(name, pattern) for pattern in _SMALL))
 
     def weights(self) -> list[str]:
         """Raises SpecError where there are none in safetensors."""
         at_root = [name for name in self.files if "/" not in name]
         found = sorted(
-            name for name in at_root if fnmatchcase(name, _WEIGHTS) and not any(fnmatchcase(name, other) for other in _TWICE)
+            name
+            for name in at_root
+            if fnmatchcase(name, _WEIGHTS)
+            and not name.startswith(".")
+            and not any(fnmatchcase(name, other) for other in _TWICE)
         )
         if found and "config.json" in self.files:
             return found
@@ -79,8 +89,48 @@ class HubModel:
         hint = "; an adapter is named by its base" if "adapter_config.json" in self.files else ""
         raise SpecError(f"{self.repository} holds {what}: no base that can be tuned here{hint}.", param="model")
 
+    def refuse_odd_files(self) -> None:
+        """Raises SpecError for a repository with a file of a name that leads elsewhere, or one to be fetched that is no plain
+        name or larger than any such file.
+        """
+        for name in self.files:
+            shown = repr(name if len(name) <= _SHOWN else f"{name[:_SHOWN]}…")
+            if not _stays_inside(name):
+                raise SpecError(
+                    f"{self.repository} lists a file {shown}, which leads out of its folder or cannot be the name of one: "
+                    "nothing of it is fetched.",
+                    param="model",
+                )
+        for name in [*self.small_files(), *self.weights()]:
+            if _NAME.fullmatch(name) is None:
+                raise SpecError(
+                    f"{self.repository} lists a file {name[:_SHOWN]!r}, and a base's files have names of letters, digits and "
+                    "`_.+-`, none of them hidden: nothing of it is fetched.",
+                    param="model",
+                )
+            limit = None if _matches(name, _WEIGHTS) else limit_of(name.rpartition("/")[2]) or DOCUMENT
+            if limit is not None and self.files[name].bytes > limit.bytes:
+                raise SpecError(
+                    f"{self.repository} lists {name} with {_gb(self.files[name].bytes)}, which is more than such a file of a "
+                    f"base may have ({_gb(limit.bytes)}): nothing of it is fetched.",
+                    param="model",
+                )
+
     def bytes(self, names: Sequence[str]) -> int:
         return sum(self.files[name].bytes for name in names)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """True if a path matches a pattern folder by folder: `*` stands for no `/`."""
+    parts, patterns = name.split("/"), pattern.split("/")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+def _stays_inside(name: str) -> bool:
+    """True for a relative path that means the same on any machine."""
+    parts = name.split("/")
+    fits = all(part not in ("", ".", "..") and len(part.encode(errors="replace")) <= _LONGEST_NAME for part in parts)
+    return fits and name.isprintable() and "\\" not in name
 
 
 def parse_name(given: str) -> tuple[str, str]:
@@ -105,7 +155,12 @@ def look_up(repository: str, revision: str) -> HubModel:
         for one in info.siblings or ()
         if one.rfilename
     }
-    return HubModel(repository, revision, str(info.sha), licence if isinstance(licence, str) else None, files)
+    if _COMMIT.fullmatch(str(info.sha)) is None:
+        raise UnavailableError(f"{endpoint()} names no commit of {repository}, but {str(info.sha)[:_SHOWN]!r}.")
+    told = isinstance(licence, str) and licence.isprintable() and len(licence) <= _SHOWN
+    model = HubModel(repository, revision, str(info.sha), licence if told else None, files)
+    model.refuse_odd_files()
+    return model
 
 
 def pull(
@@ -130,7 +185,11 @@ def pull(
     staged = folder / STAGED / f"{model.repository.replace('/', '--')}@{model.commit[:12]}"
     _make(staged)
     _fetch_small(model, staged, small)
-    judge(staged)
+    try:
+        judge(staged)
+    except FtError:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise
     left = model.bytes([*weights, *small]) - _held(staged)
     free = shutil.disk_usage(staged).free
     if left + _SPARE_BYTES > free:
@@ -286,6 +345,9 @@ def _told(repository: str, revision: str) -> Iterator[None]:
             f"{where} cannot be reached ({why}). What has arrived is kept: pull it again. Without a network copy the model's "
             "folder below one that FT_MODELS names."
         ) from None
+    except ValueError as error:  # of names and answers that the library itself refuses
+        said = " ".join(str(error).split())[:300]
+        raise UnavailableError(f"What {where} says of {repository} cannot be used: {said}") from None
     except OSError as error:
         raise FtError(f"{repository} cannot be written here: {error.strerror or error}. What has arrived is kept.") from None
 

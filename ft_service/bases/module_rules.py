@@ -22,6 +22,11 @@ to."""
 EXPERT_WORDS = frozenset({"gate", "gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3", "experts"})
 """Last names that PEFT, in a mixture of experts, takes for the experts or their router wherever they stand."""
 
+IN_FP8: frozenset[WeightFormat] = frozenset({"fp8", "fp8_blocks"})
+KEPT_IN_FP8: frozenset[WeightFormat] = frozenset({"fp8_blocks"})
+"""Formats of published bases whose weights are kept as they are where the job stores them in FP8. Where it stores them
+otherwise they are given its format, from the values that they stand for; other formats of published bases stay in any job."""
+
 Value = TypeVar("Value", int, float)
 
 
@@ -47,16 +52,26 @@ def assign_formats(
 ) -> dict[str, WeightFormat]:
     """Format of every weight that can have one, by module name.
 
-    `held`: formats of a base that is published quantised; they stay. Raises SpecError for a pattern that matches
-    none of the weights, or one outside the decoder layers, or that asks for another format than the base has.
+    `held`: formats of a base that is published quantised; they stay, but for those of `KEPT_IN_FP8` in a job that stores them
+    in another format than FP8. Raises SpecError for a pattern that matches none of the weights, or one outside the decoder
+    layers, or that asks for another format than one that stays.
     """
-    formats: dict[str, WeightFormat] = dict.fromkeys(names.quantizable, precision.format)
+    held = held or {}
+    formats: dict[str, WeightFormat] = dict.fromkeys([*names.quantizable, *held], precision.format)
+    stay = staying(held)
     for pattern, weight_format in precision.overrides.items():
         matched = match_pattern(pattern, names.quantizable)
         _require_override(pattern, weight_format, matched, names)
-        _refuse_conflict(pattern, weight_format, matched, held or {})
-        formats.update(dict.fromkeys(matched, weight_format))
-    return {**formats, **(held or {})}
+        _refuse_conflict(pattern, weight_format, matched, stay)
+        formats.update(dict.fromkeys(match_pattern(pattern, formats), weight_format))
+    own: dict[str, WeightFormat] = {name: formats[name] for name in names.quantizable}
+    own.update((name, published) for name, published in held.items() if name in stay or formats[name] in IN_FP8)
+    return own
+
+
+def staying(held: Mapping[str, WeightFormat]) -> dict[str, WeightFormat]:
+    """Those of the formats in which a base is published that weights have in every job, by module name."""
+    return {name: published for name, published in held.items() if published not in KEPT_IN_FP8}
 
 
 def refuse_resharding_of_held(size: int | None, held: Mapping[str, WeightFormat]) -> None:
@@ -65,10 +80,11 @@ def refuse_resharding_of_held(size: int | None, held: Mapping[str, WeightFormat]
     `size`: distributed.reshard_after_forward where it is a number. Formats that the spec names itself are checked with the
     spec.
     """
-    if size is not None and held:
+    kept = sorted(set(staying(held).values()))
+    if size is not None and kept:
         raise SpecError(
             f"distributed.reshard_after_forward = {size}: FSDP2 reshards to a number of ranks only plain weights, and the base "
-            f"holds some in {' and '.join(sorted(set(held.values())))}. Use true or false.",
+            f"holds some in {' and '.join(kept)}. Use true or false.",
             param="distributed.reshard_after_forward",
         )
 

@@ -11,14 +11,18 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
+
+from ft_service.bases.base_files import cached_name, document_or_none, open_base_file, read_bytes
+from ft_service.errors import SpecError
 
 ORIGIN = "origin.json"
 _PUBLISHED = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """`organisation/name`, as hubs name models."""
-_CACHED = re.compile(r"models--(?P<organisation>.+?)--(?P<name>.+)")
-"""A model's folder in Hugging Face's cache, two above its files (`snapshots/<revision>`)."""
+_CARD_BYTES = 20_000
+"""Of a model's card, at the beginning of which its licence stands."""
 _SHORT = 12
 """Letters of a commit that tell it apart."""
 
@@ -39,12 +43,12 @@ class Origin:
 
 def read_origin(folder: Path) -> Origin | None:
     """None: it was not pulled, or origin.json is somebody else's."""
-    try:
-        said = json.loads((folder / ORIGIN).read_bytes())
-        origin = Origin(**{name: said.get(name) for name in Origin.__dataclass_fields__})
-    except (OSError, ValueError, AttributeError):
+    said = document_or_none(folder / ORIGIN)
+    if said is None:
         return None
-    whole = all(isinstance(part, str) for part in (origin.repository, origin.revision, origin.commit))
+    fields: dict[str, Any] = {name: said.get(name) for name in Origin.__dataclass_fields__}
+    origin = Origin(**fields)
+    whole = all(isinstance(part, str) for part in (origin.repository, origin.revision, origin.commit, origin.licence or ""))
     return origin if whole and is_published(origin.repository) else None
 
 
@@ -58,9 +62,10 @@ def licence_of(folder: Path) -> str | None:
     if origin is not None and origin.licence:
         return origin.licence
     try:
-        text = (folder / "README.md").read_text(encoding="utf-8")[:20_000]
+        with open_base_file(folder / "README.md") as file:
+            text = file.read(_CARD_BYTES).decode(errors="ignore")
         metadata = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, IndexError):
+    except (OSError, SpecError, ValueError, yaml.YAMLError, IndexError, RecursionError):
         return None
     licence = metadata.get("license") if isinstance(metadata, dict) else None
     return licence if isinstance(licence, str) else None
@@ -69,12 +74,6 @@ def licence_of(folder: Path) -> str | None:
 def is_published(name: str) -> bool:
     """Whether a name has the form of a published model's."""
     return _PUBLISHED.fullmatch(name) is not None
-
-
-def cached_name(folder: Path) -> str | None:
-    """ORG/NAME of a model's folder in Hugging Face's cache; None: it is none."""
-    found = _CACHED.fullmatch(folder.name)
-    return f"{found['organisation']}/{found['name']}" if found else None
 
 
 def cached_snapshots(folder: Path) -> Iterator[tuple[str, Path]]:
@@ -86,8 +85,8 @@ def cached_snapshots(folder: Path) -> Iterator[tuple[str, Path]]:
     if name is None or not there:
         return
     try:
-        main = (folder / "refs" / "main").read_text().strip()
-    except OSError:
+        main = read_bytes(folder / "refs" / "main").decode(errors="replace").strip()
+    except (OSError, SpecError):
         main = ""
     first = next((path for path in there if path.name == main), there[-1])
     yield name, first
@@ -102,8 +101,5 @@ def portable_name(folder: Path, name: str) -> str:
         return origin.repository
     if folder.parent.name == "snapshots" and (cached := cached_name(folder.parent.parent)):
         return cached
-    try:
-        said = json.loads((folder / "config.json").read_bytes()).get("_name_or_path")
-    except (OSError, ValueError, AttributeError):
-        said = None
+    said = (document_or_none(folder / "config.json") or {}).get("_name_or_path")
     return said if isinstance(said, str) and is_published(said) and not (Path(said)).is_dir() else name

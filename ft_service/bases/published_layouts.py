@@ -16,9 +16,10 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ft_service.errors import SpecError
+from ft_service.spec import WeightFormat
 
 TORCHAO = "torchao"
 MXFP4 = "mxfp4"
@@ -36,9 +37,12 @@ LARGEST_SIZE = 2**31
 _TORCHAO_FP8 = ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig")
 """What torchao calls the two ways of using weights that it stores alike."""
 _TORCHAO_NAME = re.compile(r"(.*\.)_weight_(qdata|scale)")
+_OTHER_FORMAT = re.compile(r"nvfp4|mxfp4-pack|int-quantized|marlin|mxfp8|w4a8|w4a16|int4|int8|awq|gptq", re.I)
+"""In values of modelopt's `quant_algo` and of compressed-tensors' `format`, which a known method may name."""
 FP8_STACK_SCALE = "_scale_inv"
 FP8_BLOCK = 128
-"""Rows, and columns, that share a scale in FP8 by blocks where config.json does not say."""
+"""Rows, and columns, that share a scale in FP8 by blocks where config.json does not say; of the format in which such weights
+are kept, columns."""
 PACKED_DTYPE, PACKED = "I32", 8
 """Of INT4 codes: the dtype that holds them, and how many one number of it holds."""
 _PACKED_CODES = "_packed"
@@ -58,6 +62,9 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if section is None:
         return None
     method = section.get("quant_method") if isinstance(section, Mapping) else section
+    named = _unreadable_format(section) if isinstance(section, Mapping) else None
+    if named is not None:
+        raise _unknown_method(named)
     if method not in METHODS or section.get("load_in_8bit") or section.get("_load_in_8bit"):
         raise _unknown_method("bitsandbytes in 8 bits" if method == "bitsandbytes" else method)
     of_torchao = _torchao_kinds(section) if method == TORCHAO else []
@@ -66,6 +73,15 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if section.get("format") == "pack-quantized":
         _require_int4(section)
     return section
+
+
+def _unreadable_format(section: Mapping[str, Any]) -> str | None:
+    """The name of a format that no method makes readable here, such as NVFP4, wherever a section names it; None: none is."""
+    for key in ("quant_algo", "format"):
+        said = section.get(key)
+        if isinstance(said, str) and _OTHER_FORMAT.search(said):
+            return said.upper().removesuffix("-PACK-QUANTIZED")
+    return None
 
 
 def _require_int4(section: Mapping[str, Any]) -> None:
@@ -86,17 +102,23 @@ def _weights_of_groups(section: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def block_size(section: Mapping[str, Any]) -> tuple[int, int]:
     """Rows and columns that share a scale in FP8 by blocks."""
+    return declared_block(section) or (FP8_BLOCK, FP8_BLOCK)
+
+
+def declared_block(section: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The same, where config.json says so."""
     given = [section.get("weight_block_size"), *(weights.get("block_structure") for weights in _weights_of_groups(section))]
     block = next((one for one in given if one), None)
     if not isinstance(block, list) or len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block):
-        return FP8_BLOCK, FP8_BLOCK
+        return None
     return block[0], block[1]
 
 
 def _unknown_method(shown: object) -> SpecError:
+    shown = "a method that its config.json does not name" if shown is None else shown
     return SpecError(
-        f"The base is published quantised by {shown}. Bases can be plain (bf16, fp16, fp32), bitsandbytes 4-bit, FP8 with "
-        "scales by rows, tensors or blocks, or INT4 around zero in groups.",
+        f"The base is published quantised by {str(shown)[:240]}. Bases can be plain (bf16, fp16, fp32), bitsandbytes "
+        "4-bit, FP8 with scales by rows, tensors or blocks, or INT4 around zero in groups.",
         param="model",
     )
 
@@ -175,24 +197,51 @@ def int4_shape(name: str, codes: tuple[int, ...], scales: tuple[int, ...] | None
     return codes[0], codes[1] * PACKED
 
 
-def fp8_grid(name: str, codes: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
-    """Rows and columns that share a scale, in the matrices of a stack [experts, rows, cols] whose `scales` are [experts, ..] or
-    one for all. Raises SpecError for others.
+@dataclass(frozen=True)
+class FP8Layout:
+    """How many rows and columns of a matrix share one scale, the last ones fewer."""
+
+    by: Literal["tensors", "rows", "blocks"]
+    height: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"FP8 by {self.by}" + (f" of {self.height} x {self.width}" if self.by == "blocks" else "")
+
+    @property
+    def format(self) -> WeightFormat | None:
+        """The format that keeps codes and scales as they are, of a stack's matrices whichever way round they are read. None:
+        none does.
+        """
+        if self.by != "blocks":
+            return "fp8"
+        return "fp8_blocks" if self.width % FP8_BLOCK == 0 == self.height % FP8_BLOCK else None
+
+
+def fp8_layout(name: str, codes: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int]) -> FP8Layout:
+    """The layout of a matrix [rows, cols], or of those of a stack [experts, rows, cols], by the shapes of codes and scales.
+
+    `block`: rows and columns that share a scale, where the scales are those of blocks. Raises SpecError for scales that do not
+    belong to the codes.
     """
-    if len(codes) != 3:
+    if len(codes) not in (2, 3):
         raise unknown_layout(name, f"FP8 codes of shape {codes}")
-    experts, rows, cols = codes
-    grid = (*scales[1:], 1, 1)[:2] if scales[:1] == (experts,) and len(scales) <= 3 else None
+    *experts, rows, cols = codes
+    own = scales[len(experts) :]
+    of_each = scales[: len(experts)] == tuple(experts) and len(own) <= 2
+    grid = (*own, 1, 1)[:2] if of_each else None
     if grid == (1, 1) or scales in ((), (1,)):
-        return rows, cols
-    if grid == (2, 1) and rows % 2 == 0:  # gate and up have their own
-        return rows // 2, cols
+        return FP8Layout("tensors", rows, cols)
+    if experts and grid == (2, 1) and rows % 2 == 0:  # gate and up have their own
+        return FP8Layout("tensors", rows // 2, cols)
     if grid == (rows, 1):
-        return 1, cols
+        return FP8Layout("rows", 1, cols)
     if grid == (-(-rows // block[0]), -(-cols // block[1])):
-        return block
+        return FP8Layout("blocks", *block)
     raise unknown_layout(
-        name, f"FP8 codes of shape {codes} with scales of shape {scales}, in blocks of {block[0]} x {block[1]}"
+        name,
+        f"FP8 codes of shape {codes} with scales of shape {scales}, which are neither those of rows, nor one, nor those of "
+        f"blocks of {block[0]} x {block[1]}",
     )
 
 
@@ -201,6 +250,13 @@ def mxfp4_shape(name: str, blocks: tuple[int, ...], scales: tuple[int, ...]) -> 
     if len(blocks) != 4 or blocks[:3] != scales or blocks[3] != _MXFP4_WIDTH:
         raise unknown_layout(name, f"MXFP4 in blocks of shape {blocks} with scales of shape {scales}")
     return blocks[0], blocks[1], blocks[2] * blocks[3] * 2
+
+
+def unknown_dtype(name: str, dtype: str) -> SpecError:
+    """The refusal of a tensor whose numbers stand for nothing by themselves."""
+    return unknown_layout(
+        name, f"its {dtype} numbers are codes of a format that config.json does not name (NVFP4, GPTQ, AWQ …)"
+    )
 
 
 def unknown_layout(name: str, why: str) -> SpecError:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ft_service.bases.base_files import INDEX as INDEX_LIMIT
+from ft_service.bases.base_files import open_base_file, read_bytes, unreadable_base
 from ft_service.bases.published_layouts import logical_names
-from ft_service.bases.safetensors_header import Header, HeaderError, TensorEntry, parse_object, read_header, shown
+from ft_service.bases.safetensors_header import Header, HeaderError, TensorEntry, header_in, parse_object, shown
 from ft_service.errors import SpecError
 
 INDEX = "model.safetensors.index.json"
@@ -48,7 +51,8 @@ def read_tensors(folder: Path, index: Index | None = None) -> dict[str, TensorEn
 def header_of(path: Path) -> Header:
     """The header of one of a base's files. Raises SpecError, or OSError where trying again may help."""
     try:
-        return read_header(path)
+        with open_base_file(path) as file:
+            return header_in(file, path)
     except HeaderError as error:
         raise unreadable_base(path, error.why) from None
     except _GONE as error:
@@ -68,8 +72,8 @@ def files_of(folder: Path, index: Index) -> list[Path]:
 def read_index(folder: Path) -> Index:
     """Tensor name → file. Empty: SINGLE holds all. Raises SpecError for a folder without either, or OSError."""
     path = folder / INDEX
-    if not path.is_file():
-        if not (folder / SINGLE).is_file():
+    if not os.path.lexists(path):
+        if not os.path.lexists(folder / SINGLE):
             raise SpecError(f"{folder} has neither {SINGLE} nor {INDEX}.", param="model", code="model_unreadable")
         return {}
     files = _json(path).get("weight_map")
@@ -83,15 +87,9 @@ def read_index(folder: Path) -> Index:
     return files
 
 
-def unreadable_base(path: Path, why: str) -> SpecError:
-    return SpecError(
-        f"The base's {path.name} in {path.parent}: {why}. Copy or download it anew.", param="model", code="model_unreadable"
-    )
-
-
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return parse_object(path.read_bytes())
+        return parse_object(read_bytes(path, INDEX_LIMIT), INDEX_LIMIT)
     except ValueError as error:
         raise unreadable_base(path, str(error)) from None
     except _GONE as error:

@@ -6,16 +6,16 @@ library refuses, so that a file which is fine here opens there; and also names t
 
 from __future__ import annotations
 
-import json
 import os
-import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, BinaryIO, NoReturn, TypeGuard
 
-MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+from ft_service.bases.base_files import Limit, open_regular, parse_document
+
+HEADER = Limit(bytes=32 * 2**20, values=4_000_000)
+"""Below the format's own limit of 100 MB: the header of 250,000 tensors in one file."""
 DTYPE_BITS = {
     **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
@@ -68,18 +68,21 @@ class Header:
 
 def read_header(path: Path) -> Header:
     """Every tensor's entry, checked against the others and the file's length. Raises HeaderError, or OSError from reading."""
-    if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer
-        raise HeaderError(path, "it is no regular file")
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        first = file.read(8)
-        length = int.from_bytes(first, "little")
-        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-            said = f": that would be {length} bytes long, of the file's {size}" if length else ""
-            raise HeaderError(path, f"it does not begin with a safetensors header{said}")
-        text = file.read(length)
+    with open_regular(path, lambda why: HeaderError(path, why)) as file:
+        return header_in(file, path)
+
+
+def header_in(file: BinaryIO, path: Path) -> Header:
+    """The header of a file that is open at its beginning, as `read_header` gives it. `path`: for messages and entries."""
+    size = os.fstat(file.fileno()).st_size
+    first = file.read(8)
+    length = int.from_bytes(first, "little")
+    if not 2 <= length <= min(HEADER.bytes, size - 8):
+        said = f": that would be {length} bytes long, of the file's {size}" if length else ""
+        raise HeaderError(path, f"it does not begin with a safetensors header{said}")
+    text = file.read(length)
     try:
-        given = parse_object(text, "its header")
+        given = parse_object(text, HEADER, "its header")
         metadata = _metadata(given.pop(_METADATA, None))
         entries = [_entry(name, entry, path, 8 + length) for name, entry in given.items()]
         _check_places(entries, 8 + length, size)
@@ -88,17 +91,12 @@ def read_header(path: Path) -> Header:
     return Header({entry.name: entry for entry in entries}, 8 + length, metadata)
 
 
-def parse_object(text: bytes, what: str = "it") -> dict[str, Any]:
+def parse_object(text: bytes, limit: Limit, what: str = "it") -> dict[str, Any]:
     """A JSON object of the strict kind: UTF-8, no name twice, no NaN. Raises ValueError that names `what`."""
     try:
-        value = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        return parse_document(text, limit, what, unique=_unique, constant=_refuse_constant)
     except _NameTwiceError as error:
         raise ValueError(f"{what} names {error} twice") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{what} cannot be read as JSON ({type(error).__name__}: {shown(error)})") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{what} is no JSON object")
-    return value
 
 
 def shown(value: object) -> str:
@@ -107,7 +105,7 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
-class _NameTwiceError(ValueError):
+class _NameTwiceError(Exception):
     pass
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ft_service.bases.config_defaults import defaults_of
 from ft_service.errors import SpecError
 
 _RETRIEVES = "gives embeddings to search by, and writes no text"
@@ -28,10 +29,10 @@ NOT_TEXT = {
 NO_DECODER = "has no text part that reads from left to right on its own"
 _GENERATES = re.compile(r"For(ConditionalGeneration|CausalLM|ProteinText2Text)$|^Qwen2_5OmniModel$|_Reasoning_V3$")
 """In names of classes that write text."""
-_INSIDE = "thinker_config"
+INSIDE = "thinker_config"
 """Of a model of several, itself made of several, that speaks as well: the part that writes."""
 _OUTER = "thinker."
-_PARTS = ("vision_config", "audio_config", "vq_config", "protein_encoder_config")
+PARTS_BESIDE = ("vision_config", "audio_config", "vq_config", "protein_encoder_config")
 """Of a model of several models whose text part has its values beside these, in no section of its own."""
 _OTHER_PARTS = re.compile(r"^(model\.)?(vision|visual|audio|multi_modal|mm_|mtp)", re.I)
 _WITHIN = re.compile(
@@ -54,24 +55,36 @@ nothing."""
 
 
 def text_section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The text decoder's part of a config.json that describes several models. None: it has no such part."""
-    section = _writer(config).get("text_config")
-    return section if isinstance(section, Mapping) else None
+    """The text decoder's part of a config.json that describes several models, as the file has it. None: it has no such part.
+
+    Some types may have its values at the top, beside the sections of the other parts.
+    """
+    writer = _writer(config)
+    section, known = writer.get("text_config"), defaults_of(writer.get("model_type"))
+    if isinstance(section, Mapping):
+        return section
+    return {**writer, "model_type": known.text} if known.flat else None
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config.json with the text decoder's values in place of those of the whole. Whether the head is the embedding, the model
-    says that holds both.
+    """A config.json with the text decoder's values in place of those of the whole, and with the defaults of its class for those
+    that it leaves out. Whether the head is the embedding, the model says that holds both.
     """
-    writer, text = _writer(config), text_section(config) or {}
+    writer, text = _writer(config), text_section(config)
+    known = defaults_of(writer.get("model_type"))
+    if text is None:
+        return known.complete({**config, **writer})
+    text = {"model_type": known.text or writer.get("model_type"), **text}
     own = _stems(config) == _OWN_HEAD and config.get("model_type") != "llama4"
-    whole = {} if own or "tie_word_embeddings" not in writer else {"tie_word_embeddings": writer["tie_word_embeddings"]}
-    return {**config, **writer, **text, **whole}
+    of_whole = known.complete(writer).get("tie_word_embeddings")
+    whole = {} if own or of_whole is None else {"tie_word_embeddings": of_whole}
+    own_values = known.text_values if text["model_type"] == known.text else None
+    return {**config, **writer, **defaults_of(text["model_type"]).complete(text, own_values), **whole}
 
 
 def is_of_several(config: Mapping[str, Any]) -> bool:
     """Whether a config.json describes several models."""
-    return text_section(config) is not None or any(isinstance(config.get(part), Mapping) for part in _PARTS)
+    return text_section(config) is not None or any(isinstance(config.get(part), Mapping) for part in PARTS_BESIDE)
 
 
 def layers_of_images(text: Mapping[str, Any]) -> frozenset[int]:
@@ -91,7 +104,7 @@ def generates(class_name: str) -> bool:
 
 
 def _writer(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    inside = config.get(_INSIDE)
+    inside = config.get(INSIDE)
     return inside if isinstance(inside, Mapping) else config
 
 
@@ -125,7 +138,7 @@ class Parts:
     @classmethod
     def of(cls, config: Mapping[str, Any], names: Iterable[str]) -> Parts:
         several, stems = is_of_several(config), _stems(config)
-        outer = _OUTER if isinstance(config.get(_INSIDE), Mapping) else ""
+        outer = _OUTER if isinstance(config.get(INSIDE), Mapping) else ""
         marked = any(_TEXT_PART.match(name.removeprefix(outer)) for name in names)
         mixed = several and text_section(config) is None
         return cls(several, mixed, marked, outer, *stems, layers_of_images(text_config(config)))

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -13,10 +12,11 @@ from typing import Annotated
 import typer
 
 from ft_service import __version__
-from ft_service.cli.commands import Commands
-from ft_service.cli.output import Json, complain, print_json
+from ft_service.cli.commands import Commands, first_screen
+from ft_service.cli.output import Json, complain, json_text, print_json, spare_letters, tell
 from ft_service.cli.plain_help import HELP, in_plain_words, usage_text
 from ft_service.errors import DataError, FtError, SpecError
+from ft_service.host.disks import disk_fault
 
 FAILED = 1
 WRONG = 64
@@ -55,10 +55,14 @@ def run(arguments: Sequence[str]) -> int:
     sentence, or with --json as one object `{"error": {"message", "code", "param", "exit_code"}}` on a line.
     """
     as_json = "--json" in arguments
+    spare_letters(sys.stdout, sys.stderr)
     try:
         command = typer.main.get_command(app)
         in_plain_words(command, below=False)
-        code = command.main(args=list(arguments) or ["--help"], prog_name="ft", standalone_mode=False)
+        if not arguments:
+            tell(first_screen())
+            return 0
+        code = command.main(args=list(arguments), prog_name="ft", standalone_mode=False)
     except typer.TyperException as error:
         return _tell(SpecError(usage_text(error), code="usage"), WRONG, as_json)
     except (typer.Abort, KeyboardInterrupt):
@@ -67,6 +71,11 @@ def run(arguments: Sequence[str]) -> int:
         return _tell(error, WRONG, as_json)
     except FtError as error:
         return _tell(error, FAILED, as_json)
+    except OSError as error:
+        fault = disk_fault(error, f"The disk of {error.filename}" if error.filename else "The disk")
+        if fault is None:
+            raise
+        return _tell(fault, FAILED, as_json)
     return code if isinstance(code, int) else 0
 
 
@@ -74,5 +83,5 @@ def _tell(error: FtError, code: int, as_json: bool) -> int:
     if not as_json:
         return complain(error.message, code)
     body = {"message": error.message, "code": error.code, "param": error.param, "exit_code": code}
-    print(json.dumps({"error": body}, ensure_ascii=False), file=sys.stderr)
+    print(json_text({"error": body}, sys.stderr), file=sys.stderr)
     return code

@@ -17,13 +17,20 @@ from rich.panel import Panel
 from rich.text import Text
 
 from ft_service.cli.jobs.naming import find_job
-from ft_service.cli.output import Json, connect, print_json, sentence
+from ft_service.cli.output import Json, connect, print_json, tell
 from ft_service.client.client import Client
 from ft_service.errors import FtError, NotFoundError, SpecError
 from ft_service.spec import is_tuned
 
 _BYE = ("/exit", "/quit", "/bye")
 _NEW = "/new"
+_HELP = "/help"
+_HELP_TEXT = f"""\
+{_NEW:<20}begin anew: what was said is forgotten
+{", ".join(_BYE):<20}leave, as Ctrl-D does
+{_HELP:<20}this
+Ctrl-C              end an answer; it is not remembered
+Everything else is asked."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +59,12 @@ def chat(
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message to begin with.")] = None,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0: the same answer every time.")] = 0.0,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Of an answer, at most.")] = None,
+    cpu: Annotated[
+        bool, typer.Option("--cpu", help="While training has every slot, answer on the processor beside it, slowly.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Talk to a tuned model. In a conversation /new begins anew, and /exit or Ctrl-D leaves."""
+    """Talk to a tuned model. In a conversation /help tells what can be typed, and /exit or Ctrl-D leaves."""
     if base and compare:
         raise SpecError("--base and --compare: one asks the base alone, the other both. Keep one.", param="compare")
     if as_json and message is None:
@@ -65,6 +75,7 @@ def chat(
         tuned, its_base = find_partners(client, model, checkpoint)
         asked = [its_base] if base else [tuned, its_base] if compare and tuned.model != its_base.model else [tuned]
         options: dict[str, Any] = {"temperature": temperature} | ({"max_tokens": max_tokens} if max_tokens else {})
+        options |= {"processor": True} if cpu else {}
         begin = [{"role": "system", "content": system}] if system else []
         talk = Talk(client, asked, options, begin)
         if message is None:
@@ -116,12 +127,12 @@ class Talk:
     def hold(self) -> None:
         """Ask what is typed, until the end."""
         names = " and ".join(partner.model for partner in self._partners)
-        print(sentence(f"Talking to {names}. {_NEW} begins anew, Ctrl-C ends an answer, {_BYE[0]} or Ctrl-D leaves."))
+        tell(f"Talking to {names}. {_NEW} begins anew, {_BYE[0]} leaves, {_HELP} tells more.")
         with suppress(ImportError):  # where there is one, what is typed can be edited and called back
             importlib.import_module("readline")
         while True:
             try:
-                message = input("> ").strip()
+                message = input("> ").rstrip()
             except (EOFError, KeyboardInterrupt):
                 print()
                 return
@@ -129,9 +140,13 @@ class Talk:
                 return
             if message == _NEW:
                 self.forget()
-            elif message:
+            elif message == _HELP:
+                tell(_HELP_TEXT)
+            elif message.startswith("/") and message[1:].isalpha():
+                tell(f"There is no {message}. {_HELP} tells what there is; a space before it sends it to the model.")
+            elif message.strip():
                 try:
-                    self.ask(message)
+                    self.ask(message.strip())
                 except KeyboardInterrupt:
                     print("\n(ended; it is not remembered)")
                 except FtError as error:

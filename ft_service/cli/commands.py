@@ -41,7 +41,7 @@ ENTRIES: Mapping[str, Entry] = {
     "submit": Entry("jobs.submit", _JOBS, "Check a SPEC and its data, upload the files and create the job."),
     "jobs": Entry("jobs.listing", _JOBS, "List the newest jobs."),
     "get": Entry("jobs.listing", _JOBS, "Show one job: its state, its options, its files and its checkpoints."),
-    "watch": Entry("jobs.following", _JOBS, "Show a job's progress until it ends or rests paused."),
+    "watch": Entry("jobs.following", _JOBS, "Show a job's progress until it finishes or is paused."),
     "logs": Entry("jobs.following", _JOBS, "Print what a job's processes have printed: supervisor, torchrun and every rank."),
     "events": Entry("jobs.listing", _JOBS, "Print what has happened to a job, the newest last."),
     "checkpoints": Entry("jobs.listing", _JOBS, "List a job's checkpoints, the newest first."),
@@ -65,7 +65,7 @@ ENTRIES: Mapping[str, Entry] = {
         "jobs.sweeps", _JOBS, "Try several values of options: jobs under one id, of which those without hope are stopped early."
     ),
     "plan": Entry(
-        "local.plan_command", _ALONE, "Show what a SPEC will take on every rank, on the wire and in time, and whether it fits."
+        "local.plan_command", _ALONE, "Show whether a SPEC fits, what it takes in memory and time, and what would help."
     ),
     "run": Entry("local.run_command", _ALONE, "Run a SPEC on this machine without a server."),
     "convert": Entry(
@@ -90,7 +90,7 @@ ENTRIES: Mapping[str, Entry] = {
         "Write base + adapter as one model, without a GPU, and what that changes in validation loss.",
     ),
     "export": Entry("export_command", _MODELS, "Write a tuned model as another program reads it."),
-    "verify": Entry("local.verify_command", _MODELS, "Check an adapter's manifest, checksums and shapes."),
+    "verify": Entry("jobs.verifying", _MODELS, "Check an adapter's manifest, checksums and shapes."),
     "serve": Entry("serve", _SERVICE, "Serve the REST API and run jobs on this machine, until Ctrl-C."),
     "open": Entry(
         "serve",
@@ -124,6 +124,41 @@ ENTRIES: Mapping[str, Entry] = {
     "version": Entry("app", _SERVICE, "Print the version."),
 }
 """By name, in the order in which they are listed."""
+
+
+NEEDED = ("plan", "submit", "jobs", "watch", "get", "chat", "download", "data", "models", "serve")
+"""What most people need, in the order in which they do."""
+
+
+def first_screen() -> str:
+    """What `ft` alone prints: a screen of what most people need."""
+    lines = [f"  {name:<10}{_SHORT[name]}" for name in NEEDED]
+    return "\n".join(
+        [
+            "Fine-tune language models on your own machines.",
+            "",
+            "Usage: ft COMMAND [OPTIONS]",
+            "",
+            *lines,
+            "",
+            "What a command takes: ft COMMAND -h",
+            "All commands:         ft --help",
+        ]
+    )
+
+
+_SHORT: Mapping[str, str] = {
+    "plan": "Does a job fit, and how long will it take?",
+    "submit": "Check a SPEC and its data, and create the job.",
+    "jobs": "List the newest jobs.",
+    "watch": "Show a job's progress until it finishes or is paused.",
+    "get": "Show one job: its state, options, files and checkpoints.",
+    "chat": "Talk to a tuned model.",
+    "download": "Download a finished job's adapter.",
+    "data": "Look at a data file: check, show, count, convert.",
+    "models": "List bases, and tuned models.",
+    "serve": "Serve the REST API and run jobs on this machine.",
+}
 
 
 def load(name: str) -> typer.core.TyperCommand | typer.core.TyperGroup:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ft_service.cli.local_store import local_store
-from ft_service.cli.output import Json, load_settings, print_json, print_table, say, sentence
+from ft_service.cli.output import Json, load_settings, print_json, print_table, say, tell
 from ft_service.errors import UnavailableError
 
 
@@ -37,7 +37,7 @@ def doctor(
         try:
             found = find_orphans(store, launcher)
             for attempt in found if end else []:
-                launcher.end(attempt.name)
+                launcher.end_unfinished(attempt.name)
         except LaunchError as error:
             raise UnavailableError(str(error)) from None
         finally:
@@ -46,9 +46,7 @@ def doctor(
         print_json([{**asdict(attempt), "ended": end} for attempt in found])
     elif found:
         print_table(("JOB OF THE CLUSTER", "OF", "SINCE"), [(a.name, a.job_id, a.created_at) for a in found])
-        print(
-            sentence("All of them were ended." if end else "This database does not know their jobs. End them: ft doctor --end")
-        )
+        tell("All of them were ended." if end else "This database does not know their jobs. End them: ft doctor --end")
     else:
-        print("Every attempt in the cluster belongs to a job of this database.")
+        tell("Every attempt in the cluster belongs to a job of this database.")
     return 1 if found and not end else 0

@@ -12,9 +12,10 @@ from typing import Annotated, Any
 import typer
 
 from ft_service.cli.display import arriving
+from ft_service.cli.jobs.adapters import adapter_of_job, find_adapter
 from ft_service.cli.jobs.naming import find_job
-from ft_service.cli.merge_command import adapter_of_job, base_here, find_adapter, shown_losses
-from ft_service.cli.output import Json, connect, print_fields, print_json, say
+from ft_service.cli.merge_command import base_here, shown_losses
+from ft_service.cli.output import Json, connect, print_fields, print_json, say, tell
 from ft_service.client.client import Client
 from ft_service.errors import FtError, SpecError
 from ft_service.rundir.documents import ExportFormat
@@ -34,7 +35,7 @@ def register(app: typer.Typer) -> None:
 
 def export(
     source: Annotated[str, typer.Argument(metavar="ID|PATH", help="A job, a run directory, or an adapter's folder.")],
-    to: Annotated[ExportFormat, typer.Option("--format", help="For whom: see docs/serving.md.")],
+    to: Annotated[ExportFormat, typer.Option("--format", help="Output format (docs/serving.md).")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where to; a new folder.")],
     base: Annotated[Path | None, typer.Option(metavar="DIR", help="The base; default: where it was trained from.")] = None,
     samples: Annotated[int, typer.Option(min=0, help="Of the validation file, to compare losses on; 0: none.")] = 64,
@@ -65,7 +66,7 @@ def export(
     else:
         _show(report, to, out)
         if pushed is not None:
-            print(f"Pushed: {pushed}")
+            tell(f"Pushed: {pushed}")
 
 
 @contextlib.contextmanager
@@ -123,4 +124,4 @@ def _show(report: dict[str, Any], to: ExportFormat, out: Path) -> None:
             *(("note", note) for note in report.get("notes", [])),
         ]
     )
-    print(f"{to.value} is in {out}")
+    tell(f"{to.value} is in {out}")

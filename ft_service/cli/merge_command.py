@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,9 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from ft_service.bases.catalogue import Catalogue
-from ft_service.cli.jobs.naming import find_job
+from ft_service.cli.jobs.adapters import find_adapter
 from ft_service.cli.local_store import settings_with_models
-from ft_service.cli.output import Json, connect, load_settings, print_fields, print_json, say
+from ft_service.cli.output import Json, print_fields, print_json, say, tell
 from ft_service.errors import FtError, SpecError
 from ft_service.rundir.manifest import MANIFEST, spec_beside
 from ft_service.rundir.verify import CONFIG, read_manifest, verify
@@ -60,33 +57,6 @@ def merge(
         _show(report, out)
 
 
-@contextmanager
-def find_adapter(source: str) -> Iterator[Path]:
-    """The folder of the adapter that a job, run directory or folder names. One that only a server has is fetched for now."""
-    runs = load_settings().runs_dir
-    if here := _adapter_in(Path(source) / "adapter", Path(source), runs / source / "adapter"):
-        yield here
-        return
-    if Path(source).exists():
-        raise SpecError(f"{source}: holds no adapter (no {CONFIG}).", param="source")
-    with connect() as client:
-        job_id = find_job(client, source)
-        if here := _adapter_in(runs / job_id / "adapter"):
-            yield here
-            return
-        with tempfile.TemporaryDirectory(prefix="ft-merge-") as scratch:
-            yield client.download_adapter(job_id, Path(scratch) / "adapter")
-
-
-def adapter_of_job(job_id: str) -> Path | None:
-    """The folder of a job's adapter, where this host has it."""
-    return _adapter_in(load_settings().runs_dir / job_id / "adapter")
-
-
-def _adapter_in(*folders: Path) -> Path | None:
-    return next((folder.absolute() for folder in folders if (folder / CONFIG).is_file()), None)
-
-
 def base_here(adapter: Path) -> Path | None:
     """This machine's folder of the base of an adapter that came from elsewhere. None: the adapter lies in its run directory, or
     its manifest, of an earlier version, says where the base is.
@@ -127,4 +97,4 @@ def shown_losses(report: dict[str, Any]) -> list[tuple[str, str | None]]:
 
 def _show(report: dict[str, Any], out: Path) -> None:
     print_fields(shown_losses(report))
-    print(f"The merged model is in {out}")
+    tell(f"The merged model is in {out}")

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from ft_service.bases import hub
+from ft_service.bases.catalogue import MAX_DEPTH, is_model_name
 from ft_service.bases.origin import read_origin
 from ft_service.cli.local_store import SAMPLES, settings_with_models
-from ft_service.cli.output import Json, complain, connect, local_time, print_json, print_table, say, sentence
+from ft_service.cli.output import Json, complain, connect, local_time, print_json, print_table, say, tell
 from ft_service.control.base_facts import base_facts, refuse_untrainable
 from ft_service.errors import FtError, SpecError
 from ft_service.host.home import create_home
@@ -36,20 +37,21 @@ def models(as_json: Json = False) -> None:
     tuned = [model for model in known if is_tuned(model.id)]
     if bases:
         titles = ("BASE", "FAMILY", "SIZE", "FORMAT", "CONTEXT", "CHAT", "LICENCE", "TUNES")
-        print_table(titles, [_row(model.id, facts) for model, facts in bases], notes=("WHY NOT", [_why(f) for _, f in bases]))
+        notes = ("WHY NOT", [_why(facts) for _, facts in bases])
+        print_table(titles, [_row(model.id, facts) for model, facts in bases], notes=notes, whole_notes=True)
     else:
-        print(
+        tell(
             "The server knows no bases: fetch one (ft pull ORG/NAME), or put a Hugging Face folder below one that FT_MODELS "
             "names."
         )
     if tuned:
-        print()
+        tell()
         print_table(("TUNED MODEL", "OWNER", "CREATED"), [(m.id, m.owned_by, local_time(m.created)) for m in tuned])
 
 
 def pull(
     model: Annotated[str, typer.Argument(metavar="ORG/NAME[@REVISION]", help="As its page names it.")],
-    name: Annotated[str, typer.Option("--as", metavar="NAME", help="What it is called here. Default: ORG/NAME.")] = "",
+    name: Annotated[str | None, typer.Option("--as", metavar="NAME", help="What it is called here. Default: ORG/NAME.")] = None,
     anyway: Annotated[bool, typer.Option("--anyway", help="Fetch it even if it cannot be tuned here.")] = False,
     as_json: Json = False,
 ) -> int:
@@ -57,7 +59,7 @@ def pull(
     configuration and tokenizer only. HF_TOKEN opens gated ones. Interrupted, it goes on where it was.
     """
     repository, revision = hub.parse_name(model)
-    called = name or repository
+    called = repository if name is None else name
     folder = _model_folder(called)
     found = hub.look_up(repository, revision)
     create_home(settings_with_models().home)
@@ -77,15 +79,20 @@ def pull(
         print_json({"name": called, "path": str(target), "commit": found.commit, "licence": found.licence})
     else:
         size = f"{_size(facts.parameters)} parameters, " if facts.parameters else ""
-        print(sentence(f"{called} is in {target} ({size}licence: {found.licence or 'none is named'})."))
-        print(f"Train on it: model: {called}" if facts.trainable else sentence(f"It cannot be tuned here: {facts.why_not}"))
+        tell(f"{called} is in {target} ({size}licence: {found.licence or 'none is named'}).")
+        tell(f"Train on it: model: {called}" if facts.trainable else f"It cannot be tuned here: {facts.why_not}")
     return 0
 
 
 def _model_folder(called: str) -> Path:
-    """The first folder of models that is not the sample's. Raises SpecError for a name that is none, or one that is a path."""
-    if called.startswith(("/", ".")) or ".." in called.split("/"):
-        raise SpecError(f"--as = {called!r}: must be a name, as in ORG/NAME.", param="as")
+    """The first folder of models that is not the sample's. Raises SpecError for a name by which nobody could find the model."""
+    deep = called.count("/") >= MAX_DEPTH
+    if not is_model_name(called) or deep or is_tuned(called) or called != called.strip() or called.startswith("-"):
+        raise SpecError(
+            f"--as = {called[:80]!r}: must be a name as in ORG/NAME, of at most {MAX_DEPTH} parts, none of them empty or "
+            "hidden, that begins with neither '-' nor 'ft:', which stands for tuned models.",
+            param="as",
+        )
     folders = [folder for folder in settings_with_models().model_folders() if folder.absolute() != SAMPLES]
     if not folders:
         raise SpecError("FT_MODELS names the sample's folder only: add one for what is pulled.", param="FT_MODELS")

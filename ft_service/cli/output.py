@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -67,14 +68,21 @@ def complain(message: str, code: int) -> int:
     return code
 
 
+def spare_letters(*streams: TextIO) -> None:
+    """Have streams print `?` for letters that their encoding has not, instead of ending in a traceback."""
+    for stream in streams:
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            stream.reconfigure(errors="replace")
+
+
 def say(sentence: str) -> None:
     """Print what is being done, or was, on stderr: the output stays what was asked for."""
     print(_on_screen(sentence, sys.stderr), file=sys.stderr, flush=True)
 
 
-def sentence(text: str) -> str:
-    """A sentence as stdout takes it: on a terminal no word is broken at the end of a line."""
-    return _on_screen(text, sys.stdout)
+def tell(text: str = "") -> None:
+    """Print sentences, each on lines of its own; on a terminal no word is broken at the end of a line."""
+    print("\n".join(_on_screen(line, sys.stdout) for line in text.split("\n")), flush=True)
 
 
 def _on_screen(line: str, stream: TextIO) -> str:
@@ -88,11 +96,17 @@ def _on_screen(line: str, stream: TextIO) -> str:
 
 
 def print_json(document: Any) -> None:
-    print(json.dumps(document, indent=2, ensure_ascii=False))
+    print(json_text(document, indent=2))
 
 
 def print_json_line(document: Any) -> None:
-    print(json.dumps(document, ensure_ascii=False), flush=True)
+    print(json_text(document), flush=True)
+
+
+def json_text(document: Any, stream: TextIO | None = None, indent: int | None = None) -> str:
+    """A document as JSON that a stream (default: stdout) can take: letters that it has not are escaped, and none is lost."""
+    encoding = ((stream or sys.stdout).encoding or "ascii").lower().replace("-", "")
+    return json.dumps(document, indent=indent, ensure_ascii=encoding != "utf8")
 
 
 def print_table(
@@ -102,11 +116,16 @@ def print_table(
     *,
     whole_notes: bool = False,
 ) -> None:
-    """Print columns under titles; cut to the width of a terminal, whole when piped. `notes`: a title and a sentence (or
-    none) for each row, which a terminal shows below the row, in one line unless `whole_notes`, and a pipe as the last column.
+    """Print columns under titles, cut to the width of a terminal; when piped whole, with a tab between them. `notes`: a title
+    and a sentence (or none) for each row, which a terminal shows below the row, in one line unless `whole_notes`, and a pipe
+    as the last column.
     """
-    if notes is not None and not is_terminal():
-        titles, rows = [*titles, notes[0]], [(*row, note or "") for row, note in zip(rows, notes[1], strict=True)]
+    if not is_terminal():
+        if notes is not None:
+            titles, rows = [*titles, notes[0]], [(*row, note or "") for row, note in zip(rows, notes[1], strict=True)]
+        for cells in (titles, *rows):
+            print("\t".join(" ".join(cell.split()) for cell in cells))
+        return
     table = Table(box=None, pad_edge=False, header_style="bold")
     console = _console()
     columns = list(zip(titles, *rows, strict=True))

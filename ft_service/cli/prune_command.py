@@ -10,7 +10,7 @@ import typer
 
 from ft_service.bases import cache_folder
 from ft_service.cli.local_store import local_store
-from ft_service.cli.output import Json, complain, load_settings, print_json, print_table
+from ft_service.cli.output import Json, complain, load_settings, print_json, print_table, tell
 from ft_service.data import token_folder
 from ft_service.errors import SpecError
 from ft_service.plan.text import bytes_text
@@ -26,9 +26,9 @@ def register(app: typer.Typer) -> None:
 def prune(
     runs_days: Annotated[float | None, typer.Option(min=0, help="Run directories of jobs that ended so long ago.")] = None,
     checkpoints_days: Annotated[float | None, typer.Option(min=0, help="Checkpoints of jobs that ended so long ago.")] = None,
-    files_days: Annotated[float | None, typer.Option(min=0, help="Files created so long ago.")] = None,
+    files_days: Annotated[float | None, typer.Option(min=0, help="Delete files older than N days.")] = None,
     cache_days: Annotated[float | None, typer.Option(min=0, help="Quantised bases and tokens not used for so long.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be deleted.")] = False,
     as_json: Json = False,
 ) -> int:
     """Remove, from this machine's FT_HOME, adapters of deleted models and what belongs to no job or file; with an age (here or
@@ -66,7 +66,7 @@ def _show(gone: list[Removal], dry_run: bool, as_json: bool) -> None:
     total = bytes_text(sum(removal.bytes for removal in gone))
     if gone:
         print_table(("WHAT", "BYTES", "PATH", "WHY"), [(r.kind, bytes_text(r.bytes), str(r.path), r.why) for r in gone])
-    print(f"{total} would be freed." if dry_run else f"{total} freed." if gone else "Nothing to remove.")
+    tell(f"{total} would be freed." if dry_run else f"{total} freed." if gone else "Nothing to remove.")
 
 
 def _as_dict(removal: Removal) -> dict[str, Any]:

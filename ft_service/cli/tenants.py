@@ -32,7 +32,7 @@ def register(app: typer.Typer) -> None:
 
 
 KeyId = Annotated[str, typer.Argument(metavar="ID", help="The key, as `ft keys list` shows it.")]
-InProject = Annotated[str, typer.Option("--project", metavar="ID", help="Of this project: its id, or its name.")]
+InProject = Annotated[str, typer.Option("--project", metavar="ID", help="Project the key belongs to (ID or name).")]
 
 
 class ScopeName(StrEnum):
@@ -54,7 +54,7 @@ def create(
     project: InProject = PROJECT,
     as_json: Json = False,
 ) -> None:
-    """Create a key. It is shown this one time."""
+    """Create a key. The key is shown only once."""
     settings = settings_of_server()
     with local_store(settings) as store:
         expires_at = None if expires_days is None else store.now() + expires_days * DAY_SECONDS
@@ -97,7 +97,7 @@ def rotate(
     project: InProject = PROJECT,
     as_json: Json = False,
 ) -> None:
-    """Replace a key by a new one of its name and scope, which is shown this one time."""
+    """Replace a key by a new one of its name and scope, which is shown only once."""
     settings = settings_of_server()
     with local_store(settings) as store:
         is_ours = _own_key(settings, store) == key_id
@@ -259,7 +259,7 @@ def archive_project(project_id: ProjectId, as_json: Json = False) -> None:
 
 def audit(
     project: Annotated[str | None, typer.Option(metavar="ID", help="Of this project (id or name); default: of all.")] = None,
-    limit: Annotated[int, typer.Option("--lines", "-n", min=1, max=_MOST, help="How many, the newest first.")] = 50,
+    limit: Annotated[int, typer.Option("--lines", "-n", min=1, max=_MOST, help="Show at most N, newest first.")] = 50,
     as_json: Json = False,
 ) -> None:
     """Show what was changed in this machine's database, by which key, and from where."""

@@ -88,6 +88,11 @@ class Client:
     def file(self, file_id: str) -> RemoteFile:
         return RemoteFile.model_validate(self._call("GET", f"/files/{_part(file_id)}"))
 
+    def files_with(self, sha256: str) -> list[RemoteFile]:
+        """Data files with these contents, the newest first. `sha256`: in hex."""
+        params = {"sha256": sha256, "purpose": "fine-tune", "limit": PAGE}
+        return [RemoteFile.model_validate(item) for item in self._call("GET", "/files", params=params)["data"]]
+
     def files(self, limit: int = PAGE) -> list[RemoteFile]:
         """The newest `limit` files, newest first."""
         return list(islice(self._pages("/files", RemoteFile, min(limit, PAGE)), limit))
@@ -115,6 +120,11 @@ class Client:
         return f"{self.base_url.rpartition('/')[0]}{link}&to={path}"
 
     # Jobs
+
+    def check_job(self, body: dict[str, Any], files: dict[str, dict[str, Any]]) -> int:
+        """Ask whether a job, or a sweep, would be taken; how many jobs it would be. `files`: filename and bytes of those that
+        would be uploaded, by the field that would name them. Raises what its creation would."""
+        return self._call("POST", "/fine_tuning/check", json={"job": body, "files": files})["jobs"]
 
     def create_job(self, body: dict[str, Any]) -> RemoteJob:
         """Create a job. `body`: OpenAI's create body and our additions, with file ids."""

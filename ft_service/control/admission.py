@@ -26,6 +26,7 @@ from ft_service.ids import new_id
 from ft_service.jobs.line import Shape
 from ft_service.jobs.states import Job, State
 from ft_service.plan.admit import admit_on, trainable_contents
+from ft_service.plan.lengths import Lengths
 from ft_service.plan.machines import Machine, this_host
 from ft_service.settings import Settings
 from ft_service.spec import (
@@ -143,11 +144,15 @@ class Door:
     read_base: Callable[[Path], BaseContents]
 
 
-def door_for(asked: Sequence[Asked], *, store: Store, settings: Settings, catalogue: Catalogue) -> Door:
-    """What they are checked against now. Raises UnavailableError if the store does not answer."""
+def door_for(
+    asked: Sequence[Asked], *, store: Store, settings: Settings, catalogue: Catalogue, announced: Sequence[File] = ()
+) -> Door:
+    """What they are checked against now. `announced`: files that they name and that are not here yet. Raises UnavailableError
+    if the store does not answer."""
     capacity = capacity_now(settings, store)
     machines = capacity.machines or (capacity.machine or this_host(),)
     files = store.find_files({file_id for one in asked for file_id in file_ids(one.request)})
+    files |= {file.id: file for file in announced}
     return Door(settings, capacity, machines, files, cache(catalogue.find), cache(trainable_contents))
 
 
@@ -176,7 +181,7 @@ def new_job(asked: Asked, door: Door) -> NewJob | Exception:
     try:
         resolved = resolve_asked(asked, door)
         size = door.files[asked.request.training_file].bytes
-        admitted = admit_on(door.machines, resolved, size, door.read_base)
+        admitted = admit_on(door.machines, resolved, Lengths.of_size(size), door.read_base)
         spec, told = admitted.spec, [NewEvent(level=level, message=message) for level, message in admitted.told]
     except Exception as error:
         return error

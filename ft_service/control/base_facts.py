@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import logging
+import os
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from ft_service.bases.base_files import MAX_ENTRIES, document_or_none
 from ft_service.bases.catalogue import Base
 from ft_service.bases.contents import BaseContents, read_config
 from ft_service.bases.described import contents_or_description
+from ft_service.bases.module_rules import IN_FP8
 from ft_service.bases.origin import licence_of, read_origin
 from ft_service.bases.wrapped import text_config
 from ft_service.errors import FtError
@@ -19,6 +23,8 @@ from ft_service.plan.admit import admit
 from ft_service.plan.base import BaseShape, base_shape
 from ft_service.plan.machines import Machine
 from ft_service.spec import BaseModelRef, DataFileRef, JobSpec, parse_request, resolve
+
+log = logging.getLogger(__name__)
 
 _DTYPES = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F8_E4M3": "fp8", "U8": "packed"}
 _UNKNOWN = Machine("any machine", None)
@@ -49,7 +55,8 @@ class BaseFacts:
 def base_facts(folder: Path, name: str) -> BaseFacts:
     """The facts of a base, remembered as long as no file of its folder comes, goes, or changes in size or time."""
     try:
-        states = tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(folder.iterdir()))
+        with os.scandir(folder) as entries:
+            states = tuple(sorted(_state(entry) for entry in islice(entries, MAX_ENTRIES + 1)))
     except OSError as error:
         return BaseFacts(trainable=False, why_not=f"its folder cannot be read: {error.strerror}")
     return _facts(folder, name, states)
@@ -81,7 +88,7 @@ def _facts(folder: Path, name: str, states: tuple[tuple[str, int, int], ...]) ->
     config: Any = {}
     try:
         config = text_config(read_config(folder))
-        known["family"] = str(config.get("model_type"))
+        known["family"] = str(config.get("model_type"))[:80]
         contents, _ = contents_or_description(folder)
         shape = base_shape(contents)
         known |= {"parameters": sum(weight.numel for weight in shape.weights), "context": shape.shape.max_positions}
@@ -89,6 +96,13 @@ def _facts(folder: Path, name: str, states: tuple[tuple[str, int, int], ...]) ->
         refuse_untrainable(folder, name)
     except FtError as error:
         return BaseFacts(**known, trainable=False, why_not=error.message)
+    except OSError as error:
+        return BaseFacts(**known, trainable=False, why_not=f"its folder cannot be read: {error.strerror}")
+    except Exception as error:  # one folder must not hide the others; whatever is wrong with it, it cannot be tuned
+        log.exception("The base in %s cannot be judged.", folder)
+        return BaseFacts(
+            **known, trainable=False, why_not=f"it cannot be judged ({type(error).__name__}); see the server's log"
+        )
     return BaseFacts(**known)
 
 
@@ -109,7 +123,8 @@ def _plain_job(folder: Path, name: str) -> JobSpec:
 def _format(contents: BaseContents, shape: BaseShape) -> str | None:
     held = Counter(weight.held for weight in shape.weights if weight.held is not None)
     if held:
-        return held.most_common(1)[0][0]
+        most_held = held.most_common(1)[0][0]
+        return "fp8" if most_held in IN_FP8 else most_held
     quantized = contents.config.get("quantization_config")
     if isinstance(quantized, dict) and quantized.get("quant_method"):
         return str(quantized["quant_method"])
@@ -123,12 +138,13 @@ def _format(contents: BaseContents, shape: BaseShape) -> str | None:
 def _has_template(folder: Path) -> bool:
     if any(folder.glob("chat_template*")):
         return True
-    return bool(_json(folder / "tokenizer_config.json").get("chat_template"))
+    return bool((document_or_none(folder / "tokenizer_config.json") or {}).get("chat_template"))
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _state(entry: os.DirEntry[str]) -> tuple[str, int, int]:
+    """Name, time of the last change in ns and bytes of an entry; of a link that leads nowhere its own."""
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        state = entry.stat()
+    except OSError:
+        state = entry.stat(follow_symlinks=False)
+    return entry.name, state.st_mtime_ns, state.st_size

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ft_service.errors import SpecError, UnavailableError
 from ft_service.host import hardware
 from ft_service.launcher.kubernetes.profile import QUEUE_SLOTS, PodProfile, load_profile
-from ft_service.plan.machines import Machine, find_machine, host_cpu, machine_of_gpu, machine_of_model
+from ft_service.plan.machines import Machine, find_machine, host_cpu, machine_of_gpu, machine_of_model, this_host
 from ft_service.settings import Settings
 from ft_service.spec import JobSpec
 from ft_service.store.fleet.hosts import HostRow, HostStore
@@ -41,6 +41,12 @@ class Capacity:
 def capacity_now(settings: Settings, store: HostStore) -> Capacity:
     """The same, asking which hosts there are where agents tell of them. Raises UnavailableError if none ever has."""
     return capacity_of(settings, store.fleet() if settings.launcher == "agents" else ())
+
+
+def machines_now(settings: Settings, store: HostStore) -> tuple[Machine, ...]:
+    """All kinds of nodes that may train, the commonest first. Raises as `capacity_now`."""
+    capacity = capacity_now(settings, store)
+    return capacity.machines or (capacity.machine or this_host(),)
 
 
 def capacity_of(settings: Settings, fleet: Sequence[HostRow] = ()) -> Capacity:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from ft_service.bases import cache_folder
 from ft_service.control import pruning
-from ft_service.control.webhook_delivery import KEEP_SECONDS
+from ft_service.control.webhook_delivery import GIVE_UP_SECONDS, KEEP_SECONDS
 from ft_service.data import token_folder
 from ft_service.logs import fields
 from ft_service.meters import Meters
@@ -43,10 +43,11 @@ def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event)
 def sweep(settings: Settings, store: Store) -> None:
     """Everything that is due. Any number of servers may do it at once. Raises UnavailableError and OSError."""
     places = Places.of(settings)
+    store.keep_reserve()
     while file_ids := store.freeable_files():
         free(places, store, file_ids)
     _remove_parts(settings, store)
-    store.forget_deliveries(KEEP_SECONDS)
+    store.forget_deliveries(KEEP_SECONDS, GIVE_UP_SECONDS)
 
 
 def retain(settings: Settings, store: Store) -> None:

@@ -12,26 +12,30 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Protocol, assert_never
 
-from ft_service.control.checks.data_checks import Check, Checks, check_data
-from ft_service.control.intake import Intake, collect_result, note_event, read_report
+from ft_service.control.checks.data_checks import Check, Checks, check_data, this_hosts
+from ft_service.control.intake import Intake, collect_result, note_event, read_report, result_seen
 from ft_service.control.orphans import COUNT_SECONDS, find_orphans
 from ft_service.control.placing import Placing
-from ft_service.errors import NotFoundError
+from ft_service.errors import FtError, NotFoundError, UnavailableError
+from ft_service.host import disk
 from ft_service.jobs import decisions, reasons
 from ft_service.jobs.decisions import Become, Kill, Launch, Place, Signal, Validate, Wait
 from ft_service.jobs.states import Absent, Ended, Job, Observation, Running, State
 from ft_service.launcher.base import Launcher, LaunchError, ListsAttempts
 from ft_service.logs import about, fields
 from ft_service.meters import Meters
+from ft_service.plan.admit import Admitted
+from ft_service.plan.machines import Machine
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.checkpoints import newest_checkpoint, newest_step
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Control, Start
+from ft_service.spec import JobSpec, StoredSpec
 from ft_service.storage.locations import Places
 from ft_service.store.records import Claim, File, JobChange, NewEvent
 from ft_service.store.sql import Store
@@ -46,9 +50,17 @@ LEASE_SECONDS = 30.0
 """How long a job is left alone after its turn ended in an error."""
 CHECK_REST_SECONDS = 5.0
 """How often a job whose files are being read is looked at before that is done; after that another process reads them."""
+CHECK_AGAIN_SECONDS, MOST_CHECK_REST_SECONDS = 5.0, 60.0
+"""Until files are read anew whose check could not be finished, doubled each time; and at most."""
 DROP_SECONDS = 0.5
 """How often it is asked whether a job whose files are being read still wants that."""
 MAX_REST_SECONDS = 10.0
+FAILED_TURNS = 3
+"""After how many failed turns in a row a job says so."""
+LET_GO = (
+    "The job is cancelled, though it cannot be looked after as it should: its slots are free. The service's log says why; look "
+    "at its host for processes that may be left."
+)
 GUEST_SECONDS = 0.05
 """Between asking whether a job's slots are free of whoever else uses them."""
 
@@ -78,12 +90,13 @@ class Reconciler:
         guest: Guest | None = None,
         displace_after: float | None = None,
         check: Check | None = None,
+        machines: Callable[[], Sequence[Machine]] = this_hosts,
         idle_seconds: float = IDLE_SECONDS,
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
         """`meters`: None: counts for nobody. `guest`: None: nobody else uses slots. `displace_after`: seconds that a job has
         held its slots before one of higher priority may take them; None: none may. `check`: of a job's data files and adapter;
-        None: `check_data`.
+        None: `check_data`. `machines`: that may train, by which "auto" is chosen.
         """
         self._store = store
         self._launcher = launcher
@@ -99,8 +112,12 @@ class Reconciler:
         self._queue_first = False
         self._drop_at = 0.0
         self._count_at = 0.0
+        self._failed_turns: dict[str, int] = {}
+        """Job → how many of its turns in a row have failed."""
+        self._held_up: dict[str, int] = {}
+        """Job → how often its check could not be finished."""
         self._warm = check is None
-        self._checks = Checks(check or partial(check_data, places=places), self.wake, places.tokens_dir)
+        self._checks = Checks(check or partial(check_data, places=places, machines=machines), self.wake, places.tokens_dir)
 
     def wake(self) -> None:
         """There may be something to do: end the loop's rest early."""
@@ -131,10 +148,51 @@ class Reconciler:
         with about(job_id=claim.job.id, attempt=claim.job.attempt), self._meters.turns.time():
             try:
                 self._reconcile(claim)
-            except Exception:
+            except Exception as error:
                 self._meters.turns_failed.inc()
                 log.exception("a job's turn failed; its next is in %g seconds", self._lease_seconds)
+                self._note_failed(claim, error)
+            else:
+                self._failed_turns.pop(claim.job.id, None)
         return True
+
+    def _note_failed(self, claim: Claim, error: Exception) -> None:
+        """A job whose turns fail again and again says so, and can be cancelled in spite of it. What is away comes back."""
+        if isinstance(error, UnavailableError):
+            return
+        job = claim.job
+        failed = self._failed_turns[job.id] = self._failed_turns.get(job.id, 0) + 1
+        if failed < FAILED_TURNS:
+            return
+        try:
+            if job.state is State.CANCELLED:
+                self._let_go(claim)
+            elif failed == FAILED_TURNS:
+                why = failed_turns(failed, error, self._lease_seconds)
+                self._store.tell(job, [NewEvent(level="error", message=why)])
+        except Exception:
+            log.exception("the job was not told of it either")
+
+    def _let_go(self, claim: Claim) -> None:
+        """End a cancelled job that cannot be looked at as it should: what runs is ended as far as it can be, and its slots are
+        free, unless something is seen to run."""
+        attempt = _attempt(self._places.run(claim.job.id), claim.job)
+        try:
+            self._launcher.kill(attempt, reasons.Reason.USER_CANCELLED)
+        except Exception:
+            log.exception("the job's processes were not ended as they should")
+        try:
+            seen = self._launcher.observe(attempt)
+        except UnavailableError:
+            return
+        except Exception:
+            log.exception("nobody knows what still runs of the job")
+            seen = Ended(None)
+        if isinstance(seen, Absent | Ended):
+            none = Intake(job=claim.job, events=[], checkpoints=[], more=False)
+            told = NewEvent(level="warn", message=LET_GO)
+            if self._apply(claim, none, replace(claim.job, phase=None), [told], release_slots=True):
+                self._failed_turns.pop(claim.job.id, None)
 
     def _turn(self, failures: int) -> int:
         """One step, and a rest if nothing was due. Returns how many steps in a row have failed; the rest grows with them."""
@@ -193,7 +251,7 @@ class Reconciler:
 
     def _reconcile(self, claim: Claim) -> None:
         run = self._places.run(claim.job.id)
-        seen = self._launcher.observe(_attempt(run, claim.job)) if claim.job.attempt else Absent()
+        seen = result_seen(run, self._launcher.observe(_attempt(run, claim.job))) if claim.job.attempt else Absent()
         # Read after observing: what an attempt wrote before it ended is then all there.
         report = read_report(run, claim.job, claim.now)
         if isinstance(seen, Running) and seen.note:
@@ -230,12 +288,27 @@ class Reconciler:
         if checked is None:
             self._apply(claim, report, report.job, self._checks.news(report.job), rest_seconds=CHECK_REST_SECONDS)
             return
+        if checked.waits is not None:
+            self._hold_up(claim, report, checked.waits)
+            return
+        self._held_up.pop(report.job.id, None)
         job = decisions.validated(report.job, checked.error, claim.now)
+        if checked.settled is not None:
+            job = _as_settled(job, checked.settled)
         if job.state is State.FAILED:
             ended = NewEvent(level="error", message=str(job.error and job.error["message"]))
         else:
             ended = NewEvent(level="info", message="Files validated, moving job to queued state.")
         if self._apply(claim, report, job, [*checked.events, ended]):
+            self._checks.forget(job)
+
+    def _hold_up(self, claim: Claim, report: Intake, why: str) -> None:
+        """The files cannot be checked now: the job says why, and they are checked anew later, at growing intervals."""
+        times = self._held_up.get(report.job.id, 0)
+        job = replace(report.job, pending=why)
+        told = [NewEvent(level="warn", message=f"The job waits. {why}")] if report.job.pending is None else []
+        if self._apply(claim, report, job, told, rest_seconds=min(CHECK_AGAIN_SECONDS * 2**times, MOST_CHECK_REST_SECONDS)):
+            self._held_up[job.id] = times + 1
             self._checks.forget(job)
 
     def _place(self, claim: Claim, report: Intake) -> None:
@@ -264,7 +337,8 @@ class Reconciler:
                 self._store.look_again(job.id)
                 time.sleep(GUEST_SECONDS)
             return
-        run.write_if_absent("spec.json", spec)
+        if not run.write_if_absent("spec.json", spec) and run.readable("spec.json", JobSpec) is None:
+            run.write("spec.json", spec)
         start = Start(
             job_id=job.id,
             attempt=job.attempt,
@@ -357,9 +431,29 @@ class Reconciler:
             log.info("job moved from %s to %s", _named(before), _named(job), extra=moved)
 
 
+def _as_settled(job: Job, settled: Admitted) -> Job:
+    job = replace(job, stored_spec=StoredSpec.of(settled.spec))
+    if settled.work is None:
+        return job
+    return replace(job, work=settled.work.flops, planned_seconds=settled.work.seconds)
+
+
 def _attempt(run: RunDir, job: Job) -> Attempt:
     """The job's newest attempt."""
     return Attempt(run, job.attempt, job_id=job.id)
+
+
+def failed_turns(number: int, error: Exception, seconds: float) -> str:
+    """What the user of a job hears whose turns fail. `seconds`: until its next."""
+    cause = disk.os_error(error)
+    if isinstance(error, FtError):
+        why = error.message
+    elif cause is not None and cause.errno in disk.NO_ROOM:
+        why = f"{disk.NO_ROOM[cause.errno][0].upper()}{disk.NO_ROOM[cause.errno][1:]}."
+    else:
+        why = f"The cause is in the service's log ({type(error).__name__})."
+    again = f"It is tried again every {seconds:g} seconds. Cancelling the job works."
+    return f"The service has failed {number} times in a row to look after this job. {why} {again}"
 
 
 def _named(job: Job) -> str:

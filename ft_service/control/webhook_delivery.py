@@ -1,8 +1,11 @@
 """Sends what happened to the addresses that users gave, signed as Standard Webhooks says, and nowhere else.
 
-A user's address makes this service send a request. So the name is resolved anew for every try, every address that it stands
-for must be a public one, the connection goes to exactly the address that was checked, no redirect is followed, and no proxy
-and no credential of the environment is used. FT_WEBHOOK_ALLOW_PRIVATE lifts the rule for networks where receivers are inside.
+A user's address makes this service send a request. So the connection goes to exactly the address that was checked
+(ft_service/host/webhook_receiver.py), no redirect is followed, and no proxy and no credential of the environment is used.
+FT_WEBHOOK_ALLOW_PRIVATE lifts the rule for networks where receivers are inside.
+
+Whatever goes wrong with a message is that message's failure alone, and a project has only so many tries under way at once: its
+receivers that hang take nobody else's turn.
 """
 
 from __future__ import annotations
@@ -11,17 +14,17 @@ import asyncio
 import base64
 import hashlib
 import hmac
-import ipaddress
 import logging
-import socket
 import threading
 import time
-from collections.abc import Sequence
-from urllib.parse import urlsplit
+from collections import Counter
+from concurrent.futures import Future
+from functools import partial
 
 import httpx2
 
-from ft_service.errors import SpecError
+from ft_service.errors import FtError
+from ft_service.host.webhook_receiver import Found, Receiver, address_of, look_up, parse_receiver
 from ft_service.meters import Meters
 from ft_service.settings import Settings
 from ft_service.store.records import Delivery, WebhookEndpoint
@@ -32,52 +35,137 @@ log = logging.getLogger("ft_service.webhooks")
 TRY_SECONDS = 15.0
 """How long a try may take, from looking up the name to the answer's status."""
 POLL_SECONDS = 1.0
-BATCH = 16
-"""Deliveries that are sent at once."""
+AT_ONCE = 64
+"""Tries under way at once."""
+AT_ONCE_OF_PROJECT = 8
+"""Of these, of one project."""
 FIRST_RETRY_SECONDS = 5.0
 MAX_RETRY_SECONDS = 6 * 3600.0
 GIVE_UP_SECONDS = 72 * 3600.0
 KEEP_SECONDS = 7 * 24 * 3600.0
 """How long the record of a delivery that is over is kept."""
-_MAX_URL = 2048
+_LEASE_SECONDS = 4 * TRY_SECONDS
+_END_SECONDS = 3.0
+"""How long tries that are under way may go on after the service was told to stop."""
+_MAX_ERROR = 500
 
 
 class DeliveryError(Exception):
     """The receiver was not reached; the message says why."""
 
 
-def check_url(url: str, *, allow_private: bool) -> None:
-    """Whether an address may be delivered to, as far as it can be said without looking it up. Raises SpecError."""
-    shown = url if len(url) <= 80 else url[:77] + "..."
-    schemes = ("https", "http") if allow_private else ("https",)
-    try:
-        parts = urlsplit(url)
-        host, _ = parts.hostname, parts.port
-    except ValueError:
-        raise SpecError(f"url = {shown!r}: is no URL.", param="url") from None
-    if parts.scheme not in schemes or not host:
-        raise SpecError(f"url = {shown!r}: must begin with {' or '.join(f'{s}://' for s in schemes)} and a host.", param="url")
-    if parts.username is not None or parts.fragment or len(url) > _MAX_URL or not (url.isascii() and url.isprintable()):
-        message = f"url = {shown!r}: no user name, no fragment, ASCII only, and at most {_MAX_URL} characters."
-        raise SpecError(message, param="url")
-    try:
-        literal = ipaddress.ip_address(host)
-    except ValueError:
-        return
-    if not allow_private and not is_public(literal):
-        message = f"url = {shown!r}: {host} is not a public address, and FT_WEBHOOK_ALLOW_PRIVATE is not set."
-        raise SpecError(message, param="url", code="private_address")
+class Sender:
+    """Sends messages, at most so many at once: of all projects, and of each.
+
+    A try counts until nothing of it goes on, and that may be longer than the try: a lookup of a name cannot be ended.
+    """
+
+    def __init__(self, *, allow_private: bool, at_once: int, at_once_of_project: int) -> None:
+        self._allow_private = allow_private
+        self._at_once, self._of_project = at_once, at_once_of_project
+        self._guard = threading.Lock()
+        self._busy: Counter[str] = Counter()
+
+    def under_way(self) -> dict[str, int]:
+        """How many tries of which project go on."""
+        with self._guard:
+            return dict(self._busy)
+
+    def has_room(self, project_id: str) -> bool:
+        """Whether one of this project may begin."""
+        busy = self.under_way()
+        return sum(busy.values()) < self._at_once and busy.get(project_id, 0) < self._of_project
+
+    async def send(self, endpoint: WebhookEndpoint, message_id: str, body: str) -> int:
+        """Send one message; the status of the answer, whose body is not read. Raises DeliveryError, whatever goes wrong."""
+        looked_up: Future[Found] | None = None
+        self._count(endpoint.project_id, 1)
+        try:
+            async with asyncio.timeout(TRY_SECONDS):
+                receiver = parse_receiver(endpoint.url, allow_private=self._allow_private)
+                looked_up = look_up(receiver)
+                found = await asyncio.wrap_future(looked_up)
+                address = address_of(receiver, found, allow_private=self._allow_private)
+                return await _post(receiver, address, endpoint, message_id, body)
+        except TimeoutError:
+            raise DeliveryError(f"no answer within {TRY_SECONDS:g} seconds") from None
+        except FtError as error:
+            raise DeliveryError(error.message) from error
+        except Exception as error:  # of what libraries raise for what strangers name, nobody knows the whole list
+            raise DeliveryError((str(error) or type(error).__name__)[:_MAX_ERROR]) from error
+        finally:
+            if looked_up is None:
+                self._count(endpoint.project_id, -1)
+            else:
+                looked_up.add_done_callback(lambda _: self._count(endpoint.project_id, -1))
+
+    def _count(self, project_id: str, by: int) -> None:
+        with self._guard:
+            self._busy[project_id] += by
+            self._busy += Counter()  # forgets who has none
 
 
-def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """Whether an address is one of the public internet's, also inside an IPv6 address that stands for an IPv4 one."""
-    if isinstance(address, ipaddress.IPv6Address):
-        inner = address.ipv4_mapped or address.sixtofour or _nat64(address)
-        if address.teredo is not None or (inner is not None and not is_public(inner)):
-            return False
-        if address.ipv4_mapped is not None:
-            return True
-    return address.is_global and not address.is_multicast
+class Deliveries:
+    """What is due, delivered: as many at once as a Sender takes, each project in its turn. For one event loop."""
+
+    def __init__(self, settings: Settings, store: Store, *, at_once_of_project: int = AT_ONCE_OF_PROJECT) -> None:
+        self._store = store
+        self._of_project = at_once_of_project
+        allow_private = settings.webhook_allow_private
+        self._sender = Sender(allow_private=allow_private, at_once=AT_ONCE, at_once_of_project=at_once_of_project)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def begin(self) -> int:
+        """Begin what is due and has room; how many that were. Raises UnavailableError if the database is away."""
+        busy = self._sender.under_way()
+        room = AT_ONCE - sum(busy.values())
+        if room <= 0:
+            return 0
+        claim = partial(self._store.claim_deliveries, limit=room, lease_seconds=_LEASE_SECONDS)
+        batch = await asyncio.to_thread(claim, of_project=self._of_project, under_way=busy)
+        for delivery in batch:
+            task = asyncio.create_task(self._deliver(delivery))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        await asyncio.sleep(0)  # by then all have begun, and the sender counts them
+        return len(batch)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether none is under way."""
+        return not self._tasks
+
+    async def wait(self, seconds: float) -> None:
+        """Until one of those under way is done, and for no longer than that."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+
+    async def finish(self, seconds: float | None = None) -> None:
+        """Wait for what is under way. What is not done by then is ended, and made again once its lease has run out."""
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=seconds)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+
+    async def _deliver(self, delivery: Delivery) -> None:
+        """Try one, and write down what became of it."""
+        error = await self._try(delivery)
+        retry = retry_after(delivery.tries, delivery.age_seconds) if error else None
+        if error:
+            log.warning("webhook %s to %s, try %d: %s", delivery.id, delivery.endpoint.id, delivery.tries, error)
+        try:
+            await asyncio.to_thread(self._store.settle_delivery, delivery, error=error, retry_seconds=retry)
+        except Exception:  # it is tried again once its lease has run out
+            log.exception("what became of webhook %s cannot be written", delivery.id)
+
+    async def _try(self, delivery: Delivery) -> str | None:
+        """What went wrong; None: it was delivered."""
+        try:
+            status = await self._sender.send(delivery.endpoint, delivery.id, delivery.body)
+        except DeliveryError as error:
+            return str(error)
+        return None if 200 <= status < 300 else f"the receiver answered {status}"
 
 
 def sign(endpoint: WebhookEndpoint, message_id: str, timestamp: int, body: str) -> dict[str, str]:
@@ -97,86 +185,43 @@ def retry_after(tries: int, age_seconds: float) -> float | None:
     return delay if age_seconds + delay <= GIVE_UP_SECONDS else None
 
 
-async def post(endpoint: WebhookEndpoint, message_id: str, body: str, *, allow_private: bool) -> int:
-    """Send one message; the status of the answer, whose body is not read. Raises DeliveryError."""
-    url = httpx2.URL(endpoint.url)
+def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event) -> None:
+    """Deliver what is due until `stop` is set. A try that the end of the process interrupts is made again."""
+    asyncio.run(_run(Deliveries(settings, store), stop))
+
+
+async def _run(deliveries: Deliveries, stop: threading.Event) -> None:
+    while not stop.is_set():
+        begun = 0
+        try:
+            begun = await deliveries.begin()
+        except Exception:
+            log.exception("deliveries cannot be read")
+        if not begun and deliveries.is_idle:
+            await asyncio.to_thread(stop.wait, POLL_SECONDS)
+        elif not begun:
+            await deliveries.wait(POLL_SECONDS)
+    await deliveries.finish(_END_SECONDS)
+
+
+async def _post(receiver: Receiver, address: str, endpoint: WebhookEndpoint, message_id: str, body: str) -> int:
     headers = {
         "content-type": "application/json",
-        "host": url.netloc.decode(),
+        "host": receiver.url.netloc.decode(),
         "user-agent": "ft-service-webhooks",
         **sign(endpoint, message_id, int(time.time()), body),
     }
-    try:
-        async with asyncio.timeout(TRY_SECONDS):
-            address = await _resolve(url.host, url.port or {"http": 80}.get(url.scheme, 443), allow_private)
-            async with httpx2.AsyncClient(trust_env=False, timeout=TRY_SECONDS) as client:
-                pinned = client.build_request(
-                    "POST",
-                    url.copy_with(host=address),
-                    content=body.encode(),
-                    headers=headers,
-                    extensions={"sni_hostname": url.host},
-                )
-                answer = await client.send(pinned, stream=True, follow_redirects=False)
-                await answer.aclose()
-                return answer.status_code
-    except TimeoutError:
-        raise DeliveryError(f"no answer within {TRY_SECONDS:g} seconds") from None
-    except (httpx2.HTTPError, OSError) as error:
-        raise DeliveryError(str(error) or type(error).__name__) from error
-
-
-def run(settings: Settings, store: Store, meters: Meters, stop: threading.Event) -> None:
-    """Deliver what is due until `stop` is set. A try that the end of the process interrupts is made again."""
-    while not stop.is_set():
-        busy = False
-        try:
-            busy = deliver_due(settings, store)
-        except Exception:
-            log.exception("deliveries cannot be read or written")
-        if not busy:
-            stop.wait(POLL_SECONDS)
-
-
-def deliver_due(settings: Settings, store: Store) -> bool:
-    """Try a batch of deliveries. False if none was due. Raises UnavailableError if the database is away."""
-    batch = store.claim_deliveries(limit=BATCH, lease_seconds=4 * TRY_SECONDS)
-    if not batch:
-        return False
-    for delivery, error in zip(batch, asyncio.run(_try_all(batch, settings)), strict=True):
-        retry = retry_after(delivery.tries, delivery.age_seconds) if error else None
-        if error:
-            log.warning("webhook %s to %s, try %d: %s", delivery.id, delivery.endpoint.id, delivery.tries, error)
-        store.settle_delivery(delivery, error=error, retry_seconds=retry)
-    return True
-
-
-async def _try_all(batch: Sequence[Delivery], settings: Settings) -> list[str | None]:
-    return await asyncio.gather(*(_try(delivery, settings) for delivery in batch))
-
-
-async def _try(delivery: Delivery, settings: Settings) -> str | None:
-    """What went wrong; None: it was delivered."""
-    try:
-        status = await post(delivery.endpoint, delivery.id, delivery.body, allow_private=settings.webhook_allow_private)
-    except DeliveryError as error:
-        return str(error)
-    return None if 200 <= status < 300 else f"the receiver answered {status}"
-
-
-async def _resolve(host: str, port: int, allow_private: bool) -> str:
-    """The address to connect to. Raises DeliveryError if the name stands for one that is not public, OSError if for none."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    addresses = [str(entry[4][0]) for entry in found]
-    for address in addresses:
-        if not allow_private and not is_public(ipaddress.ip_address(address.partition("%")[0])):
-            raise DeliveryError(f"{host} stands for {address}, which is not a public address")
-    return addresses[0]
-
-
-def _nat64(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
-    known = ipaddress.IPv6Network("64:ff9b::/96")
-    return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF) if address in known else None
+    async with httpx2.AsyncClient(trust_env=False, timeout=TRY_SECONDS) as client:
+        pinned = client.build_request(
+            "POST",
+            receiver.url.copy_with(host=address),
+            content=body.encode(),
+            headers=headers,
+            extensions={"sni_hostname": receiver.host},
+        )
+        answer = await client.send(pinned, stream=True, follow_redirects=False)
+        await answer.aclose()
+        return answer.status_code
 
 
 def _signature(secret: str, signed: bytes) -> str:

@@ -134,6 +134,8 @@ class _Missing(Exception):
 MOST_COMPARED = 65_536
 """Characters of a text that a similarity is taken of: it takes time by the square, in which a server answers nobody else."""
 
+MOST_FILLED = 2**20
+"""Characters of the values in a template, which may name an answer hundreds of times."""
 
 _NO_JSON = object()
 _VARIABLE = re.compile(r"\{\{\s*(.*?)\s*\}\}", re.DOTALL)
@@ -202,7 +204,18 @@ def _single(grader: StringCheck | TextSimilarity, answer: str, item: Mapping[str
 
 
 def _filled(template: str, answer: str, item: Mapping[str, Any]) -> str:
-    return _VARIABLE.sub(lambda found: _value(found[1], answer, item), template)
+    """A template with its values. Raises _Missing for one that is not there, and for more text than MOST_FILLED."""
+    size = 0
+
+    def value(found: re.Match[str]) -> str:
+        nonlocal size
+        text = _value(found[1], answer, item)
+        size += len(text)
+        if size > MOST_FILLED:
+            raise _Missing("other_error")
+        return text
+
+    return _VARIABLE.sub(value, template)
 
 
 def _value(text: str, answer: str, item: Mapping[str, Any]) -> str:

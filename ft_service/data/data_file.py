@@ -148,7 +148,7 @@ class DataReport:
         read = counted(self.examples, self.word)
         if self.unread:
             return f"{filename}: {kind}; the first {read} can be trained on. The rest was not read: a job reads it."
-        return f"{filename}: {kind}; {read}, all of them fine." if self.examples > 1 else f"{filename}: {kind}; {read}, fine."
+        return f"{filename}: {kind}; {read}, {'and it is fine' if self.examples == 1 else 'all of them fine'}."
 
     def reasons(self) -> list[str]:
         """Why lines are at fault, each reason once, with its lines."""

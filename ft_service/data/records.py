@@ -5,6 +5,7 @@ Every format becomes one of these four (ft_service/data/formats/), and tokens ar
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,11 @@ class Chat:
     @property
     def calls_tools(self) -> bool:
         return any("tool_calls" in message for message in self.messages)
+
+    def by_answers(self) -> Iterator[Chat]:
+        """A conversation for each learned answer, which ends with it and learns it alone."""
+        for index in (index for index, weight in enumerate(self.weights) if weight):
+            yield Chat(self.messages[: index + 1], (*(0,) * index, 1), self.tools)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from pathlib import Path
 from ft_service.bases.cache_folder import Cache
 
 FOLDER = "FT_TOKENS"
+NOT_KEPT = "tokens_not_kept"
+"""`error.code` where a file's tokens could not be stored: the disk is at fault, not the file."""
 IN_HOME = "tokens"
 IN_RUN = "tokens"
 """Where the ranks of a job keep what they tokenised themselves, as long as the job is not done."""

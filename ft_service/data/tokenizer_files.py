@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
+
+from ft_service.bases.base_files import document_or_none, is_base_file
 
 PATTERNS = (
     *("tokenizer*", "chat_template*", "*.jinja", "additional_chat_templates/*.jinja", "*.model", "vocab*", "merges.txt"),
@@ -15,13 +16,15 @@ _STOPS = "generation_config.json"
 
 def tokenizer_files(folder: Path) -> list[Path]:
     """Those that are there, by path."""
-    return sorted(path for path in {path for pattern in PATTERNS for path in folder.glob(pattern)} if path.is_file())
+    return sorted(
+        path for path in {path for pattern in PATTERNS for path in folder.glob(pattern)} if is_base_file(path, folder)
+    )
 
 
 def tokenizer_state(model_path: str) -> str:
     """A digest of the state of a base's tokenizer files, which changes when one of them does. Reads none."""
     folder = Path(model_path)
-    files = [*tokenizer_files(folder), *folder.glob(_STOPS)]
+    files = [*tokenizer_files(folder), *(path for path in folder.glob(_STOPS) if is_base_file(path))]
     states = [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in files]
     return hashlib.sha256(repr(states).encode()).hexdigest()
 
@@ -29,10 +32,7 @@ def tokenizer_state(model_path: str) -> str:
 def stops_of(folder: Path) -> frozenset[int]:
     """The tokens at which a base itself says that generation ends, in generation_config.json or else config.json."""
     for name in (_STOPS, "config.json"):
-        try:
-            given = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError):
-            continue
+        given = (document_or_none(folder / name) or {}).get("eos_token_id")
         ids = given if isinstance(given, list) else [given]
         if found := frozenset(token for token in ids if isinstance(token, int)):
             return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from functools import lru_cache
@@ -42,6 +43,15 @@ def gpu_count(devices: Path = Path("/dev")) -> int:
 def default_slots() -> int:
     """Ranks this host runs at once: one per GPU; else one per processor, and at least 2, so that sharding can be tried."""
     return gpu_count() or max(2, os.cpu_count() or 1)
+
+
+def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Bytes that processes can take now without others having to give way, as far as this process may have them."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return min(int(line.split()[1]) * 1024, memory_bytes())
+    return memory_bytes()
 
 
 def memory_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:

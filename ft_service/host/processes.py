@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from ft_service.host.lifetime import die_with_parent, require_linux
 
@@ -24,7 +25,7 @@ class ProcessIdentity(BaseModel):
     boot_id: str
     pid_namespace: int
     """Inode of the namespace in which `pid` has a meaning."""
-    pid: int
+    pid: Annotated[int, Field(gt=0, lt=2**31)]
     start_ticks: int
     """Clock ticks between boot and the start of the process."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from ft_service.host.processes import ProcessIdentity, is_alive, of
+
+log = logging.getLogger(__name__)
 
 SERVERS = "server.json"
 _MOST = 8
@@ -50,8 +53,11 @@ def announced(home: Path, url: str, models: Sequence[Path] = ()) -> Iterator[Non
     try:
         yield
     finally:
-        with _changing(home):
-            _write(home, [server for server in living_servers(home) if server.process != process])
+        try:
+            with _changing(home):
+                _write(home, [server for server in living_servers(home) if server.process != process])
+        except OSError as error:  # the disk is read-only, or full: who reads the file passes over processes that are gone
+            log.warning("%s still names this server: %s", home / SERVERS, error)
 
 
 def write_private(path: Path, body: str) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from ft_service.jobs.line import Shape, Waiting
+from ft_service.jobs.line import LONGEST_WAIT_SECONDS, Shape, Waiting, is_ahead
 from ft_service.jobs.reasons import ERROR_CODE, RETRY, USER_TEXT, Reason, Retry, failure_text, reason_of
 from ft_service.jobs.states import TERMINAL, Absent, Ended, Halt, Job, Level, Observation, Phase, Running, State, Unknown
 from ft_service.rundir.documents import Desired, ErrorInfo
@@ -73,6 +73,8 @@ class Become:
 Action = Wait | Validate | Place | Launch | Signal | Kill | Become
 
 SILENCE_LIMIT_SECONDS = 1800.0
+REST_SECONDS = 120.0
+"""Until a job is tried again that found no room on a disk: what it does until then is done in vain."""
 RECHECK_SECONDS = 5.0
 """Until a queued job whose last attempt could not be observed is looked at again."""
 UNSEEN_SECONDS = 10.0
@@ -101,7 +103,7 @@ def decide(job: Job, seen: Observation, now: float) -> Action:
 def _decide_at_rest(job: Job, seen: Observation, now: float) -> Action:
     if job.attempt and isinstance(seen, Running):  # cannot be; but two attempts at once must not be either
         return Kill(Reason.STOP_TIMEOUT)
-    if job.state is State.PAUSED or now < job.not_before:
+    if job.state is State.PAUSED or is_ahead(job.not_before, now):
         return Wait()
     if job.is_out_of_time(now):
         return _out_of_time(job, now)
@@ -200,6 +202,8 @@ def _decide_ended(job: Job, seen: Ended, now: float) -> Action:
     error = seen.exit.error if seen.exit else None
     if RETRY[reason] is Retry.NEVER:
         return Become(fail(job, reason, error, now), release=True, message=failure_text(reason, error))
+    if RETRY[reason] is Retry.LATER:
+        return _later(job, seen.checkpoint_step, reason, error, now)
     return _after_failure(job, seen.checkpoint_step, reason, error, now)
 
 
@@ -212,7 +216,7 @@ def _after_stop(job: Job, seen: Ended, now: float) -> Become:
     if rest.state is not State.QUEUED or not seen.delay_seconds:
         return Become(rest, release=True, message=message)
     message = f"{message} The next attempt is made in {seen.delay_seconds:g} seconds."
-    rest = replace(rest, not_before=now + seen.delay_seconds, pending=message)
+    rest = replace(rest, not_before=now + min(seen.delay_seconds, LONGEST_WAIT_SECONDS), pending=message)
     return Become(rest, release=True, message=message, level="warn")
 
 
@@ -276,11 +280,23 @@ def _after_failure(job: Job, checkpoint_step: int, reason: Reason, error: ErrorI
         text += f" {failures} attempts in a row failed without reaching a new checkpoint."
         return Become(fail(job, reason, error, now, text), release=True, message=text)
     delay = BACKOFF_SECONDS * 2 ** (failures - 1)
-    where = f"from step {checkpoint_step}" if checkpoint_step >= 0 else "from the beginning"
-    rest = replace(_at_rest(job), reason=reason, not_before=now + delay)
-    if checkpoint_step < 0:
-        rest = replace(rest, left_seconds=None)
+    where, rest = _goes_on(job, checkpoint_step, reason, now + delay)
     return Become(rest, release=True, message=f"{text} The job goes on {where}.", level="error")
+
+
+def _later(job: Job, checkpoint_step: int, reason: Reason, error: ErrorInfo | None, now: float) -> Become:
+    """What becomes of a job whose attempt found something lacking that is no fault of its own: it tries again until it is
+    there, and its failures are not counted."""
+    where, rest = _goes_on(job, checkpoint_step, reason, now + REST_SECONDS)
+    text = f"{failure_text(reason, error)} The job goes on {where} in {REST_SECONDS:g} seconds, and waits as long as it takes."
+    return Become(replace(rest, pending=text), release=True, message=text, level="error")
+
+
+def _goes_on(job: Job, checkpoint_step: int, reason: Reason, not_before: float) -> tuple[str, Job]:
+    """From where the next attempt goes on, in words, and the job until then."""
+    where = f"from step {checkpoint_step}" if checkpoint_step >= 0 else "from the beginning"
+    rest = replace(_at_rest(job), reason=reason, not_before=not_before)
+    return where, rest if checkpoint_step >= 0 else replace(rest, left_seconds=None)
 
 
 def _at_rest(job: Job) -> Job:
@@ -306,6 +322,7 @@ def fail(job: Job, reason: Reason, error: ErrorInfo | None, now: float, text: st
 
 def validated(job: Job, error: ErrorInfo | None, now: float) -> Job:
     """The job after its data files were read: failed, or on its way."""
+    job = replace(job, pending=None)
     if error is not None:
         of_data = error.param in ("training_file", "validation_file", "validation_split")
         reason = Reason.INVALID_FILE if of_data else Reason.PERMANENT_ERROR

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ft_service.jobs.line import Line, Waiting
+from ft_service.jobs.line import Line, Waiting, is_ahead
 from ft_service.jobs.queue import Room
 
 SIMULATED = 1000
@@ -62,7 +62,8 @@ def _played(line: Line) -> list[tuple[Waiting, float | None]]:
         return [*started, *((job, None) for job in left)]
     at = room.now
     for job in left:
-        started.append((job, max(at, job.not_before) if room.hosts_for(job) else None))
+        earliest = max(at, job.not_before) if is_ahead(job.not_before, room.now) else at
+        started.append((job, earliest if room.hosts_for(job) else None))
         at += job.slots * (job.seconds or 0.0) / slots
     return started
 
@@ -77,7 +78,7 @@ def _reasons(line: Line, order: Sequence[Waiting]) -> list[str]:
     for job in order:
         if job.note:
             reasons.append(job.note)
-        elif job.not_before > line.now:
+        elif is_ahead(job.not_before, line.now):
             reasons.append(f"The next attempt is made in {job.not_before - line.now:.0f} s.")
         elif not line.hosts:
             reasons.append(

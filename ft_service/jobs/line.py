@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 HALF_LIFE_SECONDS = 3 * 86_400.0
+LONGEST_WAIT_SECONDS = 900.0
+"""The next attempt of a job is put off by no more."""
 
 
 class Shape(NamedTuple):
@@ -142,6 +144,12 @@ class Start:
     def on_each(self) -> int:
         """Slots that it takes of each of its hosts."""
         return self.shape.ranks // len(self.hosts)
+
+
+def is_ahead(moment: float, now: float, longest: float = LONGEST_WAIT_SECONDS) -> bool:
+    """Whether a moment until which something waits is still to come. `longest`: seconds that it may be off at most: what is
+    further off was written before the clock went back, and is over."""
+    return now < moment <= now + longest
 
 
 def remembered(slot_seconds: float, ago: float) -> float:

@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ft_service.jobs.line import Holding, Line, Shape, Start, Waiting, accrued
+from ft_service.jobs.line import Holding, Line, Shape, Start, Waiting, accrued, is_ahead
 
 LOOK_AHEAD = 64
 """Jobs behind the head that are looked at to fill its gap."""
@@ -74,7 +74,8 @@ def _way(room: Room, line: Line, head: Waiting, host: str, slots: int, after_sec
     if short <= 0:
         return []
     may = [h for h in there if h.movable and not h.halting and h.priority < head.priority]
-    return _enough([h for h in may if line.now - h.taken_at >= after_seconds], short) or None
+    # Since some time to come: the clock has gone back, and nobody knows since when.
+    return _enough([h for h in may if not 0 <= line.now - h.taken_at < after_seconds], short) or None
 
 
 def _enough(candidates: Sequence[Holding], short: int) -> list[Holding]:
@@ -106,9 +107,9 @@ class Room:
         self.running: dict[str, int] = defaultdict(int)
         self._charged: dict[str, float] = defaultdict(float, {name: share.used for name, share in line.shares.items()})
         self._queues: dict[str, list[Waiting]] = defaultdict(list)
-        self._later = [(job.not_before, job.number, job) for job in line.waiting if job.not_before > line.now]
+        self._later = [(job.not_before, job.number, job) for job in line.waiting if is_ahead(job.not_before, line.now)]
         heapq.heapify(self._later)
-        for job in sorted((job for job in line.waiting if job.not_before <= line.now), key=_rank, reverse=True):
+        for job in sorted((job for job in line.waiting if not is_ahead(job.not_before, line.now)), key=_rank, reverse=True):
             self._queues[job.project].append(job)
         for holding in line.holdings:
             self._hold(holding.project, holding.host, holding.slots, holding.ends_at)

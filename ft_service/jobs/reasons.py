@@ -36,12 +36,18 @@ class Reason(StrEnum):
     """Its sweep found it hopeless."""
     LAUNCH_FAILED = "launch_failed"
     """The launcher could not start the attempt."""
+    DISK_FULL = "disk_full"
+    """The attempt found no room on the disk."""
+    UNREADABLE = "unreadable"
+    """A document of the attempt cannot be read."""
 
 
 class Retry(StrEnum):
     NEVER = "never"
     UNCOUNTED = "uncounted"
     """Again, as soon as there is room: it was no failure."""
+    LATER = "later"
+    """Again after a rest, however often: the host lacks something for now, and neither the job nor training is at fault."""
     COUNTED = "counted"
     """Again, as long as fewer than MAX_FAILURES attempts in a row ended without a new checkpoint."""
 
@@ -61,6 +67,8 @@ RETRY: dict[Reason, Retry] = {
     Reason.TIME_LIMIT: Retry.NEVER,
     Reason.SWEEP_STOPPED: Retry.NEVER,
     Reason.LAUNCH_FAILED: Retry.COUNTED,
+    Reason.DISK_FULL: Retry.LATER,
+    Reason.UNREADABLE: Retry.COUNTED,
 }
 
 ERROR_CODE: dict[Reason, str] = {
@@ -78,6 +86,8 @@ ERROR_CODE: dict[Reason, str] = {
     Reason.TIME_LIMIT: "time_limit",
     Reason.SWEEP_STOPPED: "sweep_stopped",
     Reason.LAUNCH_FAILED: "launch_failed",
+    Reason.DISK_FULL: "disk_full",
+    Reason.UNREADABLE: "worker_lost",
 }
 """`error.code` of a failed job, unless the worker gave a more precise one."""
 
@@ -96,6 +106,8 @@ USER_TEXT: dict[Reason, str] = {
     Reason.TIME_LIMIT: "The job has used the time that it may take (max_seconds). Its checkpoints stay.",
     Reason.SWEEP_STOPPED: "The job was stopped by its sweep. Its checkpoints stay.",
     Reason.LAUNCH_FAILED: "The training processes could not be started.",
+    Reason.DISK_FULL: "Training found no room on the disk.",
+    Reason.UNREADABLE: "What the training processes left cannot be read, and the attempt is lost.",
 }
 
 
@@ -113,6 +125,8 @@ _REASON: dict[ExitReason, Reason | None] = {
     ExitReason.STOP_TIMEOUT: Reason.STOP_TIMEOUT,
     ExitReason.STALLED: Reason.STALLED,
     ExitReason.HOST_LOST: Reason.HOST_LOST,
+    ExitReason.DISK_FULL: Reason.DISK_FULL,
+    ExitReason.UNREADABLE: Reason.UNREADABLE,
 }
 
 

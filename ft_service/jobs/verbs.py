@@ -17,13 +17,17 @@ class Verb(StrEnum):
     RESUME = "resume"
 
 
-def request(job: Job, verb: Verb, now: float, slots: int | None = None) -> Job:
+def request(job: Job, verb: Verb, now: float, slots: int | None = None, *, succeeded: int | None = None) -> Job:
     """The job after a verb of the user's. Repeating a verb changes nothing. Raises SpecError on a terminal job.
 
+    `succeeded`: the attempt that is known to have left its result, which the job only has not heard of yet; None: none is. A
+    cancel comes too late for it, as it would a moment later.
     `slots`: with a resume, ranks to go on with; None: as many as before. Raises SpecError if the job is not paused (yet).
     """
     if verb is Verb.CANCEL and job.state is State.CANCELLED:
         return job
+    if verb is Verb.CANCEL and job.state is State.RUNNING and job.attempt == succeeded:
+        job = replace(job, state=State.SUCCEEDED)
     if job.state in TERMINAL:
         raise SpecError(f"Job {job.id} has already {_ended(job.state)} and cannot be {_past(verb)}.", code="invalid_state")
     if slots is not None and job.state is not State.PAUSED:

@@ -30,7 +30,7 @@ from ft_service.jobs.states import Absent, Ended, Running
 from ft_service.launcher.base import LaunchError
 from ft_service.launcher.processes import Share
 from ft_service.rundir.attempt import Attempt
-from ft_service.rundir.directory import RunDir
+from ft_service.rundir.directory import RunDir, UnreadableDocumentError
 from ft_service.rundir.documents import Start
 from ft_service.spec import JobSpec
 from ft_service.storage.locations import Places
@@ -153,7 +153,11 @@ class Agent:
                 self._tend(node, first.get((node.job_id, node.attempt)))
 
     def _tend(self, node: NodeRow, first: NodeRow | None) -> None:
-        attempt, start = self._read(node)
+        try:
+            attempt, start = self._read(node)
+        except UnreadableDocumentError as error:
+            self._report(replace(node, state="ended", fault=error.message))
+            return
         if start is None:
             self._miss(node, f"{attempt.run.root}/{attempt.keys.start} is not seen here: FT_HOME must be the service's folder.")
             return
@@ -200,10 +204,15 @@ class Agent:
             self._report(replace(node, state="ended", fault=str(error)))
 
     def _read(self, node: NodeRow) -> tuple[Attempt, Start | None]:
-        """The attempt in this host's run directory, and what it starts from, wherever that is."""
-        run = self._places.run(node.job_id)
-        start = Attempt(run, node.attempt, job_id=node.job_id).read_start()
-        return Attempt(RunDir(run.root), node.attempt, job_id=node.job_id), start
+        """The attempt in this host's run directory, and what it starts from, wherever that is.
+
+        Raises UnreadableDocumentError.
+        """
+        start = Attempt(self._places.run(node.job_id), node.attempt, job_id=node.job_id).read_start()
+        return self._attempt(node), start
+
+    def _attempt(self, node: NodeRow) -> Attempt:
+        return Attempt(RunDir(self._places.run(node.job_id).root), node.attempt, job_id=node.job_id)
 
     def _share(self, node: NodeRow, attempt: Attempt, start: Start, first: NodeRow | None) -> Share:
         endpoint = (first.endpoint if first is not None else None) or ""
@@ -211,7 +220,7 @@ class Agent:
         return Share.of_node(attempt, place, start)
 
     def _missing_base(self, attempt: Attempt) -> str | None:
-        spec = self._places.run(attempt.job_id).read("spec.json", JobSpec)
+        spec = self._places.run(attempt.job_id).readable("spec.json", JobSpec)
         if spec is None or Path(spec.model.path).is_dir():
             return None
         return f"there is no folder {spec.model.path} here. The bases must lie at the same paths on every host (FT_MODELS)."
@@ -244,7 +253,10 @@ class Agent:
 
     def _end_stray(self, stray: NodeRow) -> bool:
         """True: nothing of it lives."""
-        attempt, start = self._read(stray)
+        try:
+            attempt, start = self._read(stray)
+        except UnreadableDocumentError:
+            attempt, start = self._attempt(stray), None
         share = self._share(stray, attempt, start or _unknown_start(stray), None)
         if not share.is_alive():
             return True

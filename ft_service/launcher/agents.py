@@ -25,7 +25,7 @@ from ft_service.launcher.hearing import Hearing
 from ft_service.launcher.silence import Silence
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.checkpoints import newest_step
-from ft_service.rundir.documents import Control, Desired, ErrorInfo, Exit, ExitReason, Result
+from ft_service.rundir.documents import Control, Desired, ErrorInfo, Exit, ExitReason
 from ft_service.spec import JobSpec
 from ft_service.store.fleet.hosts import AGENTS, HostRow, HostStore, NodeRow
 from ft_service.supervisor.verdict import conclude, exit_of, killed_exit
@@ -166,8 +166,8 @@ class AgentsLauncher:
 
 
 def _result(attempt: Attempt) -> Exit | None:
-    result = attempt.run.read("result.json", Result)
-    if result is None or result.attempt != attempt.number:
+    result = attempt.read_result()
+    if result is None:
         return None
     return exit_of(ExitReason.SUCCEEDED, f"Training has finished after {result.steps} steps.")
 

@@ -87,7 +87,7 @@ class ListsAttempts(Protocol):
         """Every attempt of this installation that has not ended. Raises LaunchError if the place cannot be asked."""
         ...
 
-    def end(self, name: str) -> None:
+    def end_unfinished(self, name: str) -> None:
         """End one of them for good; without effect if it is gone. Raises LaunchError if the place cannot be asked."""
         ...
 

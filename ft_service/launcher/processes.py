@@ -21,9 +21,10 @@ from ft_service.host.lifetime import RANKS_LOCK, is_locked, try_lock, wait_unloc
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Absent, Ended, Running, Unknown
 from ft_service.launcher.base import LaunchError
-from ft_service.rundir.attempt import Attempt, AttemptNode
+from ft_service.rundir.attempt import Attempt, AttemptNode, unreadable_exit
 from ft_service.rundir.checkpoints import newest_step
-from ft_service.rundir.documents import Exit, ExitReason, Result, Start
+from ft_service.rundir.directory import UnreadableDocumentError
+from ft_service.rundir.documents import Control, Desired, Exit, ExitReason, Result, Start
 from ft_service.supervisor import command_line
 from ft_service.supervisor.node import Node
 from ft_service.supervisor.torchrun import tail
@@ -83,12 +84,17 @@ class Share:
         if ended is None and is_locked(self.lock):
             return running()
         if ended is None:
-            supervisor = self.files.read_supervisor()
-            if supervisor is None:
-                return Absent()
+            try:
+                supervisor = self.files.read_supervisor()
+                if supervisor is None:
+                    return Absent()
+            except UnreadableDocumentError as error:  # its lock is free: whoever it was is gone
+                supervisor, unreadable = None, unreadable_exit(error)
+            else:
+                unreadable = None
             # Between the first look and the test of the lock it may have written its record and gone.
-            ended = self._exit_record()
-            if ended is None and processes.is_alive(supervisor):
+            ended = self._exit_record() or unreadable
+            if ended is None and supervisor is not None and processes.is_alive(supervisor):
                 return Unknown(f"supervisor {supervisor.pid} lives and does not hold its lock")
         if ended is None and is_locked(self.ranks):
             return Unknown("the supervisor is gone and a rank still lives")
@@ -97,14 +103,22 @@ class Share:
     def kill(self, reason: Reason) -> bool:
         """End its processes now and leave an exit record with this reason. False: they are not gone yet."""
         if is_locked(self.lock):
-            supervisor = self.files.read_supervisor()
-            if supervisor is None or not processes.kill(supervisor):
-                log.warning("%s: its supervisor cannot be reached yet", self.attempt)
+            self._kill_supervisor()
         if not wait_unlocked(self.lock, KILL_SECONDS) or not wait_unlocked(self.ranks, KILL_SECONDS):
             log.warning("%s: its processes are not gone yet", self.attempt)
             return False
         self._seal(reason)
         return True
+
+    def _kill_supervisor(self) -> None:
+        try:
+            supervisor = self.files.read_supervisor()
+        except UnreadableDocumentError as error:  # it is asked to end itself
+            log.warning("%s: %s", self.attempt, error.message)
+            self.attempt.write_control(Control(generation=2**31, desired=Desired.CANCEL))
+            return
+        if supervisor is None or not processes.kill(supervisor):
+            log.warning("%s: its supervisor cannot be reached yet", self.attempt)
 
     def is_supervised(self) -> bool:
         """Whether its supervisor lives, which brings what it leaves to object storage when it has ended."""
@@ -118,14 +132,14 @@ class Share:
         return self.files.has_supervisor() or self.files.has_exit() or self.attempt.has_exit()
 
     def _exit_record(self) -> Exit | None:
-        """How it ended; a result that it left is as good as a record."""
+        """How it ended; a result that it left is as good as a record, and better than one that cannot be read."""
         ended = self.files.read_exit()
-        if ended is not None or not self.whole:
+        if not self.whole or (ended is not None and ended.reason is not ExitReason.UNREADABLE):
             return ended
-        result = self.attempt.run.read("result.json", Result)
-        if result is None or result.attempt != self.attempt.number or is_locked(self.lock):
+        if is_locked(self.lock):
             return None
-        return _succeeded(result)
+        result = self.attempt.read_result()
+        return ended if result is None else _succeeded(result)
 
     def _seal(self, reason: Reason) -> None:
         """Leave an exit record, under the lock: a supervisor that comes later finds it and does nothing."""
@@ -133,9 +147,8 @@ class Share:
         if lock is None:
             return
         try:
-            result = self.attempt.run.read("result.json", Result)
-            ours = result is not None and result.attempt == self.attempt.number
-            self.files.write_exit(_succeeded(result) if result is not None and ours else killed_exit(reason))
+            result = self.attempt.read_result()
+            self.files.write_exit(killed_exit(reason) if result is None else _succeeded(result))
         finally:
             os.close(lock)
 

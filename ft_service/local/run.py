@@ -82,7 +82,7 @@ def run_local(
 def wait_begun(run_dir: Path) -> None:
     """Wait until node 0 has written what is to be trained in the directory. Raises UnavailableError."""
     deadline = time.monotonic() + JOIN_SECONDS
-    while RunDir(run_dir).get("spec.json") is None:
+    while not RunDir(run_dir).has("spec.json"):
         if time.monotonic() >= deadline:
             raise UnavailableError(f"Node 0 has begun nothing in {run_dir}. Start it there too.")
         time.sleep(JOIN_POLL_SECONDS)
@@ -137,7 +137,7 @@ def _joined(run: RunDir, node: Node, interrupts: _Interrupts) -> Start:
     deadline = time.monotonic() + JOIN_SECONDS
     while time.monotonic() < deadline and not interrupts.count:
         last = Attempt(run, last_attempt(run))
-        start = last.read_start() if last.number else None
+        start = last.readable_start() if last.number else None
         over = last.has_exit() or (start and last.node(0, start.nodes).has_exit())
         if start is not None and not over and not node.files(run, start).has_supervisor():
             return start
@@ -207,10 +207,12 @@ def _follow(
     files = (node or Node()).files(run, start)
     while True:
         ended = process.poll() is not None
-        for seq, events in read_segments(run, start.attempt, seen):
-            seen = seq
-            for event in events:
+        for segment in read_segments(run, start.attempt, seen):
+            seen = segment.seq
+            for event in segment.events:
                 on_event(event)
+            if segment.fault is not None:
+                on_event(Event(time=time.time(), level="warn", message=segment.fault))
         if ended:
             return
         # Before it has named itself, the supervisor does not yet listen to signals and would die of one.

@@ -1,15 +1,16 @@
 """SPEC files: the body of a create request as YAML, with paths where REST has file ids.
 
 Paths are relative to the SPEC file. `model` is a name from the catalogue, a tuned model's name or, when it starts with `.`, `/`
-or `~`, a folder.
+or `~`, a folder. A job of this host names its tuned model too: by its id, the beginning of it, its suffix, or `last`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -20,9 +21,10 @@ from ft_service.data.answer_metrics import check_metrics
 from ft_service.data.formats.columns import Columns
 from ft_service.data.formats.folders import dataset_files
 from ft_service.data.formats.reading import count_samples, open_data
+from ft_service.data.formats.recognise import may_hold_data
 from ft_service.errors import SpecError
 from ft_service.host.hardware import gpu_count
-from ft_service.local.parent import find_local
+from ft_service.local.parent import find_local, name_of_local
 from ft_service.settings import Settings
 from ft_service.spec import (
     AdapterRef,
@@ -37,7 +39,8 @@ from ft_service.spec import (
     resolve,
 )
 from ft_service.spec.rates import COUNTED
-from ft_service.sweeps.asked import parse_sweep
+from ft_service.spec.request import SWEEP
+from ft_service.sweeps.asked import AskedSweep, parse_sweep
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,8 @@ class SpecFile:
     body: dict[str, Any]
     """As written, but for a chat template, which is its text, and the prompts of a file, which stand in it."""
     request: JobRequest
+    sweep: AskedSweep | None = None
+    """What a sweep tries, of which `request` is the first job's; None: it is one job."""
 
     @property
     def training_file(self) -> LocalData:
@@ -75,6 +80,10 @@ class SpecFile:
     def validation_file(self) -> LocalData | None:
         name = self.request.validation_file
         return None if name is None else self._existing("validation_file", name, "validation")
+
+    def with_model(self, name: str) -> SpecFile:
+        """The same SPEC on another model."""
+        return replace(self, body=self.body | {"model": name}, request=self.request.model_copy(update={"model": name}))
 
     @property
     def model_folder(self) -> Path | None:
@@ -94,24 +103,84 @@ class SpecFile:
         return (self.path.parent / Path(name).expanduser()).resolve()
 
 
-def load_spec_file(path: Path, *, sweep: bool = False) -> SpecFile:
-    """Read and validate. `sweep`: it is one of a sweep, and `request` that of its first job.
+def load_spec_file(path: Path, *, sweep: bool | None = False, options: Mapping[str, Any] = MappingProxyType({})) -> SpecFile:
+    """Read and validate. `sweep`: it is one of a sweep; None: it may be. `options`: dotted names and values that go before
+    those of the file. A data file instead of a SPEC is a SPEC that names nothing but its training_file.
 
     Raises SpecError naming file and line, or field, value and limit.
     """
-    if path.suffix == ".jsonl":
-        raise SpecError(f"{path} holds data, by its name: write a SPEC (YAML) that names it as training_file.")
+    if holds_data(path):
+        if "model" not in options:
+            raise SpecError(
+                f"{path} holds data, by its name: say which base it is for (--model M), or give a SPEC (YAML) that names both "
+                "as training_file and model.",
+                param="model",
+            )
+        read = {"training_file": path.name}
+    else:
+        read = _read(path)
+    body = _with_prompts(_with_template(_with_options(read, options), path.parent), path.parent)
+    asked = parse_sweep(body) if sweep or (sweep is None and SWEEP in body) else None
+    request = asked.jobs[0].request if asked else parse_request(body)
+    if request.evaluation is not None:
+        check_metrics(request.evaluation.metrics)
+    return SpecFile(path=path.absolute(), body=body, request=request, sweep=asked)
+
+
+def holds_data(path: Path) -> bool:
+    """Whether a path that was given as a SPEC is one of data: a folder, or a file by its name. JSON may be either: what is a
+    list, or has a line for each record, is data."""
+    if path.is_dir():
+        return True
+    if path.suffix.lower() != ".json":
+        return may_hold_data(path.name)
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            return file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    except OSError:
+        return False
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise SpecError(f"{path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise SpecError(f"{path} is not a text file in UTF-8.") from None
-    body = _with_prompts(_with_template(parse_yaml(text, str(path)), path.parent), path.parent)
-    request = parse_sweep(body).jobs[0].request if sweep else parse_request(body)
-    if request.evaluation is not None:
-        check_metrics(request.evaluation.metrics)
-    return SpecFile(path=path.absolute(), body=body, request=request)
+
+
+def _with_options(body: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The body with options (dotted) in place of its own; `sweep.` is followed by the dotted name of what is tried. Raises
+    SpecError for a name that leads through something that is no group of options."""
+    body = dict(body)
+    for name, value in options.items():
+        *sections, last = name.split(".")
+        if sections[:1] == [SWEEP] and sections[:2] != [SWEEP, "halving"]:
+            sections, last = [SWEEP], name.partition(".")[2]
+        inner, place = body, ""
+        for section in sections:
+            place = f"{place}.{section}" if place else section
+            there = inner.get(section)
+            if there is not None and not isinstance(there, Mapping):
+                raise SpecError(f"{name}: {place} is {there!r:.80} here, and holds no options.", param=name)
+            inner[section] = inner = dict(there or {})
+        inner[last] = value
+    return body
+
+
+def parse_option(text: str) -> tuple[str, Any]:
+    """Name and value of `training.learning_rate=1e-4`, whose value is YAML. Raises SpecError."""
+    name, sign, value = text.partition("=")
+    name = name.strip()
+    if not sign or not all(name.split(".")):
+        example = "such as training.learning_rate=1e-4"
+        raise SpecError(f"--set {text!r:.120}: give an option by its dotted name and its value, {example}.", param="set")
+    try:
+        return name, yaml.load(value, Loader=_UniqueKeyLoader)
+    except yaml.YAMLError as error:
+        problem = str(getattr(error, "problem", None) or error).replace("'<stream end>'", "the end")
+        raise SpecError(f"--set {name}: {value!r:.80} is no value in YAML: {problem}.", param=name) from None
 
 
 def _with_template(body: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -142,22 +211,28 @@ def _with_prompts(body: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {**body, "evaluation": {**given, "prompts": prompts}}
 
 
-def resolve_spec_file(spec: SpecFile, settings: Settings, *, job_id: str, seed: int, to_train: bool = True) -> JobSpec:
+def resolve_spec_file(
+    spec: SpecFile, settings: Settings, *, job_id: str, seed: int, to_train: bool = True, like: JobSpec | None = None
+) -> JobSpec:
     """What a worker on this host trains on: model and data files found. `seed`: for a SPEC without one. `to_train` False: of
-    the base config.json is enough.
+    the base config.json is enough. `like`: another job on the same files, which are not read again.
 
     Raises SpecError for a model or file that is not there; a tuned model must have been trained in this FT_HOME.
     """
     request, model, parent = _model(spec, settings, to_train)
     validation = spec.validation_file
     training, columns = spec.training_file, Columns(request.data.pairs)
+    if like is None:
+        training_data, validation_data = training.ref(), validation.ref() if validation else None
+    else:
+        training_data, validation_data = like.training_data, like.validation_data
     return resolve(
         request,
         job_id=job_id,
         organization=settings.organization,
         model=model,
-        training_data=training.ref(),
-        validation_data=validation.ref() if validation else None,
+        training_data=training_data,
+        validation_data=validation_data,
         seed=seed,
         gpus=gpu_count(),
         parent=parent,
@@ -172,7 +247,13 @@ def _model(spec: SpecFile, settings: Settings, to_train: bool) -> tuple[JobReque
     if folder is not None:
         return request, Catalogue([folder.parent]).find(folder.name, to_train=to_train).ref(), None
     if not is_tuned(request.model):
-        return request, Catalogue.from_settings(settings, is_tunable).find(request.model, to_train=to_train).ref(), None
+        try:
+            return request, Catalogue.from_settings(settings, is_tunable).find(request.model, to_train=to_train).ref(), None
+        except SpecError:
+            tuned = name_of_local(request.model, settings)
+            if tuned is None:
+                raise
+            request = request.model_copy(update={"model": tuned})
     before, parent = find_local(request.model, settings)
     there = Path(before.model.path).is_dir()
     base = before.model if there else Catalogue.from_settings(settings, is_tunable).find(before.model.name).ref()

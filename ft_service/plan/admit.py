@@ -11,11 +11,12 @@ from typing import Literal
 from ft_service.bases.contents import BaseContents, read_contents
 from ft_service.errors import SpecError
 from ft_service.plan.base import base_shape
+from ft_service.plan.choose import AUTO, COMPILE, FITTED, with_options
 from ft_service.plan.job import Plan, plan_job
 from ft_service.plan.lengths import Lengths
 from ft_service.plan.machines import Machine, this_host
 from ft_service.plan.quantities import bytes_text
-from ft_service.plan.settle import settle
+from ft_service.plan.settle import sentences, settle
 from ft_service.plan.speed import Work, whole_training
 from ft_service.plan.text import change_text, summary
 from ft_service.plan.vocabulary import refuse_ids_without_row
@@ -50,7 +51,7 @@ def trainable_contents(folder: Path) -> BaseContents:
 def admit_on(
     machines: Sequence[Machine],
     spec: JobSpec,
-    data_bytes: int | None = None,
+    lengths: Lengths | None = None,
     read_base: Callable[[Path], BaseContents] = trainable_contents,
 ) -> Admitted:
     """`admit` for whichever of several machines will train: the first that it fits, with what it needs where it needs least.
@@ -59,7 +60,7 @@ def admit_on(
     refused: list[SpecError] = []
     for machine in machines:
         try:
-            found.append(admit(spec, machine, data_bytes, read_base))
+            found.append(admit(spec, machine, lengths, read_base))
         except SpecError as error:
             refused.append(error)
     if not found:
@@ -72,11 +73,11 @@ def admit_on(
 def admit(
     spec: JobSpec,
     machine: Machine | None = None,
-    data_bytes: int | None = None,
+    lengths: Lengths | None = None,
     read_base: Callable[[Path], BaseContents] = trainable_contents,
 ) -> Admitted:
-    """Plan a job for a machine (None: this host). `data_bytes`: of the training file, which has not been read yet.
-    `read_base`: for who admits many at once.
+    """Plan a job for a machine (None: this host). `lengths`: of its samples; until they are counted (`settle_counted`) what
+    follows from them is chosen for the longest that there may be, and not told yet. `read_base`: for who admits many at once.
 
     Raises SpecError for a base that cannot be read or whose tokenizer is another's, for patterns and names that match nothing
     in it, for a job that cannot fit, and for a format to be chosen where the memory is not known. Terms that depend on the data
@@ -87,10 +88,22 @@ def admit(
     options = spec.model_copy(update=of_no_effect | {"validation_data": spec.validation_data and no_file})
     given = options.model_dump_json(exclude_unset=True)  # some warnings are only for what the user has set
     contents = read_base(Path(spec.model.path))
-    lengths = None if data_bytes is None else Lengths.of_size(data_bytes)
     admitted = _admitted(contents, given, machine or this_host(), lengths)
     sections = {name: getattr(admitted.spec, name) for name in ("precision", "training", "distributed", "chosen")}
     return replace(admitted, spec=spec.model_copy(update=sections))
+
+
+def settle_counted(
+    machines: Sequence[Machine],
+    spec: JobSpec,
+    lengths: Lengths,
+    read_base: Callable[[Path], BaseContents] = trainable_contents,
+) -> Admitted:
+    """`admit_on` for a job that was admitted and has not begun, now that its samples are counted: what was chosen for it is
+    chosen by them, as a plan of the same data does and as its ranks will. Raises the same."""
+    again = dict.fromkeys((option for option in spec.chosen if option in (*FITTED, COMPILE)), AUTO)
+    chosen = {option: why for option, why in spec.chosen.items() if option not in again}
+    return admit_on(machines, with_options(spec.model_copy(update={"chosen": chosen}), again), lengths, read_base)
 
 
 @lru_cache(maxsize=128)
@@ -100,7 +113,10 @@ def _admitted(base: BaseContents, options: str, machine: Machine, lengths: Lengt
     plan = plan_job(spec, machine, lengths)
     _refuse_what_cannot_fit(plan)
     ways = "; ".join(change_text(change) for change in plan.changes if change.fits)
-    chosen = f"Chosen: {' '.join(plan.chosen)}" if plan.chosen else ""
+    is_counted = lengths is not None and lengths.samples is not None
+    by_samples = (*FITTED, COMPILE)
+    final = [sentence for option, sentence in sentences(spec).items() if is_counted == (option in by_samples)]
+    chosen = f"Chosen: {' '.join(final)}" if final else ""
     memory = plan.rank.total if plan.fits else plan.rank.resident
     told: Told = ("warn" if plan.fits is False else "info", " ".join(filter(None, (summary(plan), ways, chosen))))
     return Admitted(

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from ft_service.bases.config_values import CHOSEN, COUNTS
+from ft_service.bases.config_defaults import refuse_unknown_type
+from ft_service.bases.config_values import CHOSEN, COUNTS, values_of_other_kinds
 from ft_service.bases.contents import BaseContents
 from ft_service.bases.families.acceptance import refuse_untunable, untested
 from ft_service.bases.families.family import Family
@@ -144,8 +145,16 @@ class BaseShape:
 
 @lru_cache(maxsize=32)
 def base_shape(contents: BaseContents) -> BaseShape:
-    """The shape of a base, from its tensors. Raises SpecError if it is not a decoder whose layers can be told apart."""
+    """The shape of a base, from its tensors. Raises SpecError if it is not a decoder whose layers can be told apart, or if its
+    config.json holds values of other kinds than configs have.
+    """
+    with values_of_other_kinds():
+        return _base_shape(contents)
+
+
+def _base_shape(contents: BaseContents) -> BaseShape:
     refuse_untunable(contents.config)
+    refuse_unknown_type(contents.config)
     config, family = text_config(contents.config), family_of(contents.config)
     parts = Parts.of(contents.config, (tensor.name for tensor in contents.tensors))
     logical = logical_tensors(contents)
@@ -157,6 +166,7 @@ def base_shape(contents: BaseContents) -> BaseShape:
     )
     weights = _stack_experts(weights, _number(config, "hidden_size"))
     weights = _tie(weights, config)
+    _require_head(weights, config)
     in_chunks = str(config.get("model_type")) in IN_CHUNKS
     kind, note = str(config.get("model_type")), untested(contents.config)
     return BaseShape(_shape(config, weights), tuple(weights), in_chunks, family, kind, note)
@@ -292,6 +302,18 @@ def _tie(weights: list[Weight], config: Mapping[str, Any]) -> list[Weight]:
     if not config.get("tie_word_embeddings"):
         return weights
     return [weight for weight in weights if weight.kind != "head"]
+
+
+def _require_head(weights: list[Weight], config: Mapping[str, Any]) -> None:
+    """Raises SpecError where the head is not the embedding, and no file holds one."""
+    if config.get("tie_word_embeddings") is not False or any(weight.kind == "head" for weight in weights):
+        return
+    raise SpecError(
+        "The base's config.json says, or leaves it to its class to say, tie_word_embeddings = false, and its files hold no "
+        "output head (lm_head). Give it the head, or say tie_word_embeddings = true if the embedding is the head.",
+        param="model",
+        code="model_unreadable",
+    )
 
 
 def _shape(config: Mapping[str, Any], weights: list[Weight]) -> Shape:

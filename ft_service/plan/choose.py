@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
+from ft_service.bases.module_rules import staying
 from ft_service.plan.base import BaseShape
 from ft_service.plan.lengths import Lengths
 from ft_service.plan.machines import EFFICIENCY, LINK_EFFICIENCY, Machine, usable_bytes
@@ -128,9 +129,9 @@ def _formats(base: BaseShape, spec: JobSpec) -> tuple[WeightFormat, ...]:
     """Formats to try, the most exact one first."""
     if spec.precision.default != AUTO:
         return (spec.precision.default,)
-    held = base.held()
-    all_held = all(weight.module in held for weight in base.quantizable())
-    return ("bf16",) if all_held or spec.distributed.reshard_size is not None else ("bf16", "fp8", "nf4")
+    stay = staying(base.held())
+    all_stay = all(weight.module in stay for weight in base.quantizable())
+    return ("bf16",) if all_stay or spec.distributed.reshard_size is not None else ("bf16", "fp8", "nf4")
 
 
 def _settings(base: BaseShape, spec: JobSpec, machine: Machine, lengths: Lengths | None) -> Iterator[Setting]:

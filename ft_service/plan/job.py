@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ft_service.bases.catalogue import pickled_weights
 from ft_service.bases.contents import read_contents
 from ft_service.bases.described import contents_or_description
-from ft_service.bases.module_rules import ROUTERS, named_apart
+from ft_service.bases.module_rules import KEPT_IN_FP8, ROUTERS, named_apart, staying
 from ft_service.plan.base import BaseShape, base_shape
 from ft_service.plan.choose import AUTO, FORMAT, GPU_BUDGETS, KEPT, PASSES, assumed, with_options
 from ft_service.plan.lengths import Lengths
@@ -22,6 +23,10 @@ from ft_service.plan.vocabulary import refuse_ids_without_row
 from ft_service.spec import JobSpec, WeightFormat
 
 WITHOUT_WEIGHTS = "The weights of the base are not here, or not all of them: their shapes are taken from its config.json."
+PICKLED = (
+    "The base cannot be trained on: its folder holds no weights in safetensors, only {name}, which is pickled and never read. "
+    "Their shapes are taken from its config.json."
+)
 _SHORT = 256
 """Tokens below which cutting samples is not worth proposing."""
 
@@ -111,7 +116,9 @@ def plan_job(spec: JobSpec, machine: Machine, lengths: Lengths | None = None, *,
     refuse_ids_without_row(base, folder)
     draft = _plan(base, spec, machine, lengths)
     if not here:
-        draft = replace(draft, warnings=(*draft.warnings, WITHOUT_WEIGHTS))
+        pickled = pickled_weights(folder)
+        why = WITHOUT_WEIGHTS if pickled is None else PICKLED.format(name=pickled)
+        draft = replace(draft, warnings=(*draft.warnings, why))
     if draft.fits:
         return replace(draft, hints=tuple(_hints(base, spec, machine, draft, lengths)))
     if draft.fits is None:
@@ -172,7 +179,7 @@ def _plan(base: BaseShape, spec: JobSpec, machine: Machine, lengths: Lengths | N
         **vars(most),
         likely=cost(planned_micro_batches(spec, layout, mean)) if mean else None,
         fits=None if memory is None else most.rank.total <= memory,
-        chosen=sentences(spec),
+        chosen=tuple(sentences(spec).values()),
         changes=(),
         hints=(),
         warnings=tuple(_warnings(base, spec, layout, adapters)),
@@ -242,6 +249,8 @@ def _candidates(base: BaseShape, spec: JobSpec) -> Iterator[dict[str, Any]]:
         yield {"training.max_length": training.max_length // 2}
     if distributed.replicate != AUTO and layout_of(spec).replicate > 1:
         yield {"distributed.replicate": AUTO}
+    if spec.precision.default == "bf16" and not KEPT_IN_FP8.isdisjoint(base.held().values()):
+        yield {"precision.default": "fp8"}  # as exact: the base is published so
     if spec.precision.default != AUTO and any(f not in ("nf4", "nf4_fp32") for f in _formats(base, spec)):
         yield {"precision.default": "nf4", "precision.overrides": {}}
     yield {"distributed.nproc_per_node": 2 * spec.world_size // distributed.nnodes}
@@ -250,7 +259,8 @@ def _candidates(base: BaseShape, spec: JobSpec) -> Iterator[dict[str, Any]]:
 def _formats(base: BaseShape, spec: JobSpec) -> list[WeightFormat]:
     """Formats of the weights that the precision map decides on."""
     stored = stored_weights(base, spec, layout_of(spec))
-    return [s.format for s in stored if s.weight.kind in ("linear", "experts") and s.weight.held is None]
+    stay = staying(base.held())
+    return [s.format for s in stored if s.weight.kind in ("linear", "experts") and s.weight.module not in stay]
 
 
 def _warnings(base: BaseShape, spec: JobSpec, layout: Layout, adapters: list[AdapterShape]) -> Iterator[str]:

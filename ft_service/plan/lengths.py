@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ft_service.data.data_file import Counts
+from ft_service.data.statistics import Statistics
 from ft_service.spec import JobSpec
 
 BYTES_PER_TOKEN = 5
@@ -29,6 +30,12 @@ class Lengths:
     @classmethod
     def counted(cls, counts: Counts) -> Lengths:
         return cls(counts.tokens, counts.samples, counts.longest or None)
+
+    @classmethod
+    def of_data(cls, counts: Counts, statistics: Statistics) -> Lengths:
+        """Of what is trained on. `counts`: of the training file, with what validation_split sets aside."""
+        samples = statistics.items * (2 if counts.pairs else 1)
+        return cls(statistics.training.tokens, samples, counts.longest or None)
 
     @classmethod
     def of_size(cls, size: int) -> Lengths:

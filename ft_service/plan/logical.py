@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ft_service.bases.contents import BaseContents, StoredTensor
@@ -17,15 +17,19 @@ from ft_service.bases.published_layouts import (
     SCALES,
     STATE,
     Bitsandbytes,
+    FP8Layout,
     block_size,
-    fp8_grid,
+    fp8_layout,
     int4_shape,
     is_companion,
     mxfp4_shape,
     quantization_of,
+    unknown_dtype,
     unknown_layout,
 )
 from ft_service.spec import WeightFormat
+
+_CODES = ("U8", "I8")
 
 
 @dataclass(frozen=True)
@@ -45,10 +49,18 @@ def logical_tensors(contents: BaseContents) -> list[LogicalTensor]:
     """
     quantization = quantization_of(contents.config)
     if quantization is None:
+        _require_plain(contents.tensors)
         return [LogicalTensor(tensor.name, tensor.shape) for tensor in contents.tensors]
     by_name = {tensor.name: tensor for tensor in contents.tensors}
     block = block_size(quantization)
     return [_logical(tensor, by_name, block) for tensor in contents.tensors if not is_companion(tensor.name)]
+
+
+def _require_plain(tensors: Iterable[StoredTensor]) -> None:
+    """Raises SpecError for a weight of codes in a base that says nothing of quantisation. Other tensors may be masks."""
+    for tensor in tensors:
+        if tensor.dtype in _CODES and tensor.name.endswith(".weight"):
+            raise unknown_dtype(tensor.name, tensor.dtype)
 
 
 def _logical(tensor: StoredTensor, by_name: Mapping[str, StoredTensor], block: tuple[int, int]) -> LogicalTensor:
@@ -58,8 +70,7 @@ def _logical(tensor: StoredTensor, by_name: Mapping[str, StoredTensor], block: t
             quantized = Bitsandbytes.read(tensor.name, kind, state.content, tensor.bytes)
             return LogicalTensor(tensor.name, quantized.shape, "nf4_fp32")
     if tensor.dtype == FP8_DTYPE:
-        _require_scale(tensor, by_name, block)
-        return LogicalTensor(tensor.name, tensor.shape, "fp8")
+        return LogicalTensor(tensor.name, tensor.shape, _fp8_layout(tensor, by_name, block).format)
     scales = by_name.get(tensor.name + MXFP4_SCALES)
     if scales is not None:
         return LogicalTensor(tensor.name, mxfp4_shape(tensor.name, tensor.shape, scales.shape), by_outputs=True)
@@ -67,17 +78,14 @@ def _logical(tensor: StoredTensor, by_name: Mapping[str, StoredTensor], block: t
     if tensor.dtype == PACKED_DTYPE and tensor.name.endswith(".weight"):
         return LogicalTensor(tensor.name, int4_shape(tensor.name, tensor.shape, None if scales is None else scales.shape))
     if tensor.dtype not in PLAIN_DTYPES:
-        raise unknown_layout(tensor.name, f"it is stored as {tensor.dtype}")
+        raise unknown_dtype(tensor.name, tensor.dtype)
     return LogicalTensor(tensor.name, tensor.shape)
 
 
-def _require_scale(tensor: StoredTensor, by_name: Mapping[str, StoredTensor], block: tuple[int, int]) -> None:
-    of_stack = by_name.get(tensor.name + FP8_STACK_SCALE)
-    if of_stack is not None and len(tensor.shape) == 3:
-        fp8_grid(tensor.name, tensor.shape, of_stack.shape, block)
-        return
+def _fp8_layout(tensor: StoredTensor, by_name: Mapping[str, StoredTensor], block: tuple[int, int]) -> FP8Layout:
     module = tensor.name.removesuffix(".weight")
-    if not any(f"{module}.{scale}" in by_name for scale in SCALES):
+    names = [tensor.name + FP8_STACK_SCALE, *(f"{module}.{scale}" for scale in SCALES)]
+    scales = next((by_name[name] for name in names if name in by_name), None)
+    if scales is None:
         raise unknown_layout(tensor.name, NO_SCALE)
-    if len(tensor.shape) != 2:
-        raise unknown_layout(tensor.name, f"FP8 codes of shape {tensor.shape}")
+    return fp8_layout(tensor.name, tensor.shape, scales.shape, block)

@@ -14,6 +14,8 @@ def bytes_text(count: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """`2 h 5 min`, `7 min` or `30 s`."""
+    """`2 h 5 min`, `7 min` or `30 s`; below one `less than a second`."""
+    if seconds < 1:
+        return "less than a second"
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"

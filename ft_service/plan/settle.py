@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ft_service.bases.contents import read_contents
+from ft_service.bases.module_rules import staying
 from ft_service.errors import SpecError
 from ft_service.plan.base import BaseShape, base_shape
 from ft_service.plan.choose import (
@@ -100,7 +101,7 @@ def within_context(base: BaseShape, spec: JobSpec) -> JobSpec:
     longest = base.shape.max_positions
     if _length_given(spec) or longest is None or spec.training.max_length <= longest:
         return spec
-    why = f"the base was made for {longest:,} positions; {spec.training.max_length:,} are the default"
+    why = f"limited by the base's context of {longest:,}; the default is {spec.training.max_length:,}"
     return with_options(spec, {LENGTH: longest}).model_copy(update={"chosen": {**spec.chosen, LENGTH: why}})
 
 
@@ -137,9 +138,9 @@ def keep_choices(spec: JobSpec, before: JobSpec) -> JobSpec:
     return spec.model_copy(update={"chosen": kept, **pinned})
 
 
-def sentences(spec: JobSpec) -> tuple[str, ...]:
-    """What was chosen in a spec, a sentence each."""
-    return tuple(_sentence(spec, option) for option in spec.chosen)
+def sentences(spec: JobSpec) -> dict[str, str]:
+    """What was chosen in a spec: option → a sentence."""
+    return {option: _sentence(spec, option) for option in spec.chosen}
 
 
 def _sentence(spec: JobSpec, option: str) -> str:
@@ -168,7 +169,7 @@ def _reasons(base: BaseShape, setting: Setting, machine: Machine, fits: bool) ->
     """Option → why it is as it is in the setting."""
     rank, usable = setting.rank, usable_bytes(machine, setting.spec)
     assert usable is not None
-    room = f"{bytes_text(rank.total)} at most of {bytes_text(usable)} per rank"
+    room = f"peak {bytes_text(rank.total)} of {bytes_text(usable)} per rank"
     if not fits:
         room = f"needs least memory, {bytes_text(rank.total)}, and may still not fit {bytes_text(usable)} per rank"
     yield FORMAT, _format_reason(base, setting, room)
@@ -178,10 +179,13 @@ def _reasons(base: BaseShape, setting: Setting, machine: Machine, fits: bool) ->
 
 
 def _format_reason(base: BaseShape, setting: Setting, room: str) -> str:
-    held = sorted(set(base.held().values()))
-    if held:
-        return f"the base comes in {' and '.join(held)}, and stays so"
-    return "exact, " + room if setting.spec.precision.default == "bf16" else "the most exact format that fits, " + room
+    held, chosen = base.held(), setting.spec.precision.default
+    stay = sorted(set(staying(held).values()))
+    if stay:
+        return f"the base comes in {' and '.join(stay)}, and stays so"
+    if held and chosen == "fp8":
+        return "exact, as the base is published, " + room
+    return "exact, " + room if chosen == "bf16" else "the most exact format that fits, " + room
 
 
 def _copies_reason(setting: Setting) -> str:
@@ -207,7 +211,7 @@ def _budget_reason(setting: Setting, *, gpu: bool) -> str:
     batches = setting.batches
     budget = setting.spec.training.tokens_per_micro_batch
     if batches.step_tokens <= batches.tokens:
-        return "all that a rank has in a step"
+        return "one micro-batch holds the whole step"
     if budget == batches.length:
         return "the longest sample"
     return "enough to keep it busy" if batches.tokens >= BUSY[gpu] else "larger ones do not fit, or gain nothing"
@@ -222,7 +226,7 @@ def _compile(spec: JobSpec, setting: Setting, machine: Machine, lengths: Lengths
     if lengths is None:
         return False, "how long training takes is not known"
     seconds = lengths.of_training(spec) * setting.pace / setting.layout.world
-    takes = f"training takes about {duration_text(seconds)}"
+    takes = f"training takes {duration_text(seconds) if seconds < 1 else 'about ' + duration_text(seconds)}"
     if seconds < WORTH_SECONDS:
         return False, f"{takes}, too short to win back the minute that compiling takes"
     return True, f"{takes}, and some {COMPILED_SHARE:.0%} less with layers compiled in about a minute"

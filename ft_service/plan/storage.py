@@ -16,6 +16,7 @@ from ft_service.bases.module_rules import (
     refuse_resharding_of_held,
     values_by_module,
 )
+from ft_service.bases.published_layouts import FP8_BLOCK
 from ft_service.errors import SpecError
 from ft_service.plan.base import BaseShape, Weight
 from ft_service.spec import JobSpec, WeightFormat
@@ -121,6 +122,8 @@ def row_bytes(weight_format: WeightFormat, cols: int, plain_bytes: int) -> int:
     if weight_format == "nf4_fp32":
         width = -(-cols // BLOCK) * BLOCK
         return width // 2 + width // BLOCK * FP32_BYTES
+    if weight_format == "fp8_blocks":
+        return cols + -(-cols // FP8_BLOCK) * FP32_BYTES
     if weight_format == "fp8":
         return cols + FP32_BYTES
     return cols * plain_bytes

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ft_service.plan.job import Module, OptionChange, Plan
 from ft_service.plan.machines import CPU
 from ft_service.plan.memory import RankBytes
-from ft_service.plan.quantities import bytes_text
+from ft_service.plan.quantities import bytes_text, duration_text
 
 _NUMBER = re.compile(r"\.\d+\.")
 
@@ -60,16 +60,38 @@ def _other_modes(rank: RankBytes) -> list[tuple[str, int]]:
     return [(mode, count) for mode, count in rank.activations_by_mode.items() if count != rank.activations]
 
 
-def verdict_lines(plan: Plan) -> Iterator[str]:
-    """Whether the job fits, and what to change if not."""
-    memory = "" if plan.memory is None else f" ({bytes_text(plan.memory)} usable per rank)"
-    likely = f"Likely {bytes_text(plan.likely.rank.total)}, at most " if plan.likely else "At most "
-    yield f"{likely}{bytes_text(plan.rank.total)} per rank: {_verdict(plan)}{memory}."
-    yield from plan.chosen
+def verdict(plan: Plan) -> str:
+    """Whether the job fits, in one sentence."""
+    usable = "" if plan.memory is None else f" of {bytes_text(plan.memory)} usable"
+    likely = f", likely {bytes_text(plan.likely.rank.total)}" if plan.likely else ""
+    what = _verdict(plan)
+    return f"{what[0].upper()}{what[1:]}: at most {bytes_text(plan.rank.total)}{usable} per rank{likely}."
+
+
+def advice_lines(plan: Plan) -> Iterator[str]:
+    """What to change if it does not fit, what would be better, and warnings."""
     for change in plan.changes:
         yield f"  {change_text(change)}"
     yield from plan.hints
     yield from (f"Warning: {warning}" for warning in plan.warnings)
+
+
+def time_text(time: Mapping[str, Any]) -> str:
+    """How long training takes, by `training_time`, in one sentence."""
+    text = f"{time['steps']:,} steps over {time['examples']:,} samples"
+    most, likely = time["seconds_at_most"], time["seconds_likely"]
+    if most is None:
+        return f"{text}."
+    if likely is None:
+        return f"{text} take at most {_about(most)}, if all were training.max_length tokens long."
+    worst = duration_text(most)
+    end = "" if worst == duration_text(likely) else f" (at worst {worst}, if all were as long as the longest)"
+    return f"{text} take {_about(likely)}{end}."
+
+
+def _about(seconds: float) -> str:
+    text = duration_text(seconds)
+    return text if seconds < 1 else f"about {text}"
 
 
 def change_text(change: OptionChange) -> str:

@@ -8,8 +8,9 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from ft_service.bases.base_files import TOKENIZER as LIMIT
+from ft_service.bases.base_files import read_bytes, require_few_values, unreadable_base
 from ft_service.bases.contents import FileState, file_state
-from ft_service.bases.safetensors_folder import unreadable_base
 from ft_service.bases.safetensors_header import shown
 from ft_service.errors import SpecError
 from ft_service.plan.base import BaseShape
@@ -69,7 +70,12 @@ _TOKENIZER = TypeAdapter(_Tokenizer)
 
 @lru_cache(maxsize=32)
 def _largest(path: Path, state: FileState) -> int | None:
-    tokenizer = _TOKENIZER.validate_json(path.read_bytes())
+    text = read_bytes(path, LIMIT)
+    try:
+        require_few_values(text, LIMIT)
+    except ValueError as error:
+        raise unreadable_base(path, str(error)) from None
+    tokenizer = _TOKENIZER.validate_json(text)
     vocab = tokenizer.model.vocab or {}
     ids = range(len(vocab)) if isinstance(vocab, list) else vocab.values()
     return max((*ids, *(token.id for token in tokenizer.added_tokens or ())), default=None)

@@ -9,14 +9,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from ft_service.host.processes import ProcessIdentity
-from ft_service.rundir.directory import RunDir
-from ft_service.rundir.documents import Control, Exit, Launched, Outcome, Start, Stop
+from ft_service.rundir.directory import RunDir, UnreadableDocumentError
+from ft_service.rundir.documents import (
+    Control,
+    ErrorInfo,
+    Exit,
+    ExitReason,
+    Launched,
+    Outcome,
+    OutcomeKind,
+    Result,
+    Start,
+    Stop,
+)
 
 ATTEMPTS = "attempts"
 """Folder of all attempts."""
+RESULT = "result.json"
+MOST_BYTES = 1024**2
+"""Of one document of an attempt: they are read again and again while it runs."""
 _EXIT = "exit.json"
 _LOCK = "supervisor.lock"
 
@@ -109,8 +121,9 @@ class AttemptKeys:
 class Attempt:
     """One attempt's documents. Readers return None for a document that is not there.
 
-    Readers raise pydantic.ValidationError for a document of another shape. A writer that returns bool writes only if the
-    document is not there, and True means that this call wrote it.
+    Readers raise UnreadableDocumentError, but for those that tell how the attempt ended: of them an unreadable one is an end of
+    its own, so that no attempt is without one. A writer that returns bool writes only if nothing is there, and True means that
+    this call wrote it.
     """
 
     def __init__(self, run: RunDir, number: int, *, job_id: str | None = None) -> None:
@@ -138,7 +151,14 @@ class Attempt:
         return AttemptNode(self.run, self.keys.node(index, nodes))
 
     def read_start(self) -> Start | None:
-        return self.run.read(self.keys.start, Start)
+        return self.run.read(self.keys.start, Start, MOST_BYTES)
+
+    def readable_start(self) -> Start | None:
+        """As `read_start`, but None too where it cannot be read."""
+        return self.run.readable(self.keys.start, Start, MOST_BYTES)
+
+    def has_start(self) -> bool:
+        return self.run.has(self.keys.start)
 
     def write_start(self, start: Start) -> bool:
         return self.run.write_if_absent(self.keys.start, start)
@@ -151,63 +171,66 @@ class Attempt:
         """
         if self.write_start(start):
             return
-        try:
-            there = self.read_start()
-        except ValidationError:
-            there = None
+        there = self.readable_start()
         passing = {"generation": start.generation, "checkpoint": start.checkpoint}
         if there is None or there.model_copy(update=passing) != start:
             self.run.write(self.keys.start, start)
 
     def read_control(self) -> Control | None:
-        return self.run.read(self.keys.control, Control)
+        return self.run.read(self.keys.control, Control, MOST_BYTES)
 
     def write_control(self, control: Control) -> None:
         """Write or replace."""
         self.run.write(self.keys.control, control)
 
     def read_stop(self) -> Stop | None:
-        return self.run.read(self.keys.stop, Stop)
+        return self.run.read(self.keys.stop, Stop, MOST_BYTES)
 
     def write_stop(self, stop: Stop) -> bool:
         return self.run.write_if_absent(self.keys.stop, stop)
 
     def read_outcome(self) -> Outcome | None:
-        return self.run.read(self.keys.outcome, Outcome)
+        """What the ranks say. Of an outcome that cannot be read: that they failed, by an error that names the file."""
+        try:
+            return self.run.read(self.keys.outcome, Outcome, MOST_BYTES)
+        except UnreadableDocumentError as error:
+            return Outcome(kind=OutcomeKind.FAILED, error=_info(error))
 
     def write_outcome(self, outcome: Outcome) -> bool:
         return self.run.write_if_absent(self.keys.outcome, outcome)
 
     def has_outcome(self) -> bool:
-        return self.run.get(self.keys.outcome) is not None
+        return self.run.has(self.keys.outcome)
 
     def read_exit(self) -> Exit | None:
-        """The exit record of the whole attempt."""
-        return self.run.read(self.keys.exit, Exit)
+        """The exit record of the whole attempt; of one that cannot be read: `unreadable_exit`."""
+        return _read_exit(self.run, self.keys.exit)
 
     def write_exit(self, ended: Exit) -> bool:
         return self.run.write_if_absent(self.keys.exit, ended)
 
     def has_exit(self) -> bool:
-        return self.run.get(self.keys.exit) is not None
+        return self.run.has(self.keys.exit)
 
     def read_node_exits(self, nodes: int) -> dict[int, Exit]:
         """The exit records that are there, by node. `nodes`: how many the attempt has."""
         exits = {index: self.node(index, nodes).read_exit() for index in range(nodes)}
         return {index: ended for index, ended in exits.items() if ended is not None}
 
-    def read_launched(self) -> Launched | None:
-        return self.run.read(self.keys.launched, Launched)
+    def read_result(self) -> Result | None:
+        """result.json, if this attempt has written it. None too where it cannot be read: then nobody knows whose it is."""
+        result = self.run.readable(RESULT, Result, MOST_BYTES)
+        return result if result is not None and result.attempt == self.number else None
 
     def write_launched(self, launched: Launched) -> bool:
         return self.run.write_if_absent(self.keys.launched, launched)
 
     def has_launched(self) -> bool:
-        return self.run.get(self.keys.launched) is not None
+        return self.run.has(self.keys.launched)
 
     def has_segment(self, seq: int) -> bool:
         """Whether an event segment was written. Its contents are not fetched."""
-        return self.run.size(self.keys.segment(seq)) is not None
+        return self.run.has(self.keys.segment(seq))
 
     def locks(self) -> list[Path]:
         """The supervisors' locks of all nodes that lie in the run directory."""
@@ -245,22 +268,39 @@ class AttemptNode:
         return self.run.path(self.keys.rendezvous)
 
     def read_supervisor(self) -> ProcessIdentity | None:
-        return self.run.read(self.keys.supervisor, ProcessIdentity)
+        return self.run.read(self.keys.supervisor, ProcessIdentity, MOST_BYTES)
 
     def write_supervisor(self, supervisor: ProcessIdentity) -> bool:
         return self.run.write_if_absent(self.keys.supervisor, supervisor)
 
     def has_supervisor(self) -> bool:
-        return self.run.get(self.keys.supervisor) is not None
+        return self.run.has(self.keys.supervisor)
 
     def read_exit(self) -> Exit | None:
-        return self.run.read(self.keys.exit, Exit)
+        """The node's exit record; of one that cannot be read: `unreadable_exit`."""
+        return _read_exit(self.run, self.keys.exit)
 
     def write_exit(self, ended: Exit) -> bool:
         return self.run.write_if_absent(self.keys.exit, ended)
 
     def has_exit(self) -> bool:
-        return self.run.get(self.keys.exit) is not None
+        return self.run.has(self.keys.exit)
+
+
+def unreadable_exit(error: UnreadableDocumentError) -> Exit:
+    """The end of an attempt of which a document cannot be read: it is lost, and may be tried again."""
+    return Exit(code=1, reason=ExitReason.UNREADABLE, message=error.message, error=_info(error))
+
+
+def _read_exit(run: RunDir, key: str) -> Exit | None:
+    try:
+        return run.read(key, Exit, MOST_BYTES)
+    except UnreadableDocumentError as error:
+        return unreadable_exit(error)
+
+
+def _info(error: UnreadableDocumentError) -> ErrorInfo:
+    return ErrorInfo(code=error.code, message=error.message)
 
 
 def last_attempt(run: RunDir) -> int:

@@ -58,6 +58,8 @@ def cause_of(exit: Exit) -> Cause | None:
         return Cause.STOP_TIMEOUT
     if exit.reason is ExitReason.STOPPED:
         return Cause.STOPPED
+    if exit.reason is ExitReason.UNREADABLE:
+        return Cause.SILENT
     if _UNSAID.search(exit.message):
         return Cause.SILENT
     if exit.reason is ExitReason.WORKER_KILLED:

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from ft_service.rundir.attempt import Attempt
-from ft_service.rundir.directory import RunDir
+from ft_service.rundir.directory import RunDir, UnreadableDocumentError
 from ft_service.rundir.documents import (
     CheckpointMarker,
     Damage,
@@ -19,7 +17,7 @@ from ft_service.rundir.documents import (
 
 CHECKPOINTS = "checkpoints"
 """Folder of all checkpoints."""
-CHECKPOINT_NAME = re.compile(r"step-(\d+)-a(\d+)")
+CHECKPOINT_NAME = re.compile(r"step-(\d{1,9})-a(\d{1,9})")
 CHECKPOINT_ADAPTER = "adapter"
 """Folder in a checkpoint with its adapter as PEFT loads it, if the workers were told to write it (FT_CHECKPOINT_ADAPTERS)."""
 MARKER = "COMPLETE"
@@ -61,7 +59,7 @@ def is_damage(key: str) -> bool:
 
 
 def read_marker(run: RunDir, name: str) -> CheckpointMarker | None:
-    """None: there is no such complete checkpoint. Raises pydantic.ValidationError for a marker that cannot be read."""
+    """None: there is no such complete checkpoint. Raises UnreadableDocumentError."""
     return run.read(marker_key(name), CheckpointMarker)
 
 
@@ -104,15 +102,17 @@ def came_late(checkpoint: tuple[int, int], begun: Mapping[int, tuple[int, int]])
 
 
 def _begun_from(run: RunDir, attempt: int) -> dict[int, tuple[int, int]]:
-    """What the attempts behind this one began with. One that never began has an exit record at most."""
+    """What the attempts behind this one began with. One that never began has an exit record at most; of one whose start.json
+    cannot be read nobody knows."""
     found: dict[int, tuple[int, int]] = {}
     while True:
         attempt += 1
-        start = Attempt(run, attempt).read_start()
+        one = Attempt(run, attempt)
+        start = one.readable_start()
         if start is not None:
             match = CHECKPOINT_NAME.fullmatch(start.checkpoint or "")
             found[attempt] = (int(match[1]), int(match[2])) if match else (-1, 0)
-        elif not Attempt(run, attempt).has_exit():
+        elif not one.has_exit() and not one.has_start():
             return found
 
 
@@ -153,8 +153,8 @@ def checkpoint_faults(run: RunDir, name: str) -> list[str]:
     """What is wrong with a complete checkpoint's files; empty: nothing."""
     try:
         marker = read_marker(run, name)
-    except ValidationError:
-        return [f"{MARKER} cannot be read"]
+    except UnreadableDocumentError as error:
+        return [error.message.removeprefix(f"{checkpoint_key(name)}/").rstrip(".")]
     if marker is None:
         return [f"{MARKER} is missing"]
     faults = []

@@ -35,8 +35,10 @@ checkpoints.py.)
 What belongs to one of several nodes (supervisor.lock, supervisor.json, exit.json) lies in attempts/<n>/nodes/<k>/, and
 attempts/<n>/exit.json is made of theirs; ranks.lock is ranks-<k>.lock then.
 
-Documents are read and written with four operations only (put, put-if-absent, get, list), so that object storage can hold them
-too. A document is written whole or not at all.
+Documents are read and written with few operations only (put, put-if-absent, get, has, list), so that object storage can hold
+them too. A document is written whole or not at all. Whoever reads one goes by `RunDir.read` or `RunDir.readable`: workers write
+here, disks lose bits, and what lies in a document's place may be a pipe, a link or anything else. What cannot be read within
+bounds raises UnreadableDocumentError, which names the file.
 """
 
 from __future__ import annotations
@@ -44,16 +46,36 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import logging
 import os
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
+
+from ft_service.errors import FtError
+
+log = logging.getLogger(__name__)
 
 Document = TypeVar("Document", bound=BaseModel)
+
+MOST_BYTES = 64 * 1024**2
+"""Of one document, unless the reader allows less: it is read whole, by processes that serve others too."""
+
+
+class UnreadableDocumentError(FtError):
+    """Something lies in a document's place that is no such document."""
+
+    code = "unreadable_document"
+
+    def __init__(self, key: str, why: str) -> None:
+        """`why`: what is wrong with it, in words that follow its name."""
+        super().__init__(f"{key} cannot be read: {why}.")
+        self.key = key
 
 
 class RunDir:
@@ -73,15 +95,33 @@ class RunDir:
         own = os.path.realpath(path) == f"{os.path.realpath(self.root)}/{key}"
         return path if own and path.exists() else None
 
-    def get(self, key: str) -> bytes | None:
-        """A document; None: there is none. Links are not followed: who reads may see more than who wrote."""
+    def get(self, key: str, most: int = MOST_BYTES) -> bytes | None:
+        """The bytes of a document; None: there is none. Raises UnreadableDocumentError if it has more than `most` bytes or is
+        no plain file, OSError if the disk does not give it.
+
+        Links are not followed: who reads may see more than who wrote. Nothing is waited for, a pipe's writer neither.
+        """
         with _opened_below(self.root, key) as file:
-            return None if file is None else file.read()
+            # No more than there is: so much memory is taken at once.
+            body = None if file is None else file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
+        if body is not None and len(body) > most:
+            raise UnreadableDocumentError(key, f"it has more than {most:,} bytes")
+        return body
+
+    def has(self, key: str) -> bool:
+        """Whether anything lies there, readable or not."""
+        return os.path.lexists(self.path(key))
 
     def put(self, key: str, body: bytes) -> None:
-        """Write or replace, atomically and durably."""
+        """Write or replace, atomically and durably, whatever lies there."""
         with self._temporary(key, body) as temporary:
-            os.replace(temporary, self.path(key))
+            try:
+                os.replace(temporary, self.path(key))
+            except IsADirectoryError:
+                aside = tempfile.mkdtemp(prefix=".tmp-", dir=self.path(key).parent)
+                os.replace(self.path(key), aside)
+                os.replace(temporary, self.path(key))
+                shutil.rmtree(aside, ignore_errors=True)
         _sync_folder(self.path(key).parent)
 
     def put_if_absent(self, key: str, body: bytes) -> bool:
@@ -111,10 +151,27 @@ class RunDir:
         """SHA-256 of a file that is there; None: not cheap to tell here."""
         return sha256_of(self.path(key))
 
-    def read(self, key: str, model: type[Document]) -> Document | None:
-        """A JSON document, or None if it is not there. Raises pydantic.ValidationError on a document of another shape."""
-        body = self.get(key)
-        return None if body is None else model.model_validate_json(body)
+    def read(self, key: str, model: type[Document], most: int = MOST_BYTES) -> Document | None:
+        """A JSON document, or None if it is not there. Raises UnreadableDocumentError if it is no document of this shape, and
+        as `get`."""
+        body = self.get(key, most)
+        return None if body is None else parse_document(key, body, model)
+
+    def readable(self, key: str, model: type[Document], most: int = MOST_BYTES) -> Document | None:
+        """A document that its reader can do without: as `read`, but None too if it cannot be read, which the log says."""
+        try:
+            return self.read(key, model, most)
+        except UnreadableDocumentError as error:
+            log.warning("%s: %s", self.root, error.message)
+            return None
+
+    def readable_bytes(self, key: str, most: int = MOST_BYTES) -> bytes | None:
+        """As `get`, but None too if it cannot be read, which the log says."""
+        try:
+            return self.get(key, most)
+        except UnreadableDocumentError as error:
+            log.warning("%s: %s", self.root, error.message)
+            return None
 
     def write(self, key: str, document: BaseModel) -> None:
         self.put(key, _to_json(document))
@@ -138,23 +195,43 @@ class RunDir:
                 os.unlink(name)
 
 
+def parse_document(key: str, body: bytes, model: type[Document]) -> Document:
+    """The document that these bytes are. `key`: for the error. Raises UnreadableDocumentError."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(map(str, fault["loc"]))
+        said = "it is not JSON" if fault["type"] == "json_invalid" else f"{where[:100]}: {fault['msg'][:200]}".lstrip(": ")
+        raise UnreadableDocumentError(key, said) from None
+    except (ValueError, RecursionError) as error:
+        raise UnreadableDocumentError(key, str(error)[:200] or type(error).__name__) from None
+
+
 _PLAIN = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR)
+_NO_FILE = (errno.ELOOP, errno.ENXIO)
+"""A link, or a socket."""
 
 
 @contextlib.contextmanager
 def _opened_below(root: Path, key: str) -> Iterator[BinaryIO | None]:
-    """A plain file, reached by no link below the root and by no `..`. None: there is none. Never waits, for a pipe say."""
+    """A plain file, reached by no link below the root and by no `..`. None: there is none. Never waits, for a pipe say. Raises
+    UnreadableDocumentError where something else lies."""
     parts = key.split("/")
     with contextlib.ExitStack() as stack:
         try:
             found = None if {"", ".", ".."}.intersection(parts) else _descend(root, parts, stack)
         except OSError as error:
+            if error.errno in _NO_FILE:
+                raise UnreadableDocumentError(key, "it is no plain file") from None
             if error.errno not in _NOT_THERE:
                 raise
             found = None
-        if found is None or not stat.S_ISREG(os.fstat(found).st_mode):
+        if found is None:
             yield None
+        elif not stat.S_ISREG(os.fstat(found).st_mode):
+            raise UnreadableDocumentError(key, "it is no plain file")
         else:
             yield stack.enter_context(open(found, "rb", closefd=False))
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.file_digest import NamedFile
@@ -20,14 +20,14 @@ class Start(_Document):
 
     job_id: str
     attempt: int
-    world_size: int
+    world_size: Annotated[int, Field(ge=1, le=2**20)]
     generation: int
     """Number of the wish (`desired`) that this attempt was started under."""
     checkpoint: str | None
     """Folder name below `checkpoints/` to resume from; None: from the first step."""
     slots: list[int] = []
     """Slots of the host that the ranks hold: the GPUs they see, on a host with GPUs. Empty: nobody shares the host."""
-    nodes: int = 1
+    nodes: Annotated[int, Field(ge=1, le=2**16)] = 1
     """Hosts that the ranks are spread over evenly."""
     priority: int = 0
     """The job's, for a cluster that has an order of its own."""
@@ -111,6 +111,10 @@ class ExitReason(StrEnum):
     """It said nothing for longer than allowed, and was killed."""
     HOST_LOST = "host_lost"
     """A host that it ran on does not answer any more."""
+    DISK_FULL = "disk_full"
+    """It found no room on the disk."""
+    UNREADABLE = "unreadable"
+    """A document of it cannot be read. Nobody writes this: it is how readers see such an attempt."""
 
 
 class Exit(_Document):
@@ -144,8 +148,8 @@ class Result(_Document):
     """`result.json`: the job is done and its adapter is in place."""
 
     attempt: int
-    steps: int
-    trained_tokens: int
+    steps: Annotated[int, Field(ge=0, lt=2**31)]
+    trained_tokens: Annotated[int, Field(ge=0, lt=2**62)]
     train_loss: float | None
     valid_loss: float | None
     adapter: str = "adapter"
@@ -203,7 +207,4 @@ def state_key(to: ExportFormat) -> str:
 
 def read_export(run: RunDir, to: ExportFormat) -> Export | None:
     """None: it was not asked for, or what is there cannot be read."""
-    try:
-        return run.read(state_key(to), Export)
-    except ValidationError:
-        return None
+    return run.readable(state_key(to), Export)

@@ -14,17 +14,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from ft_service.rundir.directory import RunDir
 
-Document = TypeVar("Document", bound=BaseModel)
-
 EVALUATIONS = "evaluations"
-MOST_BYTES = 64 * 1024**2
-"""Of one document: what workers write is read by a process that serves others too."""
 _NAME = re.compile(EVALUATIONS + r"/step-(\d{1,9})-a(\d{1,6})\.json")
 
 
@@ -144,19 +140,10 @@ def evaluated_steps(run: RunDir) -> dict[int, str]:
 
 
 def read_evaluation(run: RunDir, key: str) -> Evaluation | None:
-    """One of them. None: it is gone, or no such document."""
-    return _read(run, key, Evaluation)
+    """One of them. None: it is gone, or cannot be read."""
+    return run.readable(key, Evaluation)
 
 
 def read_served(run: RunDir) -> Served | None:
-    """None: it was not compared, or not yet."""
-    return _read(run, SERVED, Served)
-
-
-def _read(run: RunDir, key: str, model: type[Document]) -> Document | None:
-    if (run.size(key) or 0) > MOST_BYTES:
-        return None
-    try:
-        return run.read(key, model)
-    except ValidationError:
-        return None
+    """None: it was not compared, or not yet, or it cannot be read."""
+    return run.readable(SERVED, Served)

@@ -1,9 +1,9 @@
 """The seal of an attempt: from when on nothing of it may publish or remove anything, whoever of its processes still lives.
 
 An attempt is sealed by its exit record (`attempts/<n>/exit.json`; the launcher writes it where processes cannot be reached) and
-by a later attempt's beginning. Supervisor and ranks look for the seal and end themselves, and what brings files to object
-storage brings none of theirs any more. They may be stopped between a look and what follows from it, for hours. What an attempt
-then still does must not matter, so that every name is one of these:
+by a later attempt's beginning, readable or not. Supervisor and ranks look for the seal and end themselves, and what brings
+files to object storage brings none of theirs any more. They may be stopped between a look and what follows from it, for hours.
+What an attempt then still does must not matter, so that every name is one of these:
 
     it carries the attempt (events, logs, checkpoints, temporary folders)     readers go by the newest attempt's start.json:
                                                                               what an earlier one completes later is ignored
@@ -29,7 +29,7 @@ class SealedError(Exception):
 
 
 class Documents(Protocol):
-    def get(self, key: str) -> bytes | None: ...
+    def has(self, key: str) -> bool: ...
 
 
 def seals(attempt: int) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ class Fence:
         """
         if self._seal is None and _now() - self._looked_at >= max_age:
             began = _now()
-            self._seal = next((key for key in seals(self.attempt) if self._run.get(key) is not None), None)
+            self._seal = next((key for key in seals(self.attempt) if self._run.has(key)), None)
             self._looked_at = began
         return self._seal
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from ft_service.bases.base_files import is_base_file
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.events import Metrics
@@ -150,7 +151,7 @@ def parent_of(name: str, manifest: Manifest) -> Parent:
 
 def base_files(folder: Path) -> list[Path]:
     """The files of a base that its identity covers, by name."""
-    return sorted({path for pattern in BASE_FILES for path in folder.glob(pattern) if path.is_file()})
+    return sorted({path for pattern in BASE_FILES for path in folder.glob(pattern) if is_base_file(path)})
 
 
 def history(run: RunDir, attempt: int) -> list[AttemptSummary]:
@@ -158,7 +159,7 @@ def history(run: RunDir, attempt: int) -> list[AttemptSummary]:
     found = []
     for number in range(1, attempt + 1):
         one = Attempt(run, number)
-        start = one.read_start()
+        start = one.readable_start()
         if start is None:
             continue
         ended = one.read_exit() if number < attempt else None

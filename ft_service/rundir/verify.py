@@ -23,7 +23,7 @@ from ft_service.bases.safetensors_folder import read_tensors
 from ft_service.bases.safetensors_header import read_header
 from ft_service.errors import SpecError
 from ft_service.rundir.checkpoints import checkpoint_faults, complete_checkpoints
-from ft_service.rundir.directory import RunDir, sha256_of
+from ft_service.rundir.directory import RunDir, UnreadableDocumentError, sha256_of
 from ft_service.rundir.documents import Result
 from ft_service.rundir.file_digest import FileDigest
 from ft_service.rundir.manifest import MANIFEST, ORIGINS, Manifest, Origins, base_without_path, digest_of, without_paths
@@ -107,14 +107,17 @@ def check_adapter(folder: Path, report: VerifyReport) -> None:
 def read_manifest(path: Path) -> tuple[Manifest | None, list[str]]:
     """A manifest that is complete (None: it is not, or is not there), and what is wrong with it."""
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
+        found = RunDir(path.parent).get(path.name) if path.parent.is_dir() else None
+        if found is None:
+            return None, [f"{path.name} is missing"]
+        body = json.loads(found)
         manifest = Manifest.model_validate(body)
-    except FileNotFoundError:
-        return None, [f"{path.name} is missing"]
+    except UnreadableDocumentError as error:
+        return None, [error.message.rstrip(".")]
     except ValidationError as error:
         places = sorted({".".join(map(str, fault["loc"])) for fault in error.errors(include_url=False)})
         return None, [f"{path.name} is incomplete or of another version: {', '.join(places)}"]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return None, [f"{path.name} is not JSON: {error}"]
     faults = [] if digest_of(body) == manifest.digest else [f"{path.name} was edited: its digest is not that of its contents"]
     return manifest, faults
@@ -231,8 +234,8 @@ def _document_faults(run: RunDir, manifest: Manifest) -> list[str]:
         if spec is None or without_paths(spec) != without_paths(manifest.spec):
             faults.append("spec.json is not the spec that the manifest was written for")
         origins, result = run.read(ORIGINS, Origins), run.read("result.json", Result)
-    except ValidationError as error:
-        return [*faults, f"a document of the run cannot be read: {error.title}"]
+    except UnreadableDocumentError as error:
+        return [*faults, error.message.rstrip(".")]
     base = base_without_path(manifest.base)
     if origins is None or (base_without_path(origins.base), origins.data) != (base, manifest.data):
         faults.append(f"{ORIGINS} names another base or other data than the manifest")

@@ -24,6 +24,7 @@ from ft_service.jobs.states import Job
 from ft_service.meters import Meters
 from ft_service.rundir.directory import RunDir, unfinished
 from ft_service.rundir.documents import Export, ExportFormat, export_key, read_export, state_key
+from ft_service.rundir.intact import refuse_damaged
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
 from ft_service.store.records import NewEvent
@@ -124,6 +125,7 @@ def _make_one(job: Job, to: ExportFormat, places: Places, store: Store, make: Ma
     run_dir.write(state_key(to), begun.model_copy(update={"status": "running"}))
     started = time.monotonic()
     try:
+        refuse_damaged(run_dir.path("adapter"), str(job.tuned_name))
         report = make(run_dir.path("adapter"), run_dir.path(export_key(to)), to, stop)
     except (FtError, OSError) as error:
         _tell(run_dir, begun, store, job, {"status": "failed", "error": str(error)})

@@ -22,6 +22,7 @@ from pathlib import Path
 from ft_service.errors import FtError, UnavailableError
 from ft_service.jobs.states import Job
 from ft_service.meters import Meters
+from ft_service.rundir.intact import refuse_damaged
 from ft_service.serving import verified
 from ft_service.serving.inference_server import InferenceServer
 from ft_service.serving.verdict import Verdict, judge
@@ -113,6 +114,7 @@ class Handoff:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
         try:
+            refuse_damaged(source, name)
             _fill(source, beside)
             os.replace(beside, target)
         except (FtError, OSError) as error:

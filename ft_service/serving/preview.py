@@ -7,6 +7,10 @@ first: when a job is to start on that slot, the process has LEAVE_SECONDS to fin
 when nothing was asked for a while, and with the server, however that ends. For another base, or other formats, the same process
 loads that in place of what it holds: to start one takes longer than to load a base.
 
+While training has every slot, whoever asks for it is answered on the processor beside it: by a process of the lowest priority,
+that takes no more than half of the free memory, is the first to go where memory ends, and goes after a minute without a
+question, or as soon as a slot is free.
+
 Where a job succeeds while models are tried, what its model needs is loaded before anybody asks. That it is the tuned model that
 answers is shown as on an inference server, by the trainer's log-probabilities (verdict.py), and is an event of the job, once.
 """
@@ -14,21 +18,25 @@ answers is shown as on an inference server, by the trainer's log-probabilities (
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ft_service.bases.cache_folder import FOLDER, folder_of
-from ft_service.errors import FtError
+from ft_service.bases.safetensors_folder import read_tensors
+from ft_service.errors import FtError, UnavailableError
 from ft_service.host.environment import child_environment
-from ft_service.host.hardware import default_slots, gpu_count, visible_gpus
+from ft_service.host.hardware import available_memory, default_slots, gpu_count, visible_gpus
 from ft_service.jobs.states import Job
 from ft_service.launcher.local import host_id
+from ft_service.plan.quantities import bytes_text
 from ft_service.serving import verified
-from ft_service.serving.preview_process import Deliver, PreviewProcess, Served, Ticket, as_part, stepped_aside
+from ft_service.serving.preview_process import RETRY_SECONDS, Deliver, PreviewProcess, Served, Ticket, as_part, stepped_aside
 from ft_service.serving.verdict import Verdict, judge
 from ft_service.settings import Settings
 from ft_service.storage.locations import Places
@@ -45,7 +53,11 @@ REST_SECONDS = 60.0
 """How long nobody must have asked a base before another one, that nobody asks yet, takes its place."""
 MOST_REQUESTS = 256
 """Under way or waiting, at once."""
+MOST_OF_PROJECT = 64
+"""Of these, of one project."""
 POLL_SECONDS = 0.1
+LOOK_SECONDS = 2.0
+"""Between looks whether a slot is free for a process that works beside training."""
 PREVIEWED = "previewed.json"
 """In the run directory: what the job's user was told of the preview's answers (verified.py)."""
 
@@ -71,6 +83,8 @@ class Preview:
         """Jobs whose answers need no more proof."""
         self._used_at: float | None = None
         """When the process that has ended was last used; None: there was none."""
+        self._looked_at = 0.0
+        """When it was last asked whether a slot is free for what works beside training."""
         self._closed = False
 
     # Whoever asks
@@ -82,23 +96,30 @@ class Preview:
         order: dict[str, Any],
         deliver: Deliver,
         job: Job | None = None,
+        *,
+        project_id: str = "",
+        beside: bool = False,
     ) -> Ticket:
         """Ask for an answer; its parts are delivered. Raises UnavailableError while training has the slots, or too many ask.
 
         `path`: the base's folder. `precision`: the formats that an adapter was trained on; None: whichever the base is in.
-        `job`: whose outcome the adapter is.
+        `job`: whose outcome the adapter is. `project_id`: who asks. `beside`: while training has the slots, answer on the
+        processor beside it.
         """
         served = None if precision is None else Served.of(path, precision, gpu=self._gpu)
         order = order if job is None else {**order, "probes": self._unproved(job)}
-        ticket = Ticket(served, path, order, deliver, job)
+        ticket = Ticket(served, path, order, deliver, job, project_id, beside)
         with self._guard:
             if self._closed:
                 raise stepped_aside("The service is ending.")
             process = self._process
             if process is not None and process.leaving:
                 raise stepped_aside("The preview has made way for a training job.")
-            if len(self._waiting) + (len(process.tickets) if process else 0) >= MOST_REQUESTS:
+            asked = [*self._waiting, *(process.tickets.values() if process else ())]
+            if len(asked) >= MOST_REQUESTS:
                 raise stepped_aside(f"{MOST_REQUESTS} requests are under way.")
+            if sum(other.project_id == project_id for other in asked) >= MOST_OF_PROJECT:
+                raise stepped_aside(f"{MOST_OF_PROJECT} requests of this project are under way.")
             if process is not None and process.fits(ticket):
                 process.ask(ticket)
             else:
@@ -186,7 +207,14 @@ class Preview:
             return "The preview's process has ended before its answer: ask again."
         if process.leaving is not None and (not process.tickets or now >= process.leaving):
             return "The preview has made way for a training job."
-        idle = not process.tickets and not self._waiting and now - process.used_at > self._settings.preview_idle_seconds
+        lasts = self._settings.preview_idle_seconds
+        if process.slot is None:  # what it has of the memory is training's
+            lasts = min(lasts, REST_SECONDS)
+            if not process.tickets and now - self._looked_at > LOOK_SECONDS:
+                self._looked_at = now
+                if self._store.free_slots(self._host, self._slots):
+                    return "A slot is free: ask again, and the preview answers there."
+        idle = not process.tickets and not self._waiting and now - process.used_at > lasts
         return "" if idle else None
 
     def _load_next(self) -> None:
@@ -196,7 +224,7 @@ class Preview:
         if first is None:
             return
         try:
-            process = self._process or self._started()
+            process = self._process or self._started(first)
             loaded = self._loads(process, first.served or Served.of(first.path, {}, gpu=self._gpu))
         except FtError as error:
             self._refuse([ticket for ticket in self._waiting if ticket.path == first.path], error)
@@ -235,17 +263,34 @@ class Preview:
     def _loads(self, process: PreviewProcess, served: Served) -> bool:
         """Whether the process holds this base, or will as soon as it has loaded it."""
         free = self._store.free_slots(self._host, self._slots)
+        memory = room_beside(Path(served.path)) if process.slot is None and process.served != served else None
         with self._guard:
             if process.served != served and not process.tickets and process.leaving is None:
-                process.load(served, _threads(max(1, len(free)), self._slots))
+                process.load(served, self._threads(process, len(free)), memory)
                 log.info("the preview's process %d loads %s, %s", process.popen.pid, served.path, served.precision)
             return process.served == served and process.leaving is None
 
-    def _started(self) -> PreviewProcess:
-        """A new process. Raises UnavailableError if training has the slots."""
+    def _threads(self, process: PreviewProcess, free: int) -> int:
+        """Of the process: on a host without a GPU the processors' share of the slots that no job holds; beside training one,
+        or, where training is on GPUs, a quarter of them."""
+        processors = os.cpu_count() or 1
+        if process.slot is None:
+            return max(1, processors // 4) if self._gpu else 1
+        return max(1, processors * max(1, free) // self._slots)
+
+    def _started(self, first: Ticket | None = None) -> PreviewProcess:
+        """A new process, for the ticket if there is one. Raises UnavailableError if training has the slots, and the ticket is
+        not for the processor beside it."""
         free = self._store.free_slots(self._host, self._slots)
+        if not free and first is not None and first.beside:
+            room_beside(Path(first.path))
+            process = PreviewProcess(self._command, None, self._environment(None), self._used_at or time.monotonic())
+            with self._guard:
+                self._process = process
+            log.info("the preview has started beside training: process %d, on the processor", process.popen.pid)
+            return process
         if not free:
-            raise stepped_aside(f"Training has all {self._slots} slots of this host.")
+            raise all_train(self._slots)
         slot = free[-1]  # jobs take the lowest
         process = PreviewProcess(self._command, slot, self._environment(slot), self._used_at or time.monotonic())
         with self._guard:
@@ -256,12 +301,12 @@ class Preview:
             raise stepped_aside("Training has taken the slot.")
         return process
 
-    def _environment(self, slot: int) -> dict[str, str]:
+    def _environment(self, slot: int | None) -> dict[str, str]:
         environment = child_environment(os.environ, PYTHONSAFEPATH="1")
         cache = folder_of(os.environ, self._settings.home)
         environment[FOLDER] = str(cache) if cache else ""
         if self._gpu:
-            environment["CUDA_VISIBLE_DEVICES"] = visible_gpus()[slot]
+            environment["CUDA_VISIBLE_DEVICES"] = "" if slot is None else visible_gpus()[slot]
         return environment
 
     def _refuse(self, tickets: list[Ticket], error: FtError) -> None:
@@ -292,7 +337,7 @@ class Preview:
         if job.id in self._proved:
             return []
         run_dir = self._places.run(job.id)
-        probes = verified.read_probes(run_dir) if run_dir.get(PREVIEWED) is None else []
+        probes = verified.read_probes(run_dir) if not run_dir.has(PREVIEWED) else []
         if not probes:
             self._proved.add(job.id)
         return [probe.tokens for probe in probes]
@@ -300,6 +345,8 @@ class Preview:
     def _judge(self, process: PreviewProcess) -> None:
         while process.probed:
             job, logprobs = process.probed.pop(0)
+            if process.slot is None and self._gpu:  # another kind of machine proves nothing of this one
+                continue
             run_dir = self._places.run(job.id)
             verdict = judge(verified.read_probes(run_dir), logprobs)
             log.info("%s in the preview: %s", job.tuned_name, verdict.text)
@@ -312,6 +359,27 @@ class Preview:
             self._proved.add(job.id)
 
 
-def _threads(free: int, slots: int) -> int:
-    """Of the process, on a host without a GPU: the processors' share of the slots that no job holds."""
-    return max(1, (os.cpu_count() or 1) * free // slots)
+def all_train(slots: int) -> UnavailableError:
+    """Why there is no answer while training has every slot, and what to do."""
+    which = {1: "The only slot is", 2: "Both slots are"}.get(slots, f"All {slots} slots are")
+    return UnavailableError(
+        f"{which} busy training. Try again later, pause a job (ft pause), or ask for an answer on the processor, which is slow "
+        "(ft chat --cpu; processor: true).",
+        code="preview_busy",
+        retry_after=RETRY_SECONDS,
+    )
+
+
+def room_beside(folder: Path) -> int:
+    """Bytes of memory that a base may take beside training: half of what is free. Raises UnavailableError if it needs more."""
+    room = available_memory() // 2
+    needed = 2 * sum(math.prod(tensor.shape) for tensor in read_tensors(folder).values())
+    if needed > room:
+        raise UnavailableError(
+            f"processor: the base takes {bytes_text(needed)} of memory, and beside training it may take {bytes_text(room)}, "
+            "half of what is free. Try again when a slot is free, or pause a job.",
+            param="processor",
+            code="preview_busy",
+            retry_after=RETRY_SECONDS,
+        )
+    return room

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import socket
 import subprocess
 import threading
@@ -12,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ft_service.errors import FtError, SpecError, UnavailableError
@@ -53,6 +55,10 @@ class Ticket:
     deliver: Deliver
     job: Job | None
     """Whose outcome it asks; None: nobody's."""
+    project_id: str
+    """Whose key has asked."""
+    beside: bool = False
+    """Whether the processor may answer, beside training that has every slot."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     since: float = field(default_factory=time.monotonic)
 
@@ -60,7 +66,8 @@ class Ticket:
 class PreviewProcess:
     """The process, and this end of its socket. But for `end` its methods are called under the guard of who keeps it."""
 
-    def __init__(self, command: Sequence[str], slot: int, environment: Mapping[str, str], used_at: float) -> None:
+    def __init__(self, command: Sequence[str], slot: int | None, environment: Mapping[str, str], used_at: float) -> None:
+        """`slot`: None: it holds none, and works beside training with what that leaves."""
         self.slot, self.used_at = slot, used_at
         self.served: Served | None = None
         self.tickets: dict[str, Ticket] = {}
@@ -81,15 +88,25 @@ class PreviewProcess:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # a terminal's Ctrl-C is for us
             )
-        self._reader = threading.Thread(target=self._read, name="preview answers", daemon=True)
-        self._reader.start()
+        if slot is None:
+            _give_way(self.popen.pid)
+        self._orders: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        """Not yet written; None: there will be no more."""
+        self._threads = [
+            threading.Thread(target=self._read, name="preview answers", daemon=True),
+            threading.Thread(target=self._send, name="preview orders", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    def load(self, served: Served, threads: int) -> None:
-        """Hold this base and no other from now on. Whoever asks for it hears why, if it cannot."""
+    def load(self, served: Served, threads: int, memory: int | None = None) -> None:
+        """Hold this base and no other from now on. Whoever asks for it hears why, if it cannot. `memory`: bytes that it may
+        take where it is on a processor; None: half of all."""
         self.served = served
         self._loads += 1
         precision = json.loads(served.precision)
-        self._write({"op": "base", "load": self._loads, "path": served.path, "precision": precision, "threads": threads})
+        wanted = {"path": served.path, "precision": precision, "threads": threads, "memory": memory}
+        self._write({"op": "base", "load": self._loads, **wanted})
 
     def fits(self, ticket: Ticket) -> bool:
         """Whether it holds what the request needs."""
@@ -121,12 +138,19 @@ class PreviewProcess:
         self.popen.wait()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._reader.join()
+        self._orders.put(None)
+        for thread in self._threads:
+            thread.join()
         self._socket.close()
 
     def _write(self, message: dict[str, Any]) -> None:
+        """Waits for nothing: a process that reads nothing must not hold up who keeps it, nor the jobs that it makes way for."""
+        self._orders.put(json.dumps(message).encode() + b"\n")
+
+    def _send(self) -> None:
         with contextlib.suppress(OSError):  # it has ended, which its keeper will see
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
+            while (order := self._orders.get()) is not None:
+                self._socket.sendall(order)
 
     def _read(self) -> None:
         with contextlib.suppress(OSError), self._socket.makefile("rb") as lines:
@@ -145,6 +169,13 @@ class PreviewProcess:
             self.used_at = time.monotonic()
             self.tickets.pop(ticket.id, None)
         ticket.deliver(message if message["kind"] != "error" else as_part(_told(message)))
+
+
+def _give_way(pid: int) -> None:
+    """Let a process that has just begun have only what others leave of processors, and be the first to go where memory ends."""
+    with contextlib.suppress(OSError):  # it has ended, or the host does not let us: then it is like any other
+        os.setpriority(os.PRIO_PROCESS, pid, 19)
+        Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
 
 
 def stepped_aside(why: str) -> UnavailableError:

@@ -72,6 +72,8 @@ class ChatCompletion(Strict):
     """Needs logprobs."""
     stream: bool = False
     stream_options: StreamOptions | None = None
+    processor: bool = False
+    """Not in OpenAI's API. Answer on the processor, with what training leaves of it, while training has every slot."""
 
     def order(self, adapter: str | None) -> dict[str, Any]:
         """What the preview's process is asked for (workers/serving/engine.py). `adapter`: a PEFT folder; None: the base alone.

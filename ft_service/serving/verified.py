@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from ft_service.errors import NotFoundError
 from ft_service.jobs.states import Job
@@ -26,18 +26,15 @@ class Told(BaseModel):
 
 def read_probes(run_dir: RunDir) -> list[Probe]:
     """The trainer's log-probabilities; none of a job of a version that measured nothing."""
-    try:
-        document = run_dir.get(PROBES)
-        return Probes.model_validate_json(document).probes if document else []
-    except ValidationError:
-        return []
+    found = run_dir.readable(PROBES, Probes)
+    return found.probes if found is not None else []
 
 
 def tell(run_dir: RunDir, key: str, store: Store, job: Job, verdict: Verdict) -> None:
     """An event of the job, unless the same was told before. `key`: of the document."""
     told = Told(verified=verdict.verified, text=verdict.text)
-    before = run_dir.get(key)
-    if before is not None and _kind(before) == told.verified:
+    before = run_dir.readable(key, Told)
+    if before is not None and before.verified == told.verified:
         return
     run_dir.put(key, told.model_dump_json().encode() + b"\n")
     try:
@@ -45,10 +42,3 @@ def tell(run_dir: RunDir, key: str, store: Store, job: Job, verdict: Verdict) ->
         store.tell(job, [NewEvent(level=level, message=f"{verdict.text[0].upper()}{verdict.text[1:]}.")])
     except NotFoundError:  # pruned meanwhile
         log.info("job %s is gone", job.id)
-
-
-def _kind(document: bytes) -> bool | str | None:
-    try:
-        return Told.model_validate_json(document).verified
-    except ValidationError:
-        return "unreadable"

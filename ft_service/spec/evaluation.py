@@ -46,7 +46,7 @@ class TextSimilarity(Strict):
     @classmethod
     def _not_by_models(cls, value: Any) -> Any:
         wanted = value.get("evaluation_metric") if isinstance(value, Mapping) else None
-        if wanted in _METRICS_REFUSED:
+        if isinstance(wanted, str) and wanted in _METRICS_REFUSED:
             raise ValueError(f"evaluation_metric {wanted!r} is not available: {_METRICS_REFUSED[wanted]}")
         return value
 

@@ -12,8 +12,8 @@ from pydantic import BaseModel, ValidationError
 from ft_service.errors import SpecError
 from ft_service.spec.other_names import name_for, shown_value, value_for
 
-_LISTED = 12
-"""Faults that a message spells out."""
+_LISTED = 64
+"""Faults that a message spells out: more than there are options that people set by hand."""
 _WORDS: Mapping[str, str] = {
     **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "must be an object with options of its own"),
     **dict.fromkeys(("int_type", "int_from_float", "int_parsing"), "must be a whole number"),
@@ -54,15 +54,23 @@ def spec_error(error: ValidationError, model: type[BaseModel]) -> SpecError:
 
 
 def joined(faults: Sequence[OptionFault]) -> SpecError:
-    """One error for all faults; field and code are those of the first. Several are told one a line."""
+    """One error for all faults; field and code are those of the first. Several are told one a line: what is required first,
+    then misspelt names of whole groups, which may be the same thing, then all the rest as they come."""
+    faults = sorted(faults, key=_urgency)
     first = faults[0]
     if len(faults) == 1:
         return SpecError(first.text, param=first.place or _first_name(first.text), code=first.code)
     lines = [fault.text for fault in faults[:_LISTED]]
     if len(faults) > _LISTED:
         lines.append(f"… and {len(faults) - _LISTED} more.")
-    text = "\n".join([f"{len(faults)} options are at fault.", *lines])
+    text = "\n".join([f"{len(faults)} options are invalid:", *lines])
     return SpecError(text, param=first.place or _first_name(first.text), code=first.code)
+
+
+def _urgency(fault: OptionFault) -> int:
+    if fault.code == "missing_required_parameter":
+        return 0
+    return 1 if fault.code == "unknown_parameter" and "." not in fault.place else 2
 
 
 def option_faults(error: ValidationError, model: type[BaseModel]) -> list[OptionFault]:
@@ -70,13 +78,15 @@ def option_faults(error: ValidationError, model: type[BaseModel]) -> list[Option
     by_place: dict[str, list[Any]] = {}
     for fault in error.errors(include_url=False):
         by_place.setdefault(_place(fault["loc"], model), []).append(fault)
-    return [_fault(place, faults, model) for place, faults in by_place.items()]
+    found = enumerate(by_place.items())
+    return [_fault(place, faults, model, guess=number < _LISTED) for number, (place, faults) in found]
 
 
-def _fault(place: str, faults: list[Any], model: type[BaseModel]) -> OptionFault:
+def _fault(place: str, faults: list[Any], model: type[BaseModel], *, guess: bool) -> OptionFault:
+    """`guess`: say which option was meant. That takes a while, and a body may have a hundred thousand unknown ones."""
     first = faults[0]
     if first["type"] == "extra_forbidden":
-        meant = name_for(place, model)
+        meant = name_for(place, model) if guess else None
         text = f"{place}: there is no such option. Check its spelling, or leave it out."
         if meant:
             text = f"{place}: there is no such option; did you mean {meant}?"

@@ -79,7 +79,9 @@ class PrecisionOptions(Strict):
     default: WeightFormat | Literal["auto"] = "bf16"
     """Format of every linear layer and every stack of experts inside the decoder layers that no override names; the rest,
     routers included, stays bf16. "auto": the most exact of bf16, fp8 and nf4 that fits the machine; it is chosen once, when the
-    job is created, since results depend on it. A base that comes quantised keeps its formats."""
+    job is created, since results depend on it. A base that comes in bitsandbytes NF4, or in FP8 by rows or tensors, keeps its
+    format. One that comes in FP8 by blocks keeps its blocks, bit for bit, where this is fp8; any other format is made from
+    exactly the values that its blocks stand for."""
     overrides: dict[Pattern, WeightFormat] = {}
     """RE2 pattern on the module's full name → format; the last pattern that matches wins. A pattern without a match is an
     error, and so is one that asks for another format than bf16 outside the decoder layers (embeddings, output head)."""
@@ -88,7 +90,7 @@ class PrecisionOptions(Strict):
     Adapters are fp32 masters either way."""
     fp8_products: Literal["auto", "off"] = "auto"
     """auto: layers stored in fp8 multiply in FP8 where the GPU can and compute is bf16, inputs and gradients rounded to FP8 row
-    by row; off: they are always dequantised first. The job's events say which it is."""
+    by row; off: they are always dequantised first, as those with scales of blocks are. The job's events say which it is."""
     compare_served: Literal["auto", "off"] = "auto"
     """auto: once training is over, the validation loss (of up to 64 samples) and the evaluation's answers are also measured
     with the base in bf16 and with the adapter merged into it, which is how adapters are often served; a loss that is higher by

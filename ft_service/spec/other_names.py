@@ -81,8 +81,9 @@ def name_for(place: str, model: type[BaseModel]) -> str | None:
     if elsewhere:  # "training" has what OpenAI's hyperparameters have too
         return next((name for name in elsewhere if name.startswith("training.")), elsewhere[0])
     beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
+    beside |= {name.removeprefix(f"{section}_"): known for name, known in beside.items()}  # "dropuot" of lora_dropout
     anywhere = {name.rpartition(".")[2]: name for name in known}
-    for names, cutoff in ((beside, 0.7), (anywhere, 0.8)):
+    for names, cutoff in ((beside, 0.65), (anywhere, 0.8)):
         if close := get_close_matches(last.lower(), names, n=1, cutoff=cutoff):
             return names[close[0]]
     return None

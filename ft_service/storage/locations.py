@@ -14,7 +14,7 @@ from pathlib import Path
 from ft_service.data import token_folder
 from ft_service.rundir.attempt import ATTEMPTS
 from ft_service.rundir.checkpoints import CHECKPOINT_ADAPTER, checkpoint_key, marker_key
-from ft_service.rundir.directory import RunDir
+from ft_service.rundir.directory import MOST_BYTES, RunDir, UnreadableDocumentError
 from ft_service.settings import Settings
 from ft_service.storage.object_store import ObjectStore
 
@@ -41,8 +41,14 @@ class ObjectRunDir(RunDir):
                 self._objects.download(name, copy)
         return self.root / key
 
-    def get(self, key: str) -> bytes | None:
-        return self._objects.get(f"{self._prefix}/{key}")
+    def get(self, key: str, most: int = MOST_BYTES) -> bytes | None:
+        body = self._objects.get(f"{self._prefix}/{key}", most + 1)
+        if body is not None and len(body) > most:
+            raise UnreadableDocumentError(key, f"it has more than {most:,} bytes")
+        return body
+
+    def has(self, key: str) -> bool:
+        return self._objects.get(f"{self._prefix}/{key}", 1) is not None
 
     def put(self, key: str, body: bytes) -> None:
         self._objects.put(f"{self._prefix}/{key}", body)

@@ -1,6 +1,6 @@
 """Object storage through fsspec: objects below one URL, each written whole or not at all.
 
-It gives the four operations that a run directory needs: put, put-if-absent, get, list. Nothing else is used.
+It gives the operations that a run directory needs: put, put-if-absent, get, list. Nothing else is used.
 """
 
 from __future__ import annotations
@@ -37,12 +37,19 @@ class ObjectStore:
         # Others write here too: a listing that was kept would hide it.
         self._fs: Any = fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True, **options)
 
-    def get(self, key: str) -> bytes | None:
+    def get(self, key: str, most: int | None = None) -> bytes | None:
+        """The bytes of an object, the first `most` (None: all of them). None: there is no such object."""
         with self._spoken():
             try:
-                return self._fs.cat_file(self._path(key))
+                if most is None:
+                    return self._fs.cat_file(self._path(key))
+                return self._fs.cat_file(self._path(key), start=0, end=most)
             except FileNotFoundError:
                 return None
+            except Exception:
+                if most is None or self._fs.info(self._path(key))["size"]:  # of nothing there is no range to give
+                    raise
+                return b""
 
     def put(self, key: str, body: bytes) -> None:
         with self._spoken():

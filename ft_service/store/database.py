@@ -23,6 +23,7 @@ from typing import Any
 from sqlalchemy import (
     JSON,
     URL,
+    ColumnElement,
     Connection,
     Dialect,
     Double,
@@ -34,7 +35,9 @@ from sqlalchemy import (
     TypeDecorator,
     create_engine,
     event,
+    literal_column,
     make_url,
+    or_,
     select,
 )
 from sqlalchemy.dialects import postgresql, sqlite
@@ -45,12 +48,18 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
 from ft_service.errors import ConflictError, SpecError, UnavailableError
+from ft_service.host.disks import Reserve, state_of
 from ft_service.host.home import create_home, create_private_file
+from ft_service.store.faults import DATABASE_DISK, fault_of
 
 log = logging.getLogger(__name__)
 
 BUSY_SECONDS = 10
 """How long a write waits for another one on SQLite, and a connection attempt for PostgreSQL."""
+
+
+CHECK_SECONDS = 5.0
+"""How old the last write may be that says whether the database can be written."""
 
 
 class database_time(FunctionElement[float]):
@@ -69,6 +78,14 @@ def _sqlite_time(element: database_time, compiler: Any, **kw: Any) -> str:
 @compiles(database_time, "postgresql")
 def _postgresql_time(element: database_time, compiler: Any, **kw: Any) -> str:
     return "CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS DOUBLE PRECISION)"
+
+
+def is_over(moment: ColumnElement[float], longest: float | ColumnElement[float]) -> ColumnElement[bool]:
+    """Whether a moment until which something waits has come. `longest`: seconds that it may be off at most: what is further off
+    was written before the clock went back, and is over too, or it would wait for as long as the clock went back."""
+    # In the statement's text: a statement that goes to the driver as it is (`Direct`) has no values but those that it names.
+    ahead = literal_column(f"{longest:.1f}", Double) if isinstance(longest, float) else longest
+    return or_(moment <= database_time(), moment > database_time() + ahead)
 
 
 UNSTORABLE = re.compile("[\0\ud800-\udfff]")
@@ -140,7 +157,12 @@ class Database:
 
     def __init__(self, url: str) -> None:
         """Connects on first use. Raises SpecError if the URL is not one of the two databases'."""
-        self._engine = _create_engine(_parse(url))
+        parsed = _parse(url)
+        self._engine = _create_engine(parsed)
+        self._file = Path(parsed.database) if parsed.get_backend_name() == "sqlite" and parsed.database else None
+        self._reserve = None if self._file is None else Reserve(self._file.with_name(f"{self._file.name}-reserve"))
+        self._last_write: _Write | None = None
+        self._checking = threading.Lock()
         self.stirred = threading.Event()
         """Set when this process has written something that whoever moves jobs should look at now; they clear it."""
         # SQLite's own wait for another writer is a sleep that grows, and of many who sleep so one may wait for seconds.
@@ -163,21 +185,44 @@ class Database:
     @contextlib.contextmanager
     def reading(self) -> Iterator[Connection]:
         """One consistent look at the database on SQLite; on PostgreSQL every statement sees what is committed by then."""
-        with _our_errors(self._engine.dialect), self._begun("BEGIN") as connection:
+        with self._our_errors(), self._begun("BEGIN") as connection:
             yield connection
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[Connection]:
-        """A transaction, committed at the end, undone by any exception. On SQLite it excludes other writers: be quick."""
+    def writing(self, *, makes_room: bool = False) -> Iterator[Connection]:
+        """A transaction, committed at the end, undone by any exception. On SQLite it excludes other writers: be quick.
+
+        `makes_room`: somebody deletes, or ends what fills the disk: on a full one it gets the room of the reserve.
+        """
+        if makes_room and self._reserve is not None:
+            self._reserve.give_up_if_full()
         # A transaction that reads first and writes later can fail half-way; one that takes the write lock at once waits.
-        with self._turn, _our_errors(self._engine.dialect), self._begun("BEGIN IMMEDIATE") as connection:
+        with self._turn, self._our_errors(write=True), self._begun("BEGIN IMMEDIATE") as connection:
             yield connection
+
+    def keep_reserve(self) -> None:
+        """Keep a little room on the disk of an SQLite database, so that things can be deleted once it is full."""
+        if self._reserve is not None:
+            self._reserve.keep()
+
+    def check_writable(self) -> None:
+        """Raise UnavailableError, which says why, while nothing can be written. Another write of the last CHECK_SECONDS is
+        taken for granted; without one a row is written as it is. A full disk is seen by its room: where SQLite's log has room
+        of its own, a small write still succeeds."""
+        with self._checking:
+            if self._file is not None and (fault := state_of(self._file.parent, DATABASE_DISK)) is not None:
+                raise fault
+            if self._last_write is None or time.monotonic() - self._last_write.at > CHECK_SECONDS:
+                with contextlib.suppress(UnavailableError), self.writing() as connection:
+                    connection.exec_driver_sql("UPDATE alembic_version SET version_num = version_num")
+            if self._last_write is not None and self._last_write.fault is not None:
+                raise self._last_write.fault
 
     @contextlib.contextmanager
     def driving(self, *, write: bool) -> Iterator[Driver]:
         """The same without SQLAlchemy between statements (`Direct`) and driver: it takes longer than the database, and some
         requests wait for nothing else."""
-        with self._turn if write else contextlib.nullcontext(), _our_errors(self._engine.dialect):
+        with self._turn if write else contextlib.nullcontext(), self._our_errors(write=write):
             connection = self._engine.raw_connection()
             try:
                 cursor = connection.cursor()
@@ -195,6 +240,32 @@ class Database:
             if connection.dialect.name == "sqlite":  # whose driver is told to begin none of its own
                 connection.exec_driver_sql(sqlite_begin)
             yield connection
+
+    @contextlib.contextmanager
+    def _our_errors(self, *, write: bool = False) -> Iterator[None]:
+        """Errors of the driver, which may come unwrapped, as ours. `write`: remember whether it could be done."""
+        dbapi = self._engine.dialect.loaded_dbapi
+        try:
+            yield
+        except (IntegrityError, dbapi.IntegrityError) as error:
+            log.info("database refused a write: %s", error.orig if isinstance(error, DBAPIError) else error)
+            raise ConflictError("Somebody else has stored this already, or removed what it refers to.") from error
+        except (SQLAlchemyError, dbapi.Error) as error:
+            log.warning("database: %s", error.orig if isinstance(error, DBAPIError) else error)
+            fault = fault_of(error, self._file)
+            if write:
+                self._last_write = _Write(time.monotonic(), fault)
+            raise fault from error
+        if write:
+            self._last_write = _Write(time.monotonic())
+
+
+@dataclass(frozen=True)
+class _Write:
+    """What has become of a write."""
+
+    at: float
+    fault: UnavailableError | None = None
 
 
 class Direct:
@@ -299,17 +370,3 @@ def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
             time.sleep(0.01)
         else:
             return
-
-
-@contextlib.contextmanager
-def _our_errors(driver: Dialect) -> Iterator[None]:
-    """`driver`: the dialect whose driver's errors may come unwrapped."""
-    dbapi = driver.loaded_dbapi
-    try:
-        yield
-    except (IntegrityError, dbapi.IntegrityError) as error:
-        log.info("database refused a write: %s", error.orig if isinstance(error, DBAPIError) else error)
-        raise ConflictError("Somebody else has stored this already, or removed what it refers to.") from error
-    except (SQLAlchemyError, dbapi.Error) as error:
-        log.warning("database: %s", error.orig if isinstance(error, DBAPIError) else error)
-        raise UnavailableError("The database does not answer as it should; the service's log says how.") from error

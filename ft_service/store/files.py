@@ -32,6 +32,11 @@ class FileStore(Database):
         with self.writing() as connection:
             return insert_file(connection, file, seconds)
 
+    def refuse_bytes(self, project_id: str, more: int) -> None:
+        """Raise LimitError if the project may not keep so many bytes more."""
+        with self.reading() as connection:
+            refuse_bytes_beyond(connection, project_id, more)
+
     def get_file(self, project_id: str, file_id: str) -> File:
         with self.reading() as connection:
             row = connection.execute(_SELECT_FILE, {"file_id": file_id, "of_project": project_id}).mappings().one_or_none()
@@ -54,13 +59,17 @@ class FileStore(Database):
         limit: int = 10_000,
         order: Order = "desc",
         purpose: str | None = None,
+        sha256: str | None = None,
     ) -> Page[File]:
-        """By creation. `after` may name a file deleted since, so that a reader may delete what it lists."""
+        """By creation. `after` may name a file deleted since, so that a reader may delete what it lists. `sha256`: only files
+        with these contents."""
         place = files.c.position
         query = select(*FILE).where(files.c.project_id == project_id, LIVE)
         query = query.order_by(place.desc() if order == "desc" else place.asc())
         if purpose is not None:
             query = query.where(files.c.purpose == purpose)
+        if sha256 is not None:
+            query = query.where(files.c.sha256 == sha256)
         with self.reading() as connection:
             if after is not None:
                 last = cursor(connection, place, files.c.id == after, files.c.project_id == project_id, after=after)
@@ -70,7 +79,7 @@ class FileStore(Database):
     def delete_file(self, project_id: str, file_id: str) -> bool:
         """Hide a file. True if no unfinished job refers to it, so that its bytes may go now."""
         mine = (files.c.id == file_id, files.c.project_id == project_id)
-        with self.writing() as connection:
+        with self.writing(makes_room=True) as connection:
             if connection.execute(update(files).where(*mine, LIVE).values(deleted_at=database_time())).rowcount == 0:
                 raise not_found("file", file_id)
             record(connection, project_id, "file.deleted", file_id)
@@ -102,7 +111,7 @@ class FileStore(Database):
 
     def mark_freed(self, file_ids: Sequence[str]) -> None:
         """The bytes of these files are gone."""
-        with self.writing() as connection:
+        with self.writing(makes_room=True) as connection:
             connection.execute(update(files).where(files.c.id.in_(file_ids)).values(freed_at=database_time()))
 
 

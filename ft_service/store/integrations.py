@@ -10,7 +10,7 @@ from sqlalchemy import and_, exists, insert, or_, select, update
 
 from ft_service.jobs.states import Job, State
 from ft_service.rundir.events import Metrics
-from ft_service.store.database import Database, Direct, database_time
+from ft_service.store.database import Database, Direct, database_time, is_over
 from ft_service.store.records import JobIntegration, NewEvent
 from ft_service.store.rows import JOB, columns_of, event_row, to_job, to_metrics
 from ft_service.store.tables import UNDELIVERED, events, integrations, jobs
@@ -19,6 +19,8 @@ WRITTEN_BY_JOBS = ("tensorboard",)
 """Types that the job itself sees to."""
 INTEGRATION = columns_of(JobIntegration, integrations)
 _NEW = ("job_id", "number", "project_id", "settings", "tries", "next_try_at", "lease_expires_at")
+LONGEST_SECONDS = 900.0
+"""How far `lease_expires_at` and `next_try_at` lie ahead at most."""
 CREATE_INTEGRATIONS = Direct(insert(integrations), _NEW)
 
 _MINE = integrations.c
@@ -41,8 +43,8 @@ class IntegrationStore(Database):
         """Integrations with something to do that nobody else has, and those of `owner` whose lease is half over. Nobody else
         gets them for `lease_seconds`."""
         half = database_time() + lease_seconds / 2
-        free = or_(_MINE.lease_expires_at <= database_time(), and_(_MINE.owner == owner, _MINE.lease_expires_at <= half))
-        due = and_(UNDELIVERED, _BEGUN, free, _MINE.next_try_at <= database_time())
+        free = or_(is_over(_MINE.lease_expires_at, LONGEST_SECONDS), and_(_MINE.owner == owner, _MINE.lease_expires_at <= half))
+        due = and_(UNDELIVERED, _BEGUN, free, is_over(_MINE.next_try_at, LONGEST_SECONDS))
         with self.reading() as connection:  # most looks find nothing, and need not wait for writers
             if connection.execute(select(_MINE.job_id).where(due).limit(1)).first() is None:
                 return []

@@ -85,6 +85,7 @@ _REPORTED = (
     .order_by(events.c.position)
 )
 _SELECT_REPORTED = Direct(_REPORTED)
+_SELECT_NEWEST = Direct(select(func.max(events.c.position)).where(events.c.job_id == bindparam("job_id")))
 
 
 class JobStore(Database):
@@ -101,6 +102,11 @@ class JobStore(Database):
             created = create(driver, new, given)
         self.stirred.set()
         return created
+
+    def refuse_more_waiting(self, new: Sequence[NewJob]) -> None:
+        """Raise LimitError if more jobs of a project would wait with these than may."""
+        with self.driving(write=False) as driver:
+            _refuse_more_waiting(driver, new)
 
     def get_job(self, project_id: str, job_id: str) -> Job:
         with self.reading() as connection:
@@ -135,18 +141,20 @@ class JobStore(Database):
                 )
             return page(connection, query, limit, to_job)
 
-    def request(self, project_id: str, job_id: str, verb: Verb, slots: int | None = None) -> Job:
+    def request(
+        self, project_id: str, job_id: str, verb: Verb, slots: int | None = None, *, succeeded: int | None = None
+    ) -> Job:
         """Apply `job.request` by compare-and-set, with an event that says so. Raises SpecError as `job.request` does."""
-        job = self._request(project_id, job_id, verb, slots)
+        job = self._request(project_id, job_id, verb, slots, succeeded)
         self.stirred.set()
         return job
 
-    def _request(self, project_id: str, job_id: str, verb: Verb, slots: int | None) -> Job:
+    def _request(self, project_id: str, job_id: str, verb: Verb, slots: int | None, succeeded: int | None) -> Job:
         for _ in range(MAX_TRIES):
-            with self.writing() as connection:
+            with self.writing(makes_room=verb is not Verb.RESUME) as connection:
                 old = _get(connection, project_id, job_id)
                 now = connection.scalars(select(database_time())).one()
-                new = verbs.request(old, verb, now, slots)
+                new = verbs.request(old, verb, now, slots, succeeded=succeeded)
                 if new == old:
                     return old
                 if write_job(connection, old, new):
@@ -192,6 +200,28 @@ class JobStore(Database):
                 last = cursor(connection, place, events.c.id == after, events.c.job_id == job_id, after=after)
                 query = query.where(place < last if order == "desc" else place > last)
             return page(connection, query, limit, to_event)
+
+    def event_place(self, project_id: str, job_id: str, event_id: str | None) -> int:
+        """The place of a job's event among all events; None: before all. Raises NotFoundError, and SpecError for another id."""
+        with self.reading() as connection:
+            _get(connection, project_id, job_id)
+            if event_id is None:
+                return 0
+            return cursor(connection, events.c.position, events.c.id == event_id, events.c.job_id == job_id, after=event_id)
+
+    def newest_event(self, job_id: str) -> int:
+        """The place of a job's newest event; 0: it has none."""
+        with self.driving(write=False) as driver:
+            rows = _SELECT_NEWEST.run(driver, {"job_id": job_id})
+        return rows[0][0] or 0
+
+    def events_after(self, job_id: str, position: int, limit: int) -> list[tuple[int, StoredEvent]]:
+        """A job's events with their places, from behind a place on."""
+        place = events.c.position
+        query = select(place, *EVENT).where(events.c.job_id == job_id, place > position).order_by(place).limit(limit)
+        with self.reading() as connection:
+            found = [dict(row) for row in connection.execute(query).mappings()]
+        return [(row.pop("position"), to_event(row)) for row in found]
 
     def list_checkpoints(
         self,

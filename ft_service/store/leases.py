@@ -10,9 +10,9 @@ from sqlalchemy import ColumnElement, Connection, Double, Select, and_, bindpara
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.sql.dml import ReturningUpdate
 
-from ft_service.jobs.line import accrued, remembered
+from ft_service.jobs.line import LONGEST_WAIT_SECONDS, accrued, remembered
 from ft_service.jobs.states import Job, State
-from ft_service.store.database import Database, database_time, upsert
+from ft_service.store.database import Database, database_time, is_over, upsert
 from ft_service.store.records import Claim, JobChange
 from ft_service.store.rows import JOB, changed_job_row, checkpoint_row, event_row, file_row, to_job
 from ft_service.store.tables import NEEDS_ATTENTION, QUEUED, checkpoints, events, files, jobs, projects, slots
@@ -24,22 +24,31 @@ class _NoSlot(Exception):
     """Undoes the transaction of a change."""
 
 
+LONGEST_LEASE_SECONDS = 120.0
+"""No lease is longer."""
+LONGEST_REST_SECONDS = 15.0
+"""`looked_at` lies this far ahead at most: a job may be left alone for a moment."""
+
+_LOOKED_AHEAD = jobs.c.looked_at > database_time() + LONGEST_REST_SECONDS
 _CLAIMABLE = and_(
-    jobs.c.lease_expires_at <= database_time(),
+    is_over(jobs.c.lease_expires_at, LONGEST_LEASE_SECONDS),
     or_(jobs.c.host.is_(None), jobs.c.host == bindparam("for_host")),
 )
-_LOOK = and_(NEEDS_ATTENTION, _CLAIMABLE, jobs.c.looked_at <= database_time() - bindparam("idle_seconds", type_=Double))
-DUE = and_(QUEUED, _CLAIMABLE, jobs.c.not_before <= database_time(), jobs.c.slots <= bindparam("host_slots"))
+_MINE = and_(NEEDS_ATTENTION, _CLAIMABLE)
+_IDLE = jobs.c.looked_at <= database_time() - bindparam("idle_seconds", type_=Double)
+DUE = and_(QUEUED, _CLAIMABLE, is_over(jobs.c.not_before, LONGEST_WAIT_SECONDS), jobs.c.slots <= bindparam("host_slots"))
 _TOO_LARGE = and_(QUEUED, _CLAIMABLE, jobs.c.slots > bindparam("host_slots"), jobs.c.pending.is_(None))
 _NOW = select(database_time())
 _FREE: dict[str, Any] = {"lease_owner": None, "lease_token": None, "lease_expires_at": 0.0}
 
 
-def _claim_first(candidates: Select[tuple[str]], *still: ColumnElement[bool]) -> ReturningUpdate[Any]:
+def _claim_first(candidates: Sequence[Select[tuple[str]]], *still: ColumnElement[bool]) -> ReturningUpdate[Any]:
+    """`candidates`: the first row of the first of these that has any."""
     # The condition stands twice: inside to find the row, outside so that of two claimers who found the same only one gets it.
+    first = [rows.limit(1).scalar_subquery() for rows in candidates]
     return (
         update(jobs)
-        .where(jobs.c.id == candidates.limit(1).scalar_subquery(), *still)
+        .where(jobs.c.id == (first[0] if len(first) == 1 else func.coalesce(*first)), *still)
         .values(
             lease_owner=bindparam("owner"),
             lease_token=bindparam("token"),
@@ -51,10 +60,18 @@ def _claim_first(candidates: Select[tuple[str]], *still: ColumnElement[bool]) ->
 
 
 # Built once: to put such a statement together takes longer than to run it.
-_CLAIM = _claim_first(select(jobs.c.id).where(_LOOK).order_by(jobs.c.looked_at), _LOOK)
-_CLAIM_QUEUED = _claim_first(select(jobs.c.id).where(jobs.c.id == bindparam("job_id")), DUE)
+_CLAIM = _claim_first(
+    [
+        # Looked at before the clock went back, and so longer ago than any other. By itself, or no index would serve either.
+        select(jobs.c.id).where(_MINE, _LOOKED_AHEAD).order_by(jobs.c.looked_at),
+        select(jobs.c.id).where(_MINE, _IDLE).order_by(jobs.c.looked_at),
+    ],
+    _MINE,
+    or_(_IDLE, _LOOKED_AHEAD),
+)
+_CLAIM_QUEUED = _claim_first([select(jobs.c.id).where(jobs.c.id == bindparam("job_id"))], DUE)
 _CLAIM_TOO_LARGE = _claim_first(
-    select(jobs.c.id).where(_TOO_LARGE).order_by(jobs.c.priority.desc(), jobs.c.position), _TOO_LARGE
+    [select(jobs.c.id).where(_TOO_LARGE).order_by(jobs.c.priority.desc(), jobs.c.position)], _TOO_LARGE
 )
 
 
@@ -66,7 +83,8 @@ class LeaseStore(Database):
 
         Candidates: validating, running, or cancelled and still stopping; whose host is None or `host`; whose lease is
         free or has expired; not looked at for `idle_seconds` (a verb or a change of state counts as never looked at). The
-        one looked at longest ago is taken. None may also mean that another claimed it in the same moment.
+        one looked at longest ago is taken. A look or a lease that lies further ahead than any is made was before the clock went
+        back, and is over. None may also mean that another claimed it in the same moment.
         """
         return self._claim(_CLAIM, for_host=host, owner=owner, lease_seconds=lease_seconds, idle_seconds=idle_seconds)
 

@@ -24,7 +24,7 @@ class ModelStore(Database):
     def delete_model(self, project_id: str, model: str) -> None:
         """Hide a tuned model, or a checkpoint of one. Repeating it changes nothing."""
         row = {"model": model, "project_id": project_id, "deleted_at": database_time()}
-        with self.writing() as connection:
+        with self.writing(makes_room=True) as connection:
             connection.execute(upsert(connection, deleted_models).values(row).on_conflict_do_nothing())
             record(connection, project_id, "model.deleted", model)
 
@@ -55,14 +55,16 @@ class ModelStore(Database):
     def grant(self, project_id: str, model: str, grantees: Sequence[str]) -> list[Permission]:
         """Let projects use a model, in their order; one that may already is answered as it is. All or none are granted.
 
-        Raises SpecError naming the first project that there is not.
+        Raises SpecError naming the first project that there is not in this organization: of others nothing is said.
         """
+        organization = select(projects.c.organization).where(projects.c.id == project_id).scalar_subquery()
+        near = select(projects.c.id).where(projects.c.id.in_(grantees), projects.c.organization == organization)
         with self.writing() as connection:
-            known = set(connection.scalars(select(projects.c.id).where(projects.c.id.in_(grantees))))
+            known = set(connection.scalars(near))
             for number, grantee in enumerate(grantees):
                 if grantee not in known:
                     place = f"project_ids.{number}"
-                    raise SpecError(f"{place} = {grantee[:80]!r}: there is no such project.", param=place)
+                    raise SpecError(f"{place} = {grantee[:80]!r}: there is no such project in this organization.", param=place)
                 row = {"id": new_id("cp_"), "project_id": project_id, "model": model, "grantee": grantee}
                 statement = upsert(connection, permissions).values({**row, "created_at": database_time()})
                 connection.execute(statement.on_conflict_do_nothing())
@@ -102,8 +104,11 @@ class ModelStore(Database):
             record(connection, project_id, "permission.deleted", permission_id)
 
     def granted(self, grantee: str, model: str | None = None) -> list[Permission]:
-        """What other projects let this one use, newest first. `model`: only this one's."""
+        """What other projects of its organization let this one use, newest first. `model`: only this one's."""
+        owner, own = projects.alias(), projects.alias()
         query = select(*PERMISSION).where(permissions.c.grantee == grantee).order_by(permissions.c.position.desc())
+        query = query.join(owner, owner.c.id == permissions.c.project_id).join(own, own.c.id == permissions.c.grantee)
+        query = query.where(owner.c.organization == own.c.organization)
         if model is not None:
             query = query.where(permissions.c.model == model)
         with self.reading() as connection:

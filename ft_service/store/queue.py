@@ -117,7 +117,7 @@ class QueueStore(Database):
         query = select(*_WAITING, *_EFFORT).where(QUEUED).order_by(jobs.c.position)
         with self.reading() as connection:
             now, holdings, shares = _present(connection)
-            lately = (hosts.c.seen_at > now - HOST_SECONDS, hosts.c.drained_at.is_(None))
+            lately = (hosts.c.seen_at.between(now - HOST_SECONDS, now + HOST_SECONDS), hosts.c.drained_at.is_(None))
             silent = (now - hosts.c.seen_at).label("silent")
             rows = connection.execute(select(hosts, silent).where(*lately)).mappings().all()
             waiting = [_waiting(row, paces) for row in connection.execute(query).mappings()]

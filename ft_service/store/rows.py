@@ -17,7 +17,7 @@ from ft_service.jobs.states import Halt, Job, Phase, State
 from ft_service.rundir.documents import Desired
 from ft_service.rundir.events import Metrics
 from ft_service.spec import StoredSpec
-from ft_service.store.database import database_time
+from ft_service.store.database import database_time, storable_json
 from ft_service.store.records import ApiKey, Checkpoint, File, Item, NewEvent, Page, StoredEvent
 from ft_service.store.tables import checkpoints, events, files, jobs, keys
 
@@ -33,7 +33,8 @@ JOB = [jobs.c.spec if field.name == "stored_spec" else jobs.c[field.name] for fi
 EVENT = columns_of(StoredEvent, events)
 CHECKPOINT = columns_of(Checkpoint, checkpoints)
 
-# What a job is asked to do never changes after its creation; leases, the time of queueing and use have writers of their own.
+# What a job is asked to do never changes after its creation, but for what "auto" stands for in its spec; leases, the time of
+# queueing and use have writers of their own.
 _ASKED = frozenset(
     {
         *(
@@ -44,8 +45,6 @@ _ASKED = frozenset(
             "stored_spec",
             "max_seconds",
             "key_id",
-            "work",
-            "planned_seconds",
             "memory",
         ),
         *("sweep_id", "sweep_values"),
@@ -82,7 +81,7 @@ def shapes_of(value: Any) -> tuple[Shape, ...]:
     return tuple(Shape(*pair) for pair in pairs or ())
 
 
-def to_event(row: RowMapping) -> StoredEvent:
+def to_event(row: RowMapping | dict[str, Any]) -> StoredEvent:
     return StoredEvent(**{**row, "metrics": to_metrics(row["metrics"])})
 
 
@@ -107,6 +106,8 @@ def changed_job_row(old: Job, new: Job) -> dict[str, Any]:
     """Every column that may change, `version` raised by one."""
     row = {name: value for name, value in _plain_row(new).items() if name not in _FIXED}
     row["shapes"] = [list(shape) for shape in new.shapes] or None
+    if new.stored_spec is not old.stored_spec:
+        row["spec"], _ = storable_json(new.stored_spec.document)
     if new.state is State.QUEUED and old.state is not State.QUEUED:
         row["queued_at"] = database_time()
     return row | {"version": old.version + 1}

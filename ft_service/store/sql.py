@@ -16,12 +16,12 @@ from ft_service.errors import UnavailableError
 from ft_service.store.database import Database
 from ft_service.store.files import FileStore
 from ft_service.store.fleet.hosts import HostStore
+from ft_service.store.fleet.statistics import StatisticsStore
 from ft_service.store.integrations import IntegrationStore
 from ft_service.store.jobs import JobStore
 from ft_service.store.leases import LeaseStore
 from ft_service.store.models import ModelStore
 from ft_service.store.queue import QueueStore
-from ft_service.store.statistics import StatisticsStore
 from ft_service.store.sweeps.store import SweepStore
 from ft_service.store.tenants.audit import AuditStore
 from ft_service.store.tenants.keys import KeyStore, SessionStore

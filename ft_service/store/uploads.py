@@ -80,7 +80,7 @@ class UploadStore(Database):
 
     def cancel_upload(self, project_id: str, upload_id: str) -> Upload:
         """Repeating it changes nothing. Raises SpecError if the upload is completed or has expired."""
-        with self.writing() as connection:
+        with self.writing(makes_room=True) as connection:
             upload = _get(connection, project_id, upload_id, lock=True)
             if upload.status == "cancelled":
                 return upload

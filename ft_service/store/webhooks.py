@@ -5,15 +5,29 @@ from __future__ import annotations
 import base64
 import json
 import secrets
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, and_, delete, func, insert, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    FromClause,
+    RowMapping,
+    Select,
+    and_,
+    case,
+    delete,
+    func,
+    insert,
+    select,
+    update,
+)
 
 from ft_service.errors import SpecError
 from ft_service.ids import new_id
 from ft_service.jobs.states import TERMINAL, Job
-from ft_service.store.database import Database, database_time
+from ft_service.store.database import Database, database_time, is_over
 from ft_service.store.records import Delivery, Page, WebhookEndpoint
 from ft_service.store.rows import columns_of, cursor, not_found, page
 from ft_service.store.tables import UNSENT, webhook_deliveries, webhook_endpoints
@@ -22,6 +36,13 @@ from ft_service.store.tenants.audit import record
 EVENT_TYPES = tuple(f"fine_tuning.job.{state}" for state in sorted(TERMINAL, reverse=True))
 MAX_ENDPOINTS = 100
 SECRET_BYTES = 32
+
+
+def longest_wait(tries: int) -> float:
+    """Seconds that `next_try_at` lies ahead at most, after so many tries: a lease, or what
+    ft_service/control/webhook_delivery.py waits."""
+    return max(120.0, min(5.0 * 2 ** min(tries, 20), 6 * 3600.0))
+
 
 ENDPOINT = columns_of(WebhookEndpoint, webhook_endpoints)
 _DELIVERY = [webhook_deliveries.c[name] for name in ("id", "project_id", "body", "created_at", "tries")]
@@ -94,16 +115,25 @@ class WebhookStore(Database):
             connection.execute(delete(webhook_endpoints).where(webhook_endpoints.c.id == endpoint_id))
             record(connection, project_id, "webhook.deleted", endpoint_id)
 
-    def claim_deliveries(self, *, limit: int, lease_seconds: float) -> list[Delivery]:
-        """Deliveries that are due, longest first. Nobody else gets them for `lease_seconds`; each claim counts as a try."""
-        due = and_(UNSENT, webhook_deliveries.c.next_try_at <= database_time())
-        first = select(webhook_deliveries.c.id).where(due).order_by(webhook_deliveries.c.next_try_at).limit(limit)
+    def claim_deliveries(
+        self,
+        *,
+        limit: int,
+        lease_seconds: float,
+        of_project: int | None = None,
+        under_way: Mapping[str, int] | None = None,
+    ) -> list[Delivery]:
+        """Deliveries that are due. Nobody else gets them for `lease_seconds`; each claim counts as a try.
+
+        Projects take turns, and in each of them its endpoints, whose oldest goes first. `of_project`: how many of one project
+        may be under way together; None: `limit`. `under_way`: how many of each are already.
+        """
         with self.reading() as connection:  # most looks find nothing, and need not wait for writers
-            ids = list(connection.scalars(first))
+            ids = list(connection.scalars(_in_turn(of_project or limit, under_way or {}).limit(limit)))
         if not ids:
             return []
         columns = webhook_deliveries.c
-        claim = update(webhook_deliveries).where(columns.id.in_(ids), due)
+        claim = update(webhook_deliveries).where(columns.id.in_(ids), _due())
         claim = claim.values(tries=columns.tries + 1, next_try_at=database_time() + lease_seconds)
         with self.writing() as connection:
             rows = connection.execute(claim.returning(*_DELIVERY, columns.endpoint_id)).mappings().all()
@@ -123,11 +153,43 @@ class WebhookStore(Database):
         with self.writing() as connection:
             connection.execute(update(webhook_deliveries).where(*mine).values(values))
 
-    def forget_deliveries(self, older_than_seconds: float) -> None:
-        """Remove the records of deliveries that are over."""
+    def forget_deliveries(self, older_than_seconds: float, give_up_seconds: float) -> None:
+        """Remove the records of deliveries that are over, and give up those that have waited for so long, tried or not."""
         columns = webhook_deliveries.c
+        now = database_time()
+        late = update(webhook_deliveries).where(
+            UNSENT, columns.created_at <= now - give_up_seconds, is_over(columns.next_try_at, _longest(webhook_deliveries))
+        )
         with self.writing() as connection:
-            connection.execute(delete(webhook_deliveries).where(columns.finished_at <= database_time() - older_than_seconds))
+            connection.execute(late.values(finished_at=now, error=func.coalesce(columns.error, "it waited for too long")))
+            connection.execute(delete(webhook_deliveries).where(columns.finished_at <= now - older_than_seconds))
+
+
+def _due() -> ColumnElement[bool]:
+    return and_(UNSENT, is_over(webhook_deliveries.c.next_try_at, _longest(webhook_deliveries)))
+
+
+def _longest(deliveries: FromClause) -> ColumnElement[float]:
+    """Seconds until the next try, at most, of a delivery that was tried so often."""
+    tries = deliveries.c.tries
+    return case(*((tries <= number, longest_wait(number)) for number in range(13)), else_=longest_wait(13))
+
+
+def _in_turn(of_project: int, under_way: Mapping[str, int]) -> Select[tuple[str]]:
+    """Ids of the deliveries that are due, in the order in which they are to be made.
+
+    Of an endpoint no more are looked at than may be under way, so that a long line of one is never read as a whole.
+    """
+    columns, its = webhook_deliveries.c, webhook_deliveries.alias()
+    first = select(its.c.id).where(its.c.endpoint_id == webhook_endpoints.c.id, its.c.finished_at.is_(None))
+    first = first.where(is_over(its.c.next_try_at, _longest(its))).order_by(its.c.position).limit(of_project)
+    of_endpoint = func.row_number().over(partition_by=columns.endpoint_id, order_by=columns.position)
+    due = select(columns.id, columns.project_id, columns.position, of_endpoint.label("turn"))
+    due = due.join_from(webhook_endpoints, webhook_deliveries, columns.id.in_(first.correlate(webhook_endpoints))).subquery()
+    in_project = func.row_number().over(partition_by=due.c.project_id, order_by=(due.c.turn, due.c.position))
+    busy = case(dict(under_way), value=due.c.project_id, else_=0) if under_way else 0
+    ranked = select(due.c.id, due.c.position, (in_project + busy).label("turn")).subquery()
+    return select(ranked.c.id).where(ranked.c.turn <= of_project).order_by(ranked.c.turn, ranked.c.position)
 
 
 def announce(connection: Connection, job: Job) -> None:

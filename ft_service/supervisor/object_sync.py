@@ -32,13 +32,12 @@ from ft_service.rundir.checkpoints import (
     is_marker,
     mark_damaged,
     marker_key,
-    read_marker,
     step_of,
 )
 from ft_service.rundir.directory import RunDir
-from ft_service.rundir.documents import Result
+from ft_service.rundir.documents import CheckpointMarker, Result
 from ft_service.rundir.evaluations import EVALUATIONS, PROBES, SERVED
-from ft_service.rundir.events import parse_event
+from ft_service.rundir.events import MOST_SEGMENT_BYTES, parse_events
 from ft_service.rundir.fence import Fence, SealedError
 from ft_service.spec import JobSpec
 from ft_service.storage.locations import ObjectRunDir
@@ -55,6 +54,8 @@ FLUSH_SECONDS = 60.0
 """How long the flush waits for the other nodes' shards of the last checkpoint."""
 TRIES = 4
 """How often storage that does not answer is tried, after 2, 4 and 8 seconds."""
+_MOST_BYTES = 2**40
+"""Of what one node brings there by itself: values of pairs grow with the data."""
 _OUTCOME = ("adapter", "metrics.csv", "manifest.json", PROBES, SERVED)
 
 
@@ -138,11 +139,11 @@ class Sync:
     def listen(self) -> None:
         """Take over what the service, or another node, says to the attempt, its seal above all."""
         for key in (self._keys.control, self._keys.stop):
-            body = self.objects.get(f"{self._prefix}/{key}")
-            if body is not None and body != self.run.get(key):
+            body = self._remote.readable_bytes(key)
+            if body is not None and body != self.run.readable_bytes(key):
                 self.run.put(key, body)
         seal = self._fence.seal(LOOK_SECONDS)
-        if seal is not None and (body := self._remote.get(seal)) is not None:
+        if seal is not None and (body := self._remote.readable_bytes(seal)) is not None:
             self.run.put_if_absent(seal, body)
 
     # From here to storage ----------------------------------------------------------------------------------------------
@@ -185,7 +186,7 @@ class Sync:
             self._put_once(own.exit)
 
     def _put_once(self, key: str) -> None:
-        if key not in self._there and (body := self.run.get(key)) is not None:
+        if key not in self._there and (body := self.run.readable_bytes(key, _MOST_BYTES)) is not None:
             self.objects.put_if_absent(f"{self._prefix}/{key}", body)
             self._there[key] = len(body)
 
@@ -209,8 +210,8 @@ class Sync:
         key = marker_key(name)
         if key in self._there:
             return True
-        marker = read_marker(self.run, name)
-        if marker is None:  # removed meanwhile: a newer one is complete
+        marker = self.run.readable(key, CheckpointMarker)
+        if marker is None:  # removed meanwhile: a newer one is complete; or damaged: no reader goes by it
             return True
         if any(self._there.get(f"{checkpoint_key(name)}/{file.name}") != file.bytes for file in marker.files):
             self._look(checkpoint_key(name))
@@ -256,19 +257,20 @@ class Sync:
         for key in self.run.list(self._keys.events):
             if key in self._there:
                 continue
-            lines = (self.run.get(key) or b"").decode().splitlines()
-            named = [event.checkpoint for line in lines if (event := parse_event(line)).checkpoint]
-            if any(not self._push_checkpoint(name) for name in named if name):
+            body = self.run.readable_bytes(key, MOST_SEGMENT_BYTES)
+            if body is None:
+                continue
+            named = [event.checkpoint for event in parse_events(key, body)[0] if event.checkpoint]
+            if any(not self._push_checkpoint(name) for name in named if CHECKPOINT_NAME.fullmatch(name)):
                 return False
             self._put_once(key)
         return True
 
     def _push_outcome(self) -> None:
         """Once, if it is this attempt's; an earlier one that did not know its end may have brought another there."""
-        result = self.run.read("result.json", Result)
-        if self._published or result is None or result.attempt != self.attempt:
+        if self._published or Attempt(self.run, self.attempt).read_result() is None:
             return
-        there = self._remote.read("result.json", Result)
+        there = self._remote.readable("result.json", Result)
         if there is None or there.attempt < self.attempt:
             for key in [found for name in _OUTCOME for found in self.run.list(name) or [name]]:
                 self._put_outcome(key)

@@ -24,17 +24,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ft_service.host import processes
+from ft_service.host import disk, processes
 from ft_service.host.lifetime import die_with_parent, is_locked, require_linux, try_lock, wait_unlocked
-from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.attempt import RESULT, Attempt, AttemptNode, unreadable_exit
 from ft_service.rundir.causes import nccl_gave_up
-from ft_service.rundir.directory import RunDir
-from ft_service.rundir.documents import Desired, Exit, ExitReason, Result, Start, Stop
+from ft_service.rundir.directory import RunDir, UnreadableDocumentError
+from ft_service.rundir.documents import Desired, Exit, ExitReason, OutcomeKind, Result, Start, Stop
 from ft_service.rundir.fence import SEAL_SECONDS, Fence
 from ft_service.supervisor import command_line, torchrun, warm_start
 from ft_service.supervisor.node import Node
 from ft_service.supervisor.object_mirror import Mirror
-from ft_service.supervisor.verdict import Evidence, Forced, conclude, decide_exit, exit_of, find_failed_rank
+from ft_service.supervisor.verdict import Evidence, Forced, conclude, decide_exit, exit_of, find_failed_rank, without_room
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,9 @@ LEFTOVER_LOG_SECONDS = 60.0
 LINGER_SECONDS = 10.0
 """How long torchrun may stay when its ranks have said how the attempt ended and are gone. Without a network to the other nodes
 it would wait minutes for them."""
+ROOM_POLL_SECONDS = 1.0
+"""How often a record is tried again that finds no room on the disk."""
+_NO_ROOM = ("No space left on device", "Disk quota exceeded")
 LOG_FORMAT = "%(asctime)s %(name)s %(message)s"
 
 
@@ -121,6 +124,9 @@ class Supervisor:
         self.fence = Fence(run, attempt)
         self.stop_signal: int | None = None
         self.forced: Forced | None = None
+        self.unreadable: UnreadableDocumentError | None = None
+        """Without which the attempt cannot go on."""
+        self._reserve: disk.Reserve | None = None
         self._deadline: float | None = None
         self._over_since: float | None = None
 
@@ -135,7 +141,10 @@ class Supervisor:
         """
         if self.mirror is not None:
             self.mirror.fetch()
-        start = self.documents.read_start()
+        try:
+            start, unreadable = self.documents.read_start(), None
+        except UnreadableDocumentError as error:
+            start, unreadable = None, error
         begun = start or Start(job_id="", attempt=self.attempt, world_size=1, generation=0, checkpoint=None)
         held = lock if lock is not None else try_lock(self.node.lock(self.run_dir, begun))
         if held is None:
@@ -149,20 +158,57 @@ class Supervisor:
         if not own.write_supervisor(processes.of(os.getpid())):
             log.info("attempt %d was run before, and its supervisor left no exit record; nothing to do", self.attempt)
             return 1
-        ended = (
-            self._attempt(start) if start else exit_of(ExitReason.PERMANENT_ERROR, f"{self.documents.keys.start} is missing.")
-        )
-        return self._end(begun, ended)
+        self._reserve = disk.Reserve(self.run_dir.path(own.keys.folder))
+        return self._end(begun, unreadable_exit(unreadable) if unreadable is not None else self._ended(start))
+
+    def _ended(self, start: Start | None) -> Exit:
+        if start is None:
+            return exit_of(ExitReason.PERMANENT_ERROR, f"{self.documents.keys.start} is missing.")
+        try:
+            return self._attempt(start)
+        except UnreadableDocumentError as error:
+            return unreadable_exit(error)
 
     def _end(self, start: Start, ended: Exit) -> int:
-        self.node.files(self.run_dir, start).write_exit(ended)
+        ended = self._write_exit(self.node.files(self.run_dir, start), ended)
         if start.nodes > 1 and self.node.concludes:
-            ended = self._conclude(start)
-            self.documents.write_exit(ended)
+            ended = self._write_exit(self.documents, self._conclude(start))
         if self.mirror is not None:
             self.mirror.finish()
         log.info("attempt %d ended: %s (%s)", self.attempt, ended.reason, ended.message)
         return ended.code
+
+    def _write_exit(self, place: Attempt | AttemptNode, ended: Exit) -> Exit:
+        """Write an exit record, after waiting for room on the disk if need be, and return what was written.
+
+        Given up once the user cancels, or the host has asked for the end and the grace is over: then nobody waits for it.
+        """
+        deadline: float | None = None
+        if self._reserve is not None:
+            self._reserve.free()
+        while True:
+            try:
+                place.write_exit(ended)
+                return ended
+            except OSError as error:
+                if not disk.is_no_room(error):
+                    raise
+                if not self.documents.has_outcome():
+                    ended = without_room(ended, disk.no_room(self.run_dir.root, error))
+                if deadline is None:
+                    log.error("attempt %d: its exit record waits for room: %s", self.attempt, error)
+            if self.stop_signal is not None and deadline is None:
+                deadline = time.monotonic() + self.grace_seconds
+            if self._is_cancelled() or (deadline is not None and time.monotonic() >= deadline):
+                log.error("attempt %d: its exit record found no room: %s", self.attempt, ended.message)
+                return ended
+            time.sleep(ROOM_POLL_SECONDS)
+
+    def _is_cancelled(self) -> bool:
+        try:
+            return self._wish() is Desired.CANCEL
+        except UnreadableDocumentError:
+            return False
 
     def _conclude(self, start: Start) -> Exit:
         """The attempt's exit record, once the other nodes have left theirs or have had time to."""
@@ -180,7 +226,7 @@ class Supervisor:
         if not wait_unlocked(self.node.ranks_lock(self.run_dir, start), EARLIER_RANKS_SECONDS):
             waited = f"{EARLIER_RANKS_SECONDS:g} seconds"
             return exit_of(ExitReason.WORKER_ERROR, f"Processes of an earlier attempt are still alive after {waited}.")
-        result = self.run_dir.read("result.json", Result)
+        result = self.run_dir.readable(RESULT, Result)  # one that cannot be read is replaced by what this attempt trains
         if result is not None:
             return exit_of(ExitReason.SUCCEEDED, f"Training had finished in attempt {result.attempt} already.")
         if self._wish() is Desired.CANCEL:
@@ -192,7 +238,8 @@ class Supervisor:
         try:
             process = self._spawn(start)
         except OSError as error:
-            return exit_of(ExitReason.WORKER_ERROR, f"torchrun could not be started: {error}.")
+            unstarted = exit_of(ExitReason.WORKER_ERROR, f"torchrun could not be started: {error}.")
+            return without_room(unstarted, disk.no_room(self.run_dir.root, error)) if disk.is_no_room(error) else unstarted
         if self.mirror is not None:
             self.mirror.follow()
         self._watch(process, start)
@@ -250,7 +297,12 @@ class Supervisor:
         process.wait()
 
     def _enforce(self, process: subprocess.Popen[bytes]) -> None:
-        wish = self._wish()
+        try:
+            wish = self._wish()
+        except UnreadableDocumentError as error:
+            self.unreadable = error
+            self._kill(process, "unreadable")
+            return
         if wish is Desired.CANCEL:
             self._kill(process, "cancelled")
             return
@@ -259,7 +311,11 @@ class Supervisor:
             return
         if self.stop_signal is not None:
             name = signal.Signals(self.stop_signal).name
-            self.documents.write_stop(Stop(reason=f"the supervisor got {name}"))
+            try:
+                self.documents.write_stop(Stop(reason=f"the supervisor got {name}"))
+            except OSError as error:  # tried again at the next turn
+                if not disk.is_no_room(error):
+                    raise
         if wish is Desired.RUN and self.stop_signal is None:
             self._deadline = None
         elif self._deadline is None:
@@ -302,6 +358,8 @@ class Supervisor:
                 outcome=self.documents.read_outcome(),
                 result=self._result(),
                 returncode=returncode,
+                unreadable=self.unreadable or self._unreadable_result(),
+                room=self._room(torchrun.guilty_tail(logs, guilty)),
                 nodes=start.nodes,
                 node=self.node.index,
                 forced=self.forced,
@@ -311,10 +369,27 @@ class Supervisor:
             )
         )
 
+    def _room(self, log_tail: str) -> str | None:
+        """That the disk has no room, if a rank says so or hardly anything is free; None: it has."""
+        said = any(words in log_tail for words in _NO_ROOM)
+        if not said and disk.free_bytes(self.run_dir.root) >= disk.NEARLY_NOTHING:
+            return None
+        return disk.no_room(self.run_dir.root)
+
     def _result(self) -> Result | None:
         """This attempt's; an earlier one that did not know its end may have left another."""
-        result = self.run_dir.read("result.json", Result)
-        return result if result is not None and result.attempt == self.attempt else None
+        return self.documents.read_result()
+
+    def _unreadable_result(self) -> UnreadableDocumentError | None:
+        """Why the result cannot be read that the ranks say they have left; None: it can, or they do not say so."""
+        outcome = self.documents.read_outcome()
+        if outcome is None or outcome.kind is not OutcomeKind.SUCCEEDED:
+            return None
+        try:
+            self.run_dir.read(RESULT, Result)
+        except UnreadableDocumentError as error:
+            return error
+        return None
 
     def _wish(self) -> Desired:
         control = self.documents.read_control()

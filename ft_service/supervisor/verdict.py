@@ -13,11 +13,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ft_service.host import missing_package
+from ft_service.host.disk import DISK_FULL
 from ft_service.jobs.reasons import Reason
+from ft_service.rundir.attempt import unreadable_exit
 from ft_service.rundir.causes import COLLECTIVE_TIMEOUT, first_cause
+from ft_service.rundir.directory import UnreadableDocumentError
 from ft_service.rundir.documents import ErrorInfo, Exit, ExitReason, Outcome, OutcomeKind, Result
 
-Forced = Literal["cancelled", "stop_timeout", "sealed"]
+Forced = Literal["cancelled", "stop_timeout", "sealed", "unreadable"]
 """Why the supervisor killed the ranks."""
 
 EXIT_CODE: dict[ExitReason, Literal[0, 1, 64, 75]] = {
@@ -30,8 +33,16 @@ EXIT_CODE: dict[ExitReason, Literal[0, 1, 64, 75]] = {
     ExitReason.STOP_TIMEOUT: 1,
     ExitReason.STALLED: 1,
     ExitReason.HOST_LOST: 1,
+    ExitReason.DISK_FULL: 1,
+    ExitReason.UNREADABLE: 1,
 }
 """Exit reason → exit code of the supervisor."""
+
+_REASON_OF_CODE: dict[str | None, ExitReason] = {
+    UnreadableDocumentError.code: ExitReason.UNREADABLE,
+    DISK_FULL: ExitReason.DISK_FULL,
+}
+"""`error.code` of an outcome → reason."""
 
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:\s*")
 _FAILED_RANK = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
@@ -50,6 +61,10 @@ class Evidence:
     node: int = 0
     """Number of the node that this is known on."""
     forced: Forced | None = None
+    unreadable: UnreadableDocumentError | None = None
+    """A document without which the attempt could not go on, or of which nobody knows how it ended."""
+    room: str | None = None
+    """That the disk has no room, in words for the user; None: it has, or the attempt did not end for want of it."""
     failed_rank: FailedRank | None = None
     log_tail: str = ""
     """Last lines of the guilty rank's errors, or of torchrun's."""
@@ -111,13 +126,25 @@ def decide_exit(seen: Evidence) -> Exit:
         return said
     if seen.forced == "sealed":
         return said or exit_of(ExitReason.WORKER_KILLED, "The attempt was over already, and what was left of it was ended.")
+    if seen.unreadable is not None:
+        return unreadable_exit(seen.unreadable)
     found = [said] if said is not None else []
     if seen.forced is not None:
         found += [_exit_of_rank(seen, seen.failed_rank)] if seen.failed_rank is not None else []
         found.append(_exit_unstopped(seen))
     elif said is None or (seen.failed_rank is not None and seen.failed_rank.exitcode < 0):
         found.append(_exit_unspoken(seen))
-    return first_cause(found) or found[0]
+    ended = first_cause(found) or found[0]
+    return without_room(ended, seen.room) if seen.room is not None and seen.outcome is None else ended
+
+
+def without_room(ended: Exit, room: str) -> Exit:
+    """The record of an attempt that found no room on the disk, if it does not say something else that is as good a cause.
+    `room`: the sentence for the user."""
+    if ended.reason not in (ExitReason.WORKER_ERROR, ExitReason.WORKER_KILLED):
+        return ended
+    traceback, rank = (ended.error.traceback, ended.error.rank) if ended.error else (None, None)
+    return exit_of(ExitReason.DISK_FULL, room, ErrorInfo(code=DISK_FULL, message=room, traceback=traceback, rank=rank))
 
 
 def conclude(nodes: int, exits: Mapping[int, Exit], outcome: Outcome | None, result: Result | None) -> Exit:
@@ -150,7 +177,9 @@ def _exit_by_outcome(outcome: Outcome) -> Exit:
     if outcome.kind is OutcomeKind.SUCCEEDED:
         return _worker_error("The ranks said that training succeeded, but left no result.json.")
     message = outcome.error.message if outcome.error else "A rank failed and did not say why."
-    return exit_of(ExitReason.PERMANENT_ERROR if outcome.permanent else ExitReason.WORKER_ERROR, message, outcome.error)
+    code = outcome.error.code if outcome.error else None
+    reason = ExitReason.PERMANENT_ERROR if outcome.permanent else _REASON_OF_CODE.get(code, ExitReason.WORKER_ERROR)
+    return exit_of(reason, message, outcome.error)
 
 
 def _exit_unstopped(seen: Evidence) -> Exit:

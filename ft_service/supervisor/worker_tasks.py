@@ -14,21 +14,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from ft_service.errors import FtError, NotFoundError, SpecError
 from ft_service.host.environment import child_environment
 from ft_service.host.lifetime import exclusive
 from ft_service.rundir.checkpoints import (
     CHECKPOINT_ADAPTER,
     CHECKPOINT_NAME,
-    MARKER,
+    checkpoint_faults,
     checkpoint_key,
     complete_checkpoints,
     obtainable_checkpoints,
     read_marker,
 )
-from ft_service.rundir.directory import RunDir, sha256_of, unfinished
+from ft_service.rundir.directory import RunDir, UnreadableDocumentError, sha256_of, unfinished
+from ft_service.rundir.intact import adapter_faults
 
 WRONG = 64
 
@@ -59,7 +58,8 @@ def run_worker(module: str, arguments: Sequence[str], *, python: str = sys.execu
 
 
 def make_checkpoint_adapter(run_dir: Path, checkpoint: str | int) -> Path:
-    """The folder with the PEFT adapter of a checkpoint (its name, or its step), made at the first call and kept.
+    """The folder with the PEFT adapter of a checkpoint (its name, or its step), made at the first call and kept. One that is
+    damaged is made anew, as long as its checkpoint is whole.
 
     Raises NotFoundError if there is no such complete checkpoint, or if it is damaged.
     """
@@ -68,6 +68,10 @@ def make_checkpoint_adapter(run_dir: Path, checkpoint: str | int) -> Path:
     if not CHECKPOINT_NAME.fullmatch(name):
         raise NotFoundError(f"There is no checkpoint {name!r}.", param="checkpoint", code="no_checkpoint")
     folder = run.path(f"adapters/{name}")
+    if folder.is_dir() and adapter_faults(folder) and not checkpoint_faults(run, name):
+        with exclusive(run.path(f"adapters/{name}.lock")):
+            if folder.is_dir() and adapter_faults(folder):
+                shutil.rmtree(folder)
     if not folder.is_dir():  # it appears whole or not at all, and outlives the checkpoint
         with exclusive(run.path(f"adapters/{name}.lock")):  # of several who ask at once, one makes it
             if not folder.is_dir() and not _take_exported(run, name, folder):
@@ -81,8 +85,8 @@ def _take_exported(run: RunDir, name: str, folder: Path) -> bool:
     """Copy the adapter that the checkpoint itself holds; False: it holds none. Raises NotFoundError if it is damaged."""
     try:
         marker = read_marker(run, name)
-    except ValidationError:
-        raise _damaged(name, f"{MARKER} cannot be read") from None
+    except UnreadableDocumentError as error:
+        raise _damaged(name, error.message.rstrip(".")) from None
     files = [file for file in marker.files if file.name.startswith(f"{CHECKPOINT_ADAPTER}/")] if marker else []
     if not files:
         return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from fastapi import FastAPI
 
 from api.app import create_app
 from ft_service.bases.catalogue import Catalogue
+from ft_service.cli.app import run
 from ft_service.control.base_facts import is_tunable
 from ft_service.settings import Settings
 from ft_service.store.sql import Store, migrate, open_store
@@ -102,3 +103,19 @@ def client(service: Service) -> openai.OpenAI:
 @pytest.fixture
 def training_file(client: openai.OpenAI) -> str:
     return client.files.create(file=("train.jsonl", TRAINING), purpose="fine-tune").id
+
+
+@pytest.fixture
+def ft(service: Service, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The command line against the server: what it printed."""
+    monkeypatch.setenv("FT_BASE_URL", f"{service.url}/v1")
+    monkeypatch.setenv("FT_API_KEY", service.key)
+
+    def call(*words: str, code: int = 0) -> str:
+        capsys.readouterr()
+        ended = run(list(words))
+        printed = capsys.readouterr()
+        assert ended == code, printed
+        return printed.out + printed.err
+
+    return call

@@ -92,7 +92,7 @@ def by_peft(service: Service, name: str | None) -> str:
 
 
 def test_tuned_models_and_their_base_answer_as_themselves(
-    service: Service, client: openai.OpenAI, training_file: str, preview: Preview
+    service: Service, client: openai.OpenAI, training_file: str, preview: Preview, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = [tuned_name(service, client, training_file, seed) for seed in (1, 2)]
     expected = {name: by_peft(service, name) for name in (*names, None)}
@@ -144,6 +144,11 @@ def test_tuned_models_and_their_base_answer_as_themselves(
     assert int(busy.value.response.headers["retry-after"]) > 1
     wait_until(lambda: preview.make_way(range(service.settings.slots or 0)))
     assert preview.pid != pid
+
+    monkeypatch.setattr(service.store, "free_slots", lambda *_: [])
+    with pytest.raises(openai.InternalServerError, match="All 4 slots are busy training"):
+        ask(names[0])
+    assert ask(names[0], extra_body={"processor": True}).choices[0].message.content == expected[names[0]], "beside training"
 
 
 def test_nobody_else_finds_out_what_there_is(

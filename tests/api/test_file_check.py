@@ -32,7 +32,11 @@ def test_a_file_is_judged_as_a_job_would_read_it(service: Service) -> None:
     assert found["message"].startswith("cap.csv: 1 of 1 row cannot be trained on.")
     assert "data: {prompt: Prompt, completion: Completion}" in found["message"]
     found = check(service, "cap.csv", capitals, data='{"prompt": "Prompt", "completion": "Completion"}')
-    assert (found["ok"], found["message"], found["records"]) == (True, "cap.csv: prompt and completion in CSV; 1 row, fine.", 1)
+    assert (found["ok"], found["message"], found["records"]) == (
+        True,
+        "cap.csv: prompt and completion in CSV; 1 row, and it is fine.",
+        1,
+    )
     found = check(service, "more.csv", b"prompt,completion,id\na,b,1\nc,d,2\n")
     assert found["message"] == "more.csv: prompt and completion in CSV; 2 rows, all of them fine."
     assert found["warnings"] == ["more.csv: 1 column is not of this format, and left out: id."]

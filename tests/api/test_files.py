@@ -251,6 +251,19 @@ def test_contents_that_are_gone_are_a_404_that_says_so(service: Service, client:
         client.files.content(training_file)
 
 
+def test_contents_that_have_changed_are_not_given_away(service: Service, client: openai.OpenAI, training_file: str) -> None:
+    path = Path(service.settings.files_dir / training_file)
+    before = path.read_bytes()
+    for changed in (before[:-2] + b"!" + before[-1:], before + b"x"):
+        path.write_bytes(changed)
+        for _ in range(2):
+            with pytest.raises(openai.NotFoundError, match="damaged on the service's disk") as refused:
+                client.files.content(training_file)
+            assert refused.value.code == "file_damaged"
+    path.write_bytes(before)
+    assert client.files.content(training_file).content == before
+
+
 def test_an_upload_that_the_client_repeats_is_one_file(service: Service) -> None:
     def upload(retry: int) -> str:
         headers = {"x-stainless-retry-count": str(retry)}

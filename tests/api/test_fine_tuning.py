@@ -1,15 +1,20 @@
 from __future__ import annotations
 
 import io
+import shutil
 import tarfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from api.http import dependencies
+from api.routes import fine_tuning
+from ft_service.control import admission
 from ft_service.ids import new_id
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Phase, State
@@ -19,6 +24,7 @@ from tests.support.creating import create_job
 from tests.support.records import claim_next
 from tests.support.rest.refusals import check_error
 from tests.support.rest.service import METRICS, TRAINING, Service, put, put_state, run_dir, wait_until
+from tests.support.run_directories import finished_run, flip_a_bit
 
 
 def test_a_new_job_shows_what_was_resolved(service: Service, client: openai.OpenAI, training_file: str) -> None:
@@ -302,6 +308,22 @@ def test_the_adapter_is_a_tar_archive_once_the_job_has_succeeded(
         assert member.read() == weights
 
 
+def test_a_damaged_adapter_is_not_given_away(
+    service: Service, client: openai.OpenAI, training_file: str, tmp_path: Path
+) -> None:
+    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file).id
+    put(service, job_id, state=State.SUCCEEDED, attempt=1)
+    adapter = run_dir(service, job_id).path("adapter")
+    shutil.copytree(finished_run(tmp_path / "finished").path("adapter"), adapter)
+    path = f"/v1/fine_tuning/jobs/{job_id}/adapter"
+    assert service.http("GET", path).status_code == 200
+    flip_a_bit(adapter / "adapter_model.safetensors")
+    for _ in range(2):
+        refused = service.http("GET", path)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "adapter_damaged")
+        assert "adapter_model.safetensors has other contents than when it was written" in refused.json()["error"]["message"]
+
+
 def test_a_checkpoint_s_adapter_is_made_once_when_it_is_asked_for(
     service: Service, client: openai.OpenAI, training_file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -491,3 +513,42 @@ def test_a_plan_counts_records_and_not_lines(service: Service, client: openai.Op
     assert (time["examples"], time["steps"]) == (10, 5)
     time = service.http("POST", "/v1/fine_tuning/plan", json={**body, "validation_split": 0.4}).json()["time"]
     assert (time["examples"], time["steps"]) == (6, 3)
+
+
+def test_a_large_body_holds_up_neither_the_small_ones_nor_anything_else(
+    service: Service, client: openai.OpenAI, training_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may hold thousands of patterns, to be read and to be matched with a base."""
+    reading, matching, released = threading.Event(), threading.Event(), threading.Event()
+
+    def read(body: Any, **known: Any) -> Any:
+        if "lora" in body:
+            reading.set()
+            assert released.wait(60)
+        return admission.read(body, **known)
+
+    def create(asked: Any, **known: Any) -> Any:
+        if any("precision" in one.body for one in asked):
+            matching.set()
+            assert released.wait(60)
+        return admission.create(asked, **known)
+
+    monkeypatch.setattr(fine_tuning, "read", read)
+    monkeypatch.setattr(dependencies, "create", create)
+    service.use(service.settings)
+    body: dict[str, Any] = {"model": "tiny", "training_file": training_file}
+    patterns = {f"[ab]{number}": 8 for number in range(1000)}
+    with ThreadPoolExecutor(2) as pool:
+        large = [
+            pool.submit(service.http, "POST", "/v1/fine_tuning/jobs", json=body | more)
+            for more in ({"lora": {"rank_pattern": patterns}}, {"precision": {"overrides": dict.fromkeys(patterns, "nf4")}})
+        ]
+        try:
+            assert reading.wait(60)
+            assert matching.wait(60)
+            assert client.fine_tuning.jobs.create(**body).status == "validating_files"
+            assert len(client.fine_tuning.jobs.list().data) == 1
+            assert not any(answer.done() for answer in large)
+        finally:
+            released.set()
+        assert [answer.result().json()["error"]["code"] for answer in large] == ["invalid_value", "invalid_value"]

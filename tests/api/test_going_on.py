@@ -99,7 +99,7 @@ def test_what_is_not_there_is_a_400(
 
 
 def test_another_projects_model_needs_its_permission(service: Service, client: openai.OpenAI, parent: str) -> None:
-    service.store.ensure_project("other", "rival")
+    service.store.ensure_project("other", "local")
     _, key = service.store.create_key(project_id="other", name="k", scope="user")
     other = service.client(key)
     file_id = other.files.create(file=("a.jsonl", b'{"messages": []}\n'), purpose="fine-tune").id

@@ -88,6 +88,13 @@ def test_a_stream_comes_back_while_it_is_made(client: openai.OpenAI, receiver: R
     assert [part.choices[0].delta.content for part in stream] == ["lo"]
 
 
+def test_the_processor_is_asked_for_of_the_preview_alone(client: openai.OpenAI, receiver: Receiver, tuned: str) -> None:
+    messages: Any = [{"role": "user", "content": "Hi"}]
+    with pytest.raises(openai.BadRequestError, match="an inference server answers here") as caught:
+        client.chat.completions.create(model=tuned, messages=messages, extra_body={"processor": True})
+    assert caught.value.param == "processor"
+
+
 def test_a_refusal_comes_back_as_it_is(client: openai.OpenAI, receiver: Receiver, tuned: str) -> None:
     def refuse(_: Received) -> Any:
         body = {"error": {"message": "busy", "type": "rate", "param": None, "code": "slow_down"}}

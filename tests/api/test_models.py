@@ -23,7 +23,7 @@ def tuned(service: Service, client: openai.OpenAI, training_file: str) -> str:
 @pytest.fixture
 def other(service: Service) -> openai.OpenAI:
     """A client of another project."""
-    service.store.ensure_project("other", "rival")
+    service.store.ensure_project("other", "local")
     return service.client(service.store.create_key(project_id="other", name="k", scope="admin")[1])
 
 

@@ -96,6 +96,46 @@ def test_routes_that_the_client_does_not_know_are_marked(document: dict[str, Any
             assert operation.get("description", "").startswith("Not in OpenAI's API.") is ours, path
 
 
+def test_limits_are_said_by_the_names_of_json_schema(document: dict[str, Any]) -> None:
+    def check(schema: Any, place: str) -> None:
+        if isinstance(schema, dict):
+            assert not {"gt", "ge", "lt", "le"} & set(schema) or schema.get("type") not in ("number", "integer"), place
+            for name, member in schema.items():
+                check(member, f"{place}.{name}")
+        elif isinstance(schema, list):
+            for member in schema:
+                check(member, place)
+
+    check(document["components"]["schemas"], "")
+    lora = document["components"]["schemas"]["LoraOptions"]["properties"]
+    assert (lora["lora_alpha"]["exclusiveMinimum"], lora["lora_alpha"]["maximum"]) == (0, 4096)
+    assert (lora["lora_dropout"]["minimum"], lora["lora_dropout"]["exclusiveMaximum"]) == (0, 1)
+
+
+def test_a_cursor_is_not_empty_and_the_document_says_so(service: Service, document: dict[str, Any]) -> None:
+    cursors = 0
+    for path, operations in document["paths"].items():
+        for parameter in operations.get("get", {}).get("parameters", ()):
+            schemas = [parameter["schema"], *parameter["schema"].get("anyOf", ())]
+            if parameter["name"] == "after" and any(schema.get("type") == "string" for schema in schemas):
+                cursors += 1
+                assert any(schema.get("minLength") == 1 for schema in schemas), path
+                if "{" not in path:
+                    answer = service.http("GET", path, params={"after": ""})
+                    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "after"), path
+    assert cursors > 8
+
+
+def test_whole_numbers_may_be_written_with_a_fraction_of_nothing(service: Service, training_file: str) -> None:
+    body = f'{{"model": "tiny", "training_file": "{training_file}", "seed": 331.0, "priority": -0.0, '
+    body += '"training": {"n_epochs": 3.0, "learning_rate": 1.0}, "lora": {"r": 8e0, "rank_pattern": {"q_proj": 4.0}}}'
+    made = service.http("POST", "/v1/fine_tuning/jobs", content=body).json()
+    assert (made["seed"], made["priority"], made["lora"]["r"], made["lora"]["rank_pattern"]) == (331, 0, 8, {"q_proj": 4})
+    assert made["training"]["learning_rate"] == 1.0
+    refused = service.http("POST", "/v1/fine_tuning/jobs", content=body.replace("331.0", "331.5"))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "seed")
+
+
 def prepared(service: Service, client: openai.OpenAI, receiver: Receiver, file_id: str) -> dict[str, str]:
     """Values of path parameters that exist."""
     job_id = client.fine_tuning.jobs.create(model="tiny", training_file=file_id).id

@@ -20,7 +20,7 @@ from ft_service.client.connection import find_connection
 from ft_service.errors import FtError, SpecError
 from ft_service.jobs.states import State
 from ft_service.settings import Settings
-from ft_service.store.sql import Store, open_store
+from ft_service.store.sql import Store, migrate, open_store
 from tests.support.bases import save_base
 from tests.support.rest.process import ended, read, server, started
 from tests.support.rest.service import TRAINING, put_state, wait_until
@@ -62,6 +62,13 @@ def reconcile(settings, store, meters, stop: threading.Event) -> None:
 
 settings = Settings()
 server.serve(settings, reconcile)
+"""
+
+SERVE_BY_COMMAND = """
+import sys
+from ft_service.cli.app import run
+
+sys.exit(run(["serve"]))
 """
 
 FAILING_RECONCILER = """
@@ -128,13 +135,17 @@ def test_the_command_line_goes_on_to_find_a_server_beside_which_another_one_was(
         with server(tmp_path) as short:
             started(tmp_path, short).close()
             assert find_connection({}, tmp_path).base_url != first.base_url
-            ended(short, signal.SIGTERM)
+            out, _ = ended(short, signal.SIGTERM)
+        # The second one says whom it is beside, and what that means.
+        assert f"is served already, by {first.base_url.removesuffix('/v1')} (process {long.process.pid})" in out
+        assert "share one SQLite database" in out
         assert find_connection({}, tmp_path) == first
         with server(tmp_path) as killed:
             started(tmp_path, killed).close()
         assert killed.process.returncode == -signal.SIGKILL
         assert find_connection({}, tmp_path) == first
-        ended(long, signal.SIGTERM)
+        out, _ = ended(long, signal.SIGTERM)
+        assert "served already" not in out
     with pytest.raises(FtError, match="No server is running"):
         find_connection({}, tmp_path)
 
@@ -192,6 +203,22 @@ def test_a_port_that_is_taken_is_named_and_nothing_is_started(tmp_path: Path) ->
     assert f"Port {port} of 127.0.0.1 is in use by process {os.getpid()}: " in err
     assert "Stop that, or take another port: --port N" in err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("body", "says"), [(b"no database at all" * 100, "is not a database"), (None, "is damaged")])
+def test_a_database_that_cannot_be_used_is_the_last_word(tmp_path: Path, body: bytes | None, says: str) -> None:
+    path = tmp_path / "ft.db"
+    if body is None:
+        migrate(f"sqlite:///{path}")
+        body = path.read_bytes()[:4096] + os.urandom(path.stat().st_size - 4096)
+    path.write_bytes(body)
+    with server(tmp_path, SERVE_BY_COMMAND) as serving:
+        _, err = serving.printed()
+    assert serving.process.returncode == 1
+    last = err.splitlines()[-1]
+    assert last.startswith("ft: The database")
+    assert says in last
+    assert "Traceback" not in err
 
 
 def test_the_server_imports_no_torch() -> None:

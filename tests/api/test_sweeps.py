@@ -13,12 +13,12 @@ import httpx2
 import openai
 import pytest
 
-from ft_service.cli.app import run
 from ft_service.control.sweeps.keeper import tend
 from ft_service.jobs.reasons import Reason
-from ft_service.jobs.states import State
+from ft_service.jobs.states import Phase, State
+from ft_service.rundir.documents import Result
 from ft_service.store.records import JobChange
-from tests.support.rest.service import LINE, Service
+from tests.support.rest.service import LINE, Service, run_dir
 
 SWEEPS = "/v1/fine_tuning/sweeps"
 
@@ -113,6 +113,20 @@ def test_a_sweep_is_cancelled_and_deleted_as_one(service: Service, client: opena
     assert len(client.fine_tuning.jobs.list().data) == 4, "jobs stay"
 
 
+def test_a_job_of_a_sweep_that_has_left_its_result_is_not_cancelled_with_it(service: Service, body: dict[str, Any]) -> None:
+    sweep = service.http("POST", SWEEPS, json=body).json()
+    path = f"{SWEEPS}/{sweep['id']}"
+    found = service.store.claim(host="h", owner="test", lease_seconds=60.0, idle_seconds=0.0)
+    assert found is not None
+    running = replace(found.job, state=State.RUNNING, phase=Phase.TRAINING, attempt=1, host="h")
+    assert service.store.apply(found, JobChange(job=running))
+    result = Result(attempt=1, steps=1, trained_tokens=7, train_loss=2.0, valid_loss=None)
+    run_dir(service, running.id).write("result.json", result)
+    assert service.http("POST", f"{path}/cancel").json()["counts"] == {"cancelled": 3, "running": 1}
+    refused = service.http("POST", f"/v1/fine_tuning/jobs/{running.id}/cancel")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_state")
+
+
 def test_a_repeated_request_makes_no_second_sweep(service: Service, body: dict[str, Any]) -> None:
     keyed = {"idempotency-key": "once"}
     first = service.http("POST", SWEEPS, json=body, headers=keyed).json()
@@ -159,22 +173,6 @@ def test_the_page_shows_a_sweep_best_first_and_leads_to_its_comparison(service: 
     assert part.status_code == 200
     assert "<html" not in part.text
     assert empty.status_code == 404
-
-
-@pytest.fixture
-def ft(service: Service, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """The command line against the server: what it printed."""
-    monkeypatch.setenv("FT_BASE_URL", f"{service.url}/v1")
-    monkeypatch.setenv("FT_API_KEY", service.key)
-
-    def call(*words: str, code: int = 0) -> str:
-        capsys.readouterr()
-        ended = run(list(words))
-        printed = capsys.readouterr()
-        assert ended == code, printed
-        return printed.out + printed.err
-
-    return call
 
 
 def test_the_command_line_submits_shows_and_removes_a_sweep(service: Service, ft: Callable[..., str], tmp_path: Path) -> None:

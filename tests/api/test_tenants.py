@@ -3,80 +3,36 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import State
 from ft_service.store.records import Limits
 from tests.support.creating import create_job
 from tests.support.records import new_job
+from tests.support.rest.described import MARKS, OPEN, filled, operations, tenant
 from tests.support.rest.refusals import check_error
-from tests.support.rest.service import TRAINING, Service, put, run_dir
+from tests.support.rest.service import TRAINING, Service
 
-OPEN = {"/livez", "/readyz", "/metrics"}
 MAKES = {
     "/v1/fine_tuning/jobs/{job_id}/checkpoints/{checkpoint_id}/adapter",
     "/v1/fine_tuning/checkpoints/{checkpoint}/adapter",
 }
 """Have a process make an adapter, for those who may have it: left out where that would be."""
-MARKS = ("secret-name", "secret.example")
 
 
 @pytest.fixture
-def theirs(service: Service, client: openai.OpenAI, training_file: str) -> dict[str, str]:
-    """Values of path parameters: everything that the first tenant has. Names hold a mark."""
-    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=training_file, suffix="secret-name").id
-    job = put(service, job_id, checkpoints=(5,), state=State.SUCCEEDED, reason=Reason.SUCCEEDED, attempt=1, finished_at=1e9)
-    run_dir(service, job_id).put("adapter/adapter_config.json", b"{}")
-    run_dir(service, job_id).put("attempts/1/logs/supervisor.log", b"secret-name\n")
-    client.files.create(file=("secret-name.jsonl", TRAINING), purpose="fine-tune")
-    upload = client.uploads.create(bytes=9, filename="secret-name.jsonl", mime_type="text/plain", purpose="fine-tune")
-    service.store.ensure_project("third", "local")
-    granted = client.fine_tuning.checkpoints.permissions.create(job.spec.tuned_name, project_ids=["third"]).data[0]
-    service.use(service.settings.model_copy(update={"webhook_allow_private": True}))
-    endpoint = client.webhooks.create(name="secret-name", url="http://secret.example", event_types=["fine_tuning.job.failed"])
-    key, _ = service.store.create_key(project_id="default", name="secret-name", scope="submit")
-    tried = {"suffix": "secret-name", "sweep": {"lora.r": [4, 8]}}
-    body = {"model": "tiny", "training_file": training_file, "validation_file": training_file, **tried}
-    sweep = service.http("POST", "/v1/fine_tuning/sweeps", json=body).json()
-    [checkpoint] = client.fine_tuning.jobs.checkpoints.list(job_id).data
-    return {
-        "job_id": job_id,
-        "sweep_id": sweep["id"],
-        "file_id": training_file,
-        "upload_id": upload.id,
-        "model": job.spec.tuned_name,
-        "fine_tuned_model_checkpoint": job.spec.tuned_name,
-        "checkpoint": f"{job.spec.tuned_name}:ckpt-step-5",
-        "checkpoint_id": checkpoint.id,
-        "permission_id": granted.id,
-        "webhook_endpoint_id": endpoint.id,
-        "project_id": "default",
-        "api_key_id": key.id,
-        "key_id": key.id,
-        "format": "vllm",
-    }
+def theirs(service: Service) -> dict[str, str]:
+    """Everything that the first tenant has. Names hold a mark."""
+    return tenant(service, "default", service.key)
 
 
 @pytest.fixture(params=["rival", "local"])
 def rival(request: pytest.FixtureRequest, service: Service) -> str:
     """An admin key of another project, of another organisation or of the same."""
     return rival_key(service, request.param)
-
-
-def operations(service: Service) -> Iterator[tuple[str, str]]:
-    for path, methods in service.http("GET", "/openapi.json").json()["paths"].items():
-        for method in methods if path not in OPEN else ():
-            yield method.upper(), path
-
-
-def filled(path: str, values: dict[str, str]) -> str:
-    """The path with these values. Fails for a parameter that `theirs` lacks: give it one."""
-    return re.sub(r"{(\w+)}", lambda match: values[match[1]], path)
 
 
 def ask(service: Service, method: str, path: str, key: str) -> Any:
@@ -131,10 +87,13 @@ def everything(service: Service, theirs: dict[str, str]) -> list[Any]:
     return [(path, status, re.sub(r'"last_used_at":\w+', "", str(text))) for path, status, text in seen]
 
 
-def test_another_tenants_ids_are_nothing_in_queries_either(service: Service, theirs: dict[str, str]) -> None:
+@pytest.mark.parametrize("organization", ["rival", "local"])
+def test_another_tenants_ids_are_nothing_in_queries_either(service: Service, theirs: dict[str, str], organization: str) -> None:
     """Every query parameter of every route that takes text: a list's cursor, a filter."""
-    rival = rival_key(service, "rival")
-    names = ("job_id", "file_id", "model", "project_id", "api_key_id")
+    changed = service.http("GET", "/v1/organization/audit_logs?limit=1").json()["data"][0]["id"]
+    rival = rival_key(service, organization)
+    theirs = theirs | {"audit_log_id": changed}
+    names = ("job_id", "file_id", "model", "project_id", "api_key_id", "audit_log_id", "webhook_endpoint_id", "sweep_id")
     described = service.http("GET", "/openapi.json").json()["paths"]
     tried = set()
     for path in (path for path, methods in described.items() if "get" in methods and "{" not in path and path not in OPEN):
@@ -194,7 +153,8 @@ def test_another_tenants_ids_are_nothing_in_bodies_either(service: Service, thei
     assert refused.status_code == unknown.status_code >= 400
 
 
-def test_what_is_shared_is_the_model_alone(service: Service, client: openai.OpenAI, theirs: dict[str, str], rival: str) -> None:
+def test_what_is_shared_is_the_model_alone(service: Service, client: openai.OpenAI, theirs: dict[str, str]) -> None:
+    rival = rival_key(service, "local")
     client.fine_tuning.checkpoints.permissions.create(theirs["model"], project_ids=["rival"])
     opened = set()
     for method, path in operations(service):
@@ -204,6 +164,32 @@ def test_what_is_shared_is_the_model_alone(service: Service, client: openai.Open
                 opened.add(path)
     assert opened == {"/v1/models/{model}"}
     assert theirs["model"] in service.http("GET", "/v1/models", key=rival).text
+
+
+def test_nothing_is_shared_with_another_organisation(service: Service, client: openai.OpenAI, theirs: dict[str, str]) -> None:
+    """Nor is it said which projects there are in one."""
+    rival = rival_key(service, "rival")
+    path = f"/v1/fine_tuning/checkpoints/{theirs['model']}/permissions"
+    refused = [
+        check_error(service.http("POST", path, json={"project_ids": ids}), 400)
+        for ids in (
+            ["rival"],
+            ["none0"],
+            [f"third-{theirs['project_id']}", "rival"],
+            [f"third-{theirs['project_id']}", "none0"],
+        )
+    ]
+    for foreign, unknown in (refused[:2], refused[2:]):
+        assert {**foreign, "message": foreign["message"].replace("rival", "none0")} == unknown
+    assert len(client.fine_tuning.checkpoints.permissions.list(theirs["model"]).data) == 1, "all are granted or none is"
+    rival_key(service, "local")
+    client.fine_tuning.checkpoints.permissions.create(theirs["model"], project_ids=["rival"])
+    assert theirs["model"] in service.http("GET", "/v1/models", key=rival).text
+    rival_key(service, "rival")  # it has moved to another organisation since
+    assert theirs["model"] not in service.http("GET", "/v1/models", key=rival).text
+    check_error(service.http("GET", f"/v1/models/{theirs['model']}", key=rival), 404)
+    asked = {"model": theirs["model"], "messages": [{"role": "user", "content": "Hi"}]}
+    check_error(service.http("POST", "/v1/chat/completions", key=rival, json=asked), 404)
 
 
 def test_a_key_that_has_ended_opens_nothing(service: Service, theirs: dict[str, str], subtests: pytest.Subtests) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import ipaddress
+import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,12 +13,18 @@ import openai
 import pytest
 
 from ft_service.control import webhook_delivery
-from ft_service.control.webhook_delivery import deliver_due, is_public, retry_after
+from ft_service.control.webhook_delivery import AT_ONCE_OF_PROJECT, Deliveries, DeliveryError, Sender, retry_after
+from ft_service.host import webhook_receiver
+from ft_service.ids import new_id
 from ft_service.jobs.reasons import Reason
 from ft_service.jobs.states import Phase, State
-from ft_service.store.records import JobChange
-from tests.support.rest.receiver import Receiver, receiving
-from tests.support.rest.service import Service, put
+from ft_service.jobs.verbs import Verb
+from ft_service.meters import Meters
+from ft_service.store.records import JobChange, WebhookEndpoint
+from tests.support.creating import create_job
+from tests.support.records import new_job
+from tests.support.rest.receiver import Receiver, hanging, receiving
+from tests.support.rest.service import Service, put, wait_until
 
 ALL: list[Any] = ["fine_tuning.job.succeeded", "fine_tuning.job.failed", "fine_tuning.job.cancelled"]
 
@@ -33,9 +40,17 @@ def configure(configure: dict[str, Any]) -> dict[str, Any]:
     return configure | {"webhook_allow_private": True}
 
 
-def deliver(service: Service) -> None:
-    while deliver_due(service.settings, service.store):
-        pass
+def deliver(service: Service) -> int:
+    """Deliver what is due; how many tries that took."""
+
+    async def all_due() -> int:
+        deliveries, tries = Deliveries(service.settings, service.store), 0
+        while begun := await deliveries.begin():
+            tries += begun
+            await deliveries.finish()
+        return tries
+
+    return asyncio.run(all_due())
 
 
 def make_due(service: Service) -> None:
@@ -135,7 +150,7 @@ def test_what_does_not_arrive_is_tried_again_with_the_same_id(
     client.fine_tuning.jobs.cancel(job_id)
     deliver(service)
     assert waiting(service) == [(1, "the receiver answered 302")]
-    assert not deliver_due(service.settings, service.store), "it waits for its next try"
+    assert not deliver(service), "it waits for its next try"
 
     client.webhooks.update(made.id, url="http://127.0.0.1:1")
     make_due(service)
@@ -161,6 +176,155 @@ def test_what_is_too_old_is_given_up(service: Service, client: openai.OpenAI, tr
     deliver(service)
 
     assert waiting(service) == []
+
+
+CANNOT_BE_SENT_TO = (
+    "https://256.1.1.1/",
+    "https://0177.0.0.1/",
+    "https://127.1/",
+    "https://2130706433/",
+    "https://0x7f000001/",
+    "https://0x7f.1/",
+    "https://1.2.3/",
+    "https://example.123/",
+    "https://example.0x1/",
+    "https://1.2.3.4.5/",
+    "https://example..com/",
+    "https://.example.com/",
+    "https://example.com./",
+    f"https://{'a' * 64}.com/",
+    f"https://{'a.' * 130}com/",
+    "https://-example.com/",
+    "https://example-.com/",
+    "https://exa%41mple.com/",
+    "https://a b.com/",
+    "https://example.com\\evil.com/",
+    "https://*.example.com/",
+    "https://[::1].example.com/",
+    "https://[fe80::1%25eth0]/",
+    "https://[v1.a]/",
+    "https://[::g]/",
+    "https://example.com:0/",
+    "https://example.com:65536/",
+    "https://example.com:port/",
+    "https://user@example.com/",
+    "https:example.com",
+    "https:///example.com",
+    "//example.com",
+    "https://exämple.com/",
+    "https://example.com/\x7f",
+    "https://",
+    "",
+    "x" * 5000,
+)
+
+
+def test_a_url_that_nothing_could_be_sent_to_is_refused_when_it_is_given(
+    service: Service, client: openai.OpenAI, subtests: pytest.Subtests
+) -> None:
+    made = client.webhooks.create(name="a", url="https://example.com:8443/a?b=c", event_types=ALL)
+    for url in CANNOT_BE_SENT_TO:
+        for path, body in (("", {"name": "a", "event_types": ALL}), (f"/{made.id}", {})):
+            with subtests.test(url=url[:40], path=path):
+                answer = service.http("POST", f"/v1/webhook_endpoints{path}", json=body | {"url": url})
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, "url")
+    assert [endpoint.url for endpoint in client.webhooks.list()] == [made.url]
+
+
+def add_for(service: Service, project: str, url: str, deliveries: int = 1) -> WebhookEndpoint:
+    """An endpoint of a project, with so many deliveries to it that are due. The URL is not checked, as an earlier version's."""
+    service.store.ensure_project(project, "local")
+    endpoint = service.store.add_webhook(
+        WebhookEndpoint(id=new_id("we_"), project_id=project, name="a", url=url, event_types=ALL)
+    )
+    for _ in range(deliveries):
+        service.store.request(project, create_job(service.store, new_job(project_id=project)).id, Verb.CANCEL)
+    return endpoint
+
+
+def test_what_one_delivery_raises_is_its_own_failure(
+    service: Service, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    post = webhook_delivery._post
+
+    async def fail(receiver: Any, address: str, endpoint: WebhookEndpoint, *message: str) -> int:
+        if receiver.url.path == "/bug":
+            raise KeyError("something that nobody expects\0")
+        return await post(receiver, address, endpoint, *message)
+
+    monkeypatch.setattr(webhook_delivery, "_post", fail)
+    bad = [*CANNOT_BE_SENT_TO[:5], f"{receiver.url}/bug", f"http://{'x' * 63}.invalid"]
+    for url in bad:
+        add_for(service, "rival", url)
+    good = [add_for(service, project, receiver.url) for project in ("rival", "default")]
+
+    tries = deliver(service)
+
+    left = waiting(service)
+    assert len(left) == len(bad) * (len(bad) + 1) // 2 + len(bad), "each endpoint is told of its jobs and of those after it"
+    assert all(tried == 1 and error for tried, error in left), "they wait for their next try"
+    assert receiver.arrived.qsize() == 2 == tries - len(left), good
+    service.sql("UPDATE webhook_deliveries SET created_at = 1")
+    make_due(service)
+    deliver(service)
+    assert waiting(service) == [], "and are given up in the end"
+
+
+def test_receivers_that_hang_take_nobody_elses_turn(service: Service, receiver: Receiver) -> None:
+    """More than may be under way of all projects, and due for longer."""
+
+    async def delivered() -> dict[str, int]:
+        deliveries = Deliveries(service.settings, service.store)
+        await deliveries.begin()
+        add_for(service, "default", receiver.url, 3)
+        while receiver.arrived.qsize() < 3:
+            await deliveries.begin()
+            await deliveries.wait(0.05)
+        busy = deliveries._sender.under_way()
+        await deliveries.finish(0.0)
+        return busy
+
+    with hanging() as (url, _):
+        add_for(service, "rival", url, webhook_delivery.AT_ONCE + 8)
+        assert asyncio.run(delivered()).get("rival") == AT_ONCE_OF_PROJECT
+    assert all(tried <= 1 and error is None for tried, error in waiting(service)), "what was ended is made again"
+
+
+def test_the_thread_beside_the_server_delivers_until_it_is_stopped(
+    service: Service, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(webhook_delivery, "_END_SECONDS", 0.1)
+    stop = threading.Event()
+    thread = threading.Thread(target=webhook_delivery.run, args=(service.settings, service.store, Meters(), stop))
+    thread.start()
+    try:
+        with hanging() as (url, _):
+            add_for(service, "rival", "https://256.1.1.1/")
+            add_for(service, "rival", url)
+            add_for(service, "default", receiver.url)
+            assert receiver.arrived.get(timeout=30).headers["webhook-id"].startswith("wh_")
+            stop.set()
+            thread.join(30)
+            assert not thread.is_alive()
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_a_lookup_that_hangs_counts_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+    monkeypatch.setattr(webhook_receiver.socket, "getaddrinfo", lambda *_, **__: over.wait() and [])
+    monkeypatch.setattr(webhook_delivery, "TRY_SECONDS", 0.01)
+    sender = Sender(allow_private=True, at_once=2, at_once_of_project=1)
+    endpoint = WebhookEndpoint(id="we_", project_id="p", name="a", url="https://example.com", event_types=ALL, secret="whsec_")
+    try:
+        with pytest.raises(DeliveryError, match="no answer"):
+            asyncio.run(sender.send(endpoint, "wh_", "{}"))
+        assert (sender.under_way(), sender.has_room("p"), sender.has_room("q")) == ({"p": 1}, False, True)
+    finally:
+        over.set()
+    wait_until(lambda: sender.has_room("p"))
+    assert sender.under_way() == {}
 
 
 def test_waits_grow_and_end() -> None:
@@ -214,11 +378,11 @@ def test_the_name_is_looked_up_for_every_try_and_pinned(
     made = client.webhooks.create(name="a", url=f"http://receiver.invalid:{port}/hook", event_types=ALL)
     asked: list[str] = []
 
-    async def resolve(host: str, port: int, allow_private: bool) -> str:
+    def resolve(host: str, port: int, **_: Any) -> Any:
         asked.append(host)
-        return "127.0.0.1"
+        return [(2, 1, 6, "", ("127.0.0.1", port))]
 
-    monkeypatch.setattr(webhook_delivery, "_resolve", resolve)
+    monkeypatch.setattr(webhook_receiver.socket, "getaddrinfo", resolve)
     for _ in range(2):
         assert client.webhooks.test(made.id, event_type=ALL[0]).status_code == 200
         assert receiver.arrived.get(timeout=10).headers["host"] == f"receiver.invalid:{port}"
@@ -261,27 +425,6 @@ class TestPublicOnly:
         with pytest.raises(openai.BadRequestError, match="not a public address"):
             client.webhooks.test(made.id, event_type=ALL[0])
         assert receiver.arrived.empty()
-
-
-@pytest.mark.parametrize(
-    ("address", "public"),
-    [
-        ("1.1.1.1", True),
-        ("2606:4700::1111", True),
-        ("::ffff:1.1.1.1", True),
-        ("64:ff9b::101:101", True),
-        *[
-            (address, False)
-            for address in (
-                "0.0.0.0", "10.1.2.3", "100.64.0.1", "127.0.0.1", "169.254.169.254", "172.16.0.1", "192.168.1.1", "224.0.0.1",
-                "255.255.255.255", "::", "::1", "fe80::1", "fc00::1", "ff02::1", "::ffff:10.0.0.1", "64:ff9b::a00:1",
-                "2002:a00:1::", "2001:0:4136:e378:8000:63bf:3fff:fdd2",
-            )
-        ],
-    ],
-)  # fmt: skip
-def test_which_addresses_are_public(address: str, public: bool) -> None:
-    assert is_public(ipaddress.ip_address(address)) is public
 
 
 def test_wrong_bodies_are_refused_by_name(service: Service, client: openai.OpenAI, subtests: pytest.Subtests) -> None:

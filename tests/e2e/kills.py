@@ -231,7 +231,7 @@ class _Strikes:
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
     def _refused(self, attempt: int) -> int:
-        events = [event for _, found in read_segments(self._run, attempt) for event in found]
+        events = [event for segment in read_segments(self._run, attempt) for event in segment.events]
         return sum("could not be written" in event.message for event in events)
 
     def _check_one_attempt_lives(self) -> None:
@@ -284,8 +284,8 @@ def trained_again(story: Story) -> int:
     done = Counter(
         event.metrics.step
         for attempt in range(1, last_attempt(story.run) + 1)
-        for _, events in read_segments(story.run, attempt)
-        for event in events
+        for segment in read_segments(story.run, attempt)
+        for event in segment.events
         if event.kind == "metrics" and event.metrics is not None
     )
     return sum(count - 1 for count in done.values())

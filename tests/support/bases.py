@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -79,6 +80,18 @@ def save_headers(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str =
         file.truncate(8 + len(header) + end)
 
 
+def save_fp8_index(folder: Path, config: Mapping[str, Any]) -> Path:
+    """A Llama in FP8 by blocks of 128 of which config.json and the index are here: a plan needs no more."""
+    folder.mkdir(parents=True, exist_ok=True)
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    names = list(llama_shapes(config))
+    names += [name + "_scale_inv" for name in names if name.endswith("_proj.weight")]
+    files = dict.fromkeys(names, "model-00001-of-00001.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return folder
+
+
 def save_base(
     folder: Path, config: Mapping[str, Any] = TINY, shapes: Mapping[str, tuple[int, ...]] | None = None, **changes: Any
 ) -> Path:
@@ -88,7 +101,7 @@ def save_base(
     (folder / "config.json").write_text(json.dumps(described))
     for name in TOKENIZER:
         if not (folder / name).exists():
-            (folder / name).symlink_to(SAMPLE / name)
+            shutil.copyfile(SAMPLE / name, folder / name)
     save_headers(folder / "model.safetensors", llama_shapes(described) if shapes is None else shapes)
     return folder
 

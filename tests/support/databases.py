@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 from uuid import uuid4
 
 import pytest
-from sqlalchemy import create_engine, make_url, text
+from sqlalchemy import create_engine, event, make_url, text
 
 from ft_service.store.sql import Store, migrate, open_store
 from ft_service.store.tables import metadata
@@ -84,6 +86,26 @@ def store(store_url: str) -> Iterator[Store]:
 
 def _sqlite_url(folder: Path) -> str:
     return f"sqlite:///{folder / 'ft.db'}"
+
+
+def set_clock(store: Store, ahead: float) -> None:
+    """Have the statements of a store see a clock that goes so many seconds ahead of the true one, or behind it."""
+    engine = store._engine
+
+    def shift(connection: Any, _: object) -> None:
+        if engine.dialect.name == "sqlite":
+            connection.create_function("julianday", 1, lambda _: (time.time() + ahead) / 86400 + 2440587.5)
+            return
+        connection.execute("CREATE SCHEMA IF NOT EXISTS shifted")
+        connection.execute(
+            "CREATE OR REPLACE FUNCTION shifted.clock_timestamp() RETURNS timestamptz LANGUAGE sql AS "
+            f"$$ SELECT pg_catalog.clock_timestamp() + make_interval(secs => {ahead}) $$"
+        )
+        connection.execute("SET search_path = shifted, pg_catalog, public")
+        connection.commit()
+
+    event.listen(engine, "connect", shift)
+    engine.dispose()
 
 
 def new_postgres_database(server_url: str) -> str:

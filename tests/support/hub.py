@@ -30,6 +30,9 @@ class Hub:
     licence: str = "apache-2.0"
     damaged: str = ""
     """A file of which other bytes are sent than its digest says."""
+    commit: str = COMMIT
+    listed: dict[str, int] = field(default_factory=dict[str, int])
+    """Name → bytes of files that are listed beside those of the folder."""
     asked: list[tuple[str, str]] = field(default_factory=list)
     """(path, range) of every file that was sent."""
 
@@ -84,12 +87,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "RevisionNotFound")
             return
         files = [_listed(name, body) for name, body in self.served.files().items()]
+        files += [{"type": "file", "path": name, "size": size, "oid": "0" * 40} for name, size in self.served.listed.items()]
         if what == "tree":
             self._json(files)
             return
         siblings = [{"rfilename": file["path"], "size": file["size"], "lfs": file.get("lfs")} for file in files]
         card = {"license": self.served.licence}
-        self._json({"id": "org/tiny", "sha": COMMIT, "siblings": siblings, "cardData": card, "tags": [], "private": False})
+        self._json(
+            {"id": "org/tiny", "sha": self.served.commit, "siblings": siblings, "cardData": card, "tags": [], "private": False}
+        )
 
     def _file(self, name: str) -> None:
         body = self.served.files().get(name)

@@ -28,7 +28,7 @@ from workers.base.load import adapters
 from workers.quant.rowwise import RowQuantized
 from workers.ranks.runtime import COMPUTE_DTYPE
 
-FORMATS = {name: {"default": name} for name in ("bf16", "fp8", "nf4", "nf4_fp32")} | {"mixed": MIXED}
+FORMATS = {name: {"default": name} for name in ("bf16", "fp8", "nf4", "nf4_fp32", "fp8_blocks")} | {"mixed": MIXED}
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "nf4 on one rank": (1, {"default": "nf4"}, {}),
     "nf4 on two": (2, {"default": "nf4"}, {}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,8 @@ def held(tensors: Any) -> int:
 
 MIXED = {"default": "bf16", "overrides": {r".*self_attn.*": "fp8", r".*mlp\.(up|down)_proj": "nf4"}}
 ODD = {"vocab_size": VOCABULARY + 1, "intermediate_size": 200, "hidden_size": 72, "num_attention_heads": 4}
+BLOCKS = {"hidden_size": 160, "intermediate_size": 289, "num_attention_heads": 4, "tie_word_embeddings": True}
+"""Of a base in FP8 by blocks of 128, several of which lie in every matrix both ways."""
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "bf16 on one rank": (1, {"default": "bf16"}, {}, {}),
     "nf4 on one rank, fp32": (1, {"default": "nf4", "compute": "fp32"}, {}, {}),
@@ -90,6 +93,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "kept unsharded over the step": (2, {"default": "nf4"}, {}, {"keep_unsharded": True}),
     "kept over two of four": (4, {"default": "bf16"}, {}, {"reshard_after_forward": 2}),
     "in one group": (2, {"default": "fp8"}, {}, {"wrap": "none"}),
+    "fp8 by blocks on three, columns that do not divide": (3, {"default": "fp8_blocks"}, {"intermediate_size": 200}, {}),
     "some weights whole": (3, {**MIXED, "compute": "fp32"}, {}, {"ignored": [r".*norm\.weight", r".*up_proj.*"]}),
     "kept gathered until the backward": (2, {"default": "nf4"}, {}, {"reshard_after_forward": False}),
 }
@@ -144,28 +148,40 @@ def plain_parts(parameter: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize(
-    ("publish", "changes"),
+    ("publish", "changes", "asked", "stored"),
     [
-        (bitsandbytes_4bit, {"intermediate_size": 128}),
-        (bitsandbytes_4bit, {"intermediate_size": 96}),
-        (fp8_by_rows, {}),
-        (fp8_by_blocks, {"tie_word_embeddings": True}),
+        (bitsandbytes_4bit, {"intermediate_size": 128}, "nf4", {"nf4_fp32"}),
+        (bitsandbytes_4bit, {"intermediate_size": 96}, "nf4", {"nf4_fp32"}),
+        (fp8_by_rows, {}, "nf4", {"fp8"}),
+        (fp8_by_blocks, BLOCKS, "fp8", {"fp8_blocks"}),
+        (fp8_by_blocks, BLOCKS, "nf4", {"nf4"}),
+        (fp8_by_blocks, BLOCKS, "bf16", set[str]()),
+        (partial(fp8_by_blocks, block=64), BLOCKS, "fp8", {"fp8"}),
     ],
-    ids=["nf4 of whole blocks", "nf4 of blocks across rows", "fp8 by rows", "fp8 by blocks"],
+    ids=[
+        *("nf4 of whole blocks", "nf4 of blocks across rows", "fp8 by rows"),
+        *("fp8 by blocks", "fp8 by blocks in nf4", "fp8 by blocks in bf16", "fp8 by blocks of another width"),
+    ],
 )
-def test_a_base_published_quantised_takes_what_was_planned(publish: Any, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_a_base_published_quantised_takes_what_was_planned(
+    publish: Any, changes: dict[str, Any], asked: str, stored: set[str], tmp_path: Path
+) -> None:
     base = save_tiny_llama(tmp_path / "base", **changes)
     publish(base)
     spec = spec_for(
         base,
         ranks=2,
-        precision={"default": "nf4"},
+        precision={"default": asked},
         training={"batch_size": 2, "per_device_train_batch_size": 2, "max_length": LENGTH},
     )
     plan = plan_job(spec, MACHINES["H100"])
-    assert {m.name: m.format for m in plan.modules if m.format != "bf16"} == dict(build(spec, CPU).formats)
+    formats = dict(build(spec, CPU).formats)
+    assert {m.name: m.format for m in plan.modules if m.name in formats} == formats
+    assert {m.format for m in plan.modules} - {"bf16"} == set(formats.values()) - {"bf16"} == stored
     for result in run_on_ranks(measure, 2, spec):
         assert (result["quantised"], result["plain"]) == base_bytes(plan)
+        received = sum(sent * (ranks - 1) for kind, _, sent, ranks in result["collectives"] if kind == "gather")
+        assert received == pytest.approx(plan.wire.gather, rel=0.02)
 
 
 def test_a_base_published_quantised_keeps_its_formats(tmp_path: Path) -> None:

@@ -19,9 +19,11 @@ from ft_service.data.data_file import DataReport
 from ft_service.data.examiner import Examiner, data_files
 from ft_service.data.token_folder import FOLDER
 from ft_service.errors import SpecError
+from ft_service.plan.choose import with_options
 from ft_service.rundir.checkpoints import checkpoint_faults, complete_checkpoints
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import CheckpointMarker, Control, Desired, Outcome, OutcomeKind, Result, Start
+from ft_service.rundir.events import SettledOption
 from ft_service.rundir.manifest import ORIGINS, Manifest, Origins, parent_of, without_paths
 from ft_service.rundir.verify import verify
 from ft_service.spec import AdapterRef, JobSpec, LoraOptions
@@ -116,7 +118,7 @@ def test_training_lowers_the_loss(finished: RunDir) -> None:
 def attempt_with_tokens(rank: int, world: int, root: str, attempt: int, tokens: str) -> Outcome:
     """An attempt on a rank that has the service's tokens and no tokenizer."""
     refuse = AssertionError("no rank tokenises")
-    with patch.dict(os.environ, {FOLDER: tokens}), patch("workers.data.token_sets.load_tokenizer", side_effect=refuse):
+    with patch.dict(os.environ, {FOLDER: tokens}), patch("workers.data.token_sets.tokenise", side_effect=refuse):
         return attempt_on_rank(rank, world, root, attempt)
 
 
@@ -373,9 +375,12 @@ def test_a_parent_that_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize(("ranks", "where"), [(1, "1 rank (cpu)"), (3, "3 ranks (cpu)")])
-def test_the_beginning_is_told_in_grammar(ranks: int, where: str) -> None:
-    told: list[str] = []
-    runtime = SimpleNamespace(rank=1, world=ranks, device=CPU, start=SimpleNamespace(checkpoint=None))
+def test_the_beginning_is_told_in_grammar_and_with_what_was_chosen(ranks: int, where: str, spec: JobSpec) -> None:
+    told: list[Any] = []
+    chosen = with_options(spec, {"training.tokens_per_micro_batch": 256, "distributed.compile": False})
+    chosen = chosen.model_copy(update={"chosen": {"training.tokens_per_micro_batch": "all of it", "training.n_epochs": "few"}})
+    runtime = SimpleNamespace(rank=1, world=ranks, device=CPU, start=SimpleNamespace(checkpoint=None), spec=chosen)
     begin: Any = _resume
-    begin(runtime, SimpleNamespace(message=told.append), None, SimpleNamespace(total_steps=8))
-    assert told == [f"Training starts on {where}: 8 steps."]
+    begin(runtime, SimpleNamespace(begin=lambda *said: told.extend(said)), None, SimpleNamespace(total_steps=8))
+    settled = {"training.tokens_per_micro_batch": SettledOption(value=256, why="all of it")}
+    assert told == [f"Training starts on {where}: 8 steps.", settled]

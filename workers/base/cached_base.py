@@ -16,6 +16,7 @@ from ft_service.bases.cache_folder import INDEX, LIMIT, Cache, Entry
 from workers.base.agreement import from_all, from_first
 from workers.base.frozen import FrozenWeight, Level, Loaded
 from workers.base.quantized_base import (
+    OF_WEIGHTS,
     CacheFile,
     Index,
     base_digest,
@@ -55,7 +56,8 @@ class BaseCache:
             targets = {name: (weight.storage, weight.rows) for name, weight in self._weights.items()}
             read = read_rows(folder, index.files, targets)
             self.notes.append(("info", "The quantised base was read from the cache; the base's own weights were not opened."))
-            loaded = Loaded(index.changed, index.requantized, index.kept, cached=True, bytes_read=read, notes=self.notes)
+            weights = {name: getattr(index, name) for name in OF_WEIGHTS}
+            loaded = Loaded(**weights, cached=True, bytes_read=read, notes=self.notes)
         from_all(None)  # the entry must not go before the slowest rank has read it
         if entry is not None:
             entry.close()
@@ -151,9 +153,8 @@ class BaseCache:
         """Make the entry visible. Returns why that failed; None: it is there."""
         try:
             if not failed:
-                write_entry_index(
-                    staged.folder, Index(files, dict(loaded.changed), dict(loaded.requantized), dict(loaded.kept))
-                )
+                weights = {name: dict(getattr(loaded, name)) for name in OF_WEIGHTS}
+                write_entry_index(staged.folder, Index(files, **weights))
                 self._cache.publish(staged, self._key)
                 return ""
         except OSError as error:

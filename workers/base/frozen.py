@@ -55,6 +55,8 @@ class Loaded:
     """Base parameter → ‖stored - read‖ / ‖read‖ of the whole of it, for those that storing changed."""
     requantized: Mapping[str, str]
     """Base parameter → the layout that the base held it quantised in, for those that had to be quantised again."""
+    converted: Mapping[str, str]
+    """The same for those that the job stores otherwise though a format holds them as they are, or that it stores plain."""
     kept: Mapping[str, str]
     """The same for those that are stored as the base held them."""
     cached: bool
@@ -70,11 +72,22 @@ class Loaded:
         for layout in sorted(set(self.kept.values())):
             count = list(self.kept.values()).count(layout)
             yield "info", f"{count} weights of the base came as {layout} and are kept exactly."
+        for layout in sorted(set(self.converted.values())):
+            count, mean, worst = self._change(self.converted, layout)
+            yield (
+                "info",
+                f"{count} weights of the base came as {layout} and are stored as the job says, from exactly the values that "
+                f"they stand for. Rounding changed them by {mean:.2%} of their norm on average, by {worst:.2%} at most.",
+            )
         for layout in sorted(set(self.requantized.values())):
-            errors = [self.changed[name] for name, its_layout in self.requantized.items() if its_layout == layout]
-            mean, worst = sum(errors) / len(errors), max(errors)
+            count, mean, worst = self._change(self.requantized, layout)
             yield (
                 "warn",
-                f"{len(errors)} weights of the base came as {layout}, which no format here can hold as it is, and were "
-                f"quantised again. That changed them by {mean:.2%} of their norm on average, by {worst:.2%} at most.",
+                f"{count} weights of the base came as {layout}, which no format here can hold as it is, and were quantised "
+                f"again. That changed them by {mean:.2%} of their norm on average, by {worst:.2%} at most.",
             )
+
+    def _change(self, weights: Mapping[str, str], layout: str) -> tuple[int, float, float]:
+        """How many weights have a layout, and their mean and largest change."""
+        errors = [self.changed[name] for name, its_layout in weights.items() if its_layout == layout]
+        return len(errors), sum(errors) / len(errors), max(errors)

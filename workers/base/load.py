@@ -154,6 +154,7 @@ def _from_files(weights: dict[str, FrozenWeight], base: NamedBase) -> Loaded:
     _check_complete(weights, base)
     deviations: dict[str, Deviation] = {}
     layouts: dict[str, str] = {}
+    by_choice: set[str] = set()
     for name, weight in weights.items():
         deviation = fill(weight.storage, base, name, *weight.rows, weight.face.dtype)
         stored = base.stored(name)
@@ -161,10 +162,13 @@ def _from_files(weights: dict[str, FrozenWeight], base: NamedBase) -> Loaded:
             deviations[name] = deviation
         if stored is not None:
             layouts[name] = stored.layout
+            if stored.exact or not isinstance(weight.storage, RowQuantized):
+                by_choice.add(name)
     changed = _over_all_ranks({name: deviation.sums() for name, deviation in deviations.items()})
     return Loaded(
         changed=changed,
-        requantized={name: layout for name, layout in layouts.items() if name in changed},
+        requantized={name: layout for name, layout in layouts.items() if name in changed and name not in by_choice},
+        converted={name: layout for name, layout in layouts.items() if name in changed and name in by_choice},
         kept={name: layout for name, layout in layouts.items() if name not in changed},
         cached=False,
         bytes_read=0,  # its caller knows

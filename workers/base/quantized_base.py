@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ft_service.bases.base_files import open_base_file, read_bytes
 from ft_service.bases.cache_folder import INDEX
 from ft_service.bases.safetensors_folder import header_of, weight_files
 from ft_service.rundir.directory import sha256_of
@@ -50,6 +51,8 @@ class Index:
     """Weight → relative error of what is stored, for those that storing changed."""
     requantized: dict[str, str] = field(default_factory=dict)
     """Weight → layout that the base held it quantised in, for those that had to be quantised again."""
+    converted: dict[str, str] = field(default_factory=dict)
+    """The same for those that the job stores otherwise though a format holds them as they are, or that it stores plain."""
     kept: dict[str, str] = field(default_factory=dict)
     """The same for those whose parts are the base's own."""
 
@@ -60,12 +63,13 @@ class Index:
         ]
 
 
-_OF_WEIGHTS = ("changed", "requantized", "kept")
+OF_WEIGHTS = ("changed", "requantized", "converted", "kept")
+"""What an index tells of weights, and `Loaded` too."""
 
 
 def write_entry_index(folder: Path, index: Index) -> None:
     files = [file.model_dump() for file in index.files]
-    (folder / INDEX).write_text(json.dumps({"files": files, **{name: getattr(index, name) for name in _OF_WEIGHTS}}))
+    (folder / INDEX).write_text(json.dumps({"files": files, **{name: getattr(index, name) for name in OF_WEIGHTS}}))
 
 
 def read_entry_index(folder: Path) -> Index:
@@ -75,7 +79,7 @@ def read_entry_index(folder: Path) -> Index:
         files = [CacheFile.model_validate(file) for file in body["files"]]
     except ValidationError as error:
         raise ValueError(f"{error.error_count()} values of its files are not as they should be") from None
-    return Index(files, *(dict(body[name]) for name in _OF_WEIGHTS))
+    return Index(files, *(dict(body[name]) for name in OF_WEIGHTS))
 
 
 def entry_key(base: str, storage: Mapping[str, str], device: torch.device) -> str:
@@ -96,12 +100,12 @@ def base_digest(folder: str | Path) -> str:
     not keep times, which costs quantising once more. Only an edit of a few rows that also restores the file's time goes unseen.
     """
     folder = Path(folder)
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    digest = hashlib.sha256(read_bytes(folder / "config.json"))
     for path in weight_files(folder):
         header = header_of(path).end
         status = path.stat()
         digest.update(json.dumps([path.name, status.st_size, status.st_mtime_ns]).encode())
-        with path.open("rb") as file:
+        with open_base_file(path) as file:
             digest.update(file.read(header)[8:])
             step = max(SAMPLE_BYTES, (status.st_size - header) // SAMPLES)
             for offset in range(header, status.st_size, step):

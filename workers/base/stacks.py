@@ -6,13 +6,15 @@ FP8     e4m3 codes, with one scale a matrix, its rows or its blocks (Mistral Sma
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from ft_service.bases.published_layouts import FP8_STACK_SCALE, MXFP4_BIAS, MXFP4_SCALES, fp8_grid, mxfp4_shape
+from ft_service.bases.published_layouts import FP8_STACK_SCALE, MXFP4_BIAS, MXFP4_SCALES, FP8Layout, fp8_layout, mxfp4_shape
 from ft_service.spec import WeightFormat
+from workers.base.fp8_scales import as_kept, of_columns
 from workers.base.source import Safetensors
 
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -108,7 +110,6 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
 class FP8Stack:
     """Matrices [experts, rows, cols] as they lie in the files: codes e4m3 and scales in `X_scale_inv`."""
 
-    format: WeightFormat | None = "fp8"
     exact = False
     """As a whole: its matrices may be."""
     by_outputs = False
@@ -119,10 +120,9 @@ class FP8Stack:
         """
         self._files, self._name, self._scale = files, name, name + FP8_STACK_SCALE
         self.shape: tuple[int, ...] = files.shape(name)
-        self._block = fp8_grid(name, self.shape, files.shape(self._scale), block)
-        height, width = self._block
-        by = "tensors" if width == self.shape[2] and height > 1 else "rows"
-        self.layout = f"FP8 by {by}" if width == self.shape[2] else f"FP8 by blocks of {height} x {width}"
+        self._layout = fp8_layout(name, self.shape, files.shape(self._scale), block)
+        self.layout = str(self._layout)
+        self.format: WeightFormat | None = self._layout.format
 
     def parts(self, start: int, end: int) -> tuple[Tensor, ...]:
         raise NotImplementedError("its matrices have parts")
@@ -131,12 +131,13 @@ class FP8Stack:
         raise NotImplementedError("its matrices have rows")
 
     def matrix(self, index: int, *, transposed: bool = False) -> FP8Matrix:
-        grid = self._grid(index)
-        height, width = self._block
+        grid, lies = self._grid(index), self._layout
         rows, cols = self.shape[1:]
         if transposed:
-            return FP8Matrix(self, index, grid.mT, (width, height), (cols, rows), transposed=True)
-        return FP8Matrix(self, index, grid, (height, width), (rows, cols), transposed=False)
+            return FP8Matrix(
+                self, index, grid.mT, replace(lies, height=lies.width, width=lies.height), (cols, rows), transposed=True
+            )
+        return FP8Matrix(self, index, grid, lies, (rows, cols), transposed=False)
 
     def codes(self, index: int, start: int, end: int, *, transposed: bool) -> Tensor:
         return self._files.rows(self._name, start, end, index, transposed=transposed)
@@ -152,30 +153,25 @@ class FP8Stack:
 
 
 class FP8Matrix:
-    """One expert's matrix [rows, cols], each of whose `grid` of scales covers `block`."""
-
-    format: WeightFormat | None = "fp8"
+    """One expert's matrix [rows, cols], whose `grid` of scales is laid out as `layout` says."""
 
     def __init__(
-        self, stack: FP8Stack, index: int, grid: Tensor, block: tuple[int, int], shape: tuple[int, int], *, transposed: bool
+        self, stack: FP8Stack, index: int, grid: Tensor, layout: FP8Layout, shape: tuple[int, int], *, transposed: bool
     ) -> None:
-        self._stack, self._index, self._grid, self._block, self._transposed = stack, index, grid, block, transposed
-        self.layout = stack.layout
+        self._stack, self._index, self._grid, self._layout, self._transposed = stack, index, grid, layout, transposed
+        self.layout, self.format = stack.layout, stack.format
         self.shape: tuple[int, ...] = shape
-        self.exact = grid.shape[1] == 1
+        self.exact = self.format == "fp8_blocks" or (self.format == "fp8" and grid.shape[1] == 1)
 
     def parts(self, start: int, end: int) -> tuple[Tensor, ...]:
-        return self._codes(start, end), self._scales(start, end)
+        return self._codes(start, end), as_kept(self._scales(start, end), self._layout, self.shape[1])
 
     def rows(self, start: int, end: int) -> Tensor:
-        scales = self._scales(start, end)
-        if not self.exact:
-            scales = scales.repeat_interleave(self._block[1], dim=1)[:, : self.shape[1]]
-        return self._codes(start, end).float() * scales
+        return self._codes(start, end).float() * of_columns(self._scales(start, end), self._layout, self.shape[1])
 
     def _codes(self, start: int, end: int) -> Tensor:
         return self._stack.codes(self._index, start, end, transposed=self._transposed)
 
     def _scales(self, start: int, end: int) -> Tensor:
         """Of rows [start, end), [end - start, columns of the grid]."""
-        return self._grid[torch.arange(start, end) // self._block[0]]
+        return self._grid[torch.arange(start, end) // self._layout.height]

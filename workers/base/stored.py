@@ -3,7 +3,8 @@
     bitsandbytes NF4    codes and block scales in row-major order, the scales plain or nested (quantised in blocks of 256)
     FP8 by rows         e4m3 codes and one scale a row (`weight_scale`: fbgemm, compressed-tensors, torchao)
     FP8 by tensors      e4m3 codes and one scale, which becomes the scale of every row
-    FP8 by blocks       e4m3 codes and one scale a block, 128×128 as a rule (`weight_scale_inv`: DeepSeek, Qwen)
+    FP8 by blocks       e4m3 codes and one scale a block, 128×128 as a rule (`weight_scale_inv`: DeepSeek, Qwen), which becomes
+                        a scale of each of its rows
     INT4 in groups      codes of four bits and one scale a group of inputs (compressed-tensors: Kimi K2)
     stacks of experts   in FP8 and MXFP4 (see `workers.base.stacks`)
 
@@ -13,7 +14,6 @@ the base stands for, to be quantised again. Scales of activations, which serve i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ft_service.bases.contents import read_config
 from ft_service.bases.published_layouts import (
     FP8_BLOCK,
     FP8_DTYPE,
@@ -34,12 +35,16 @@ from ft_service.bases.published_layouts import (
     SCALES,
     STATE,
     Bitsandbytes,
+    FP8Layout,
     block_size,
+    fp8_layout,
     int4_shape,
     quantization_of,
+    unknown_dtype,
     unknown_layout,
 )
 from ft_service.spec import WeightFormat
+from workers.base.fp8_scales import as_kept, of_columns
 from workers.base.source import Safetensors
 from workers.base.stacks import FP8Stack, MXFP4Stack, Stack
 from workers.quant import kernels as kernels  # registers torch.ops.bitsandbytes
@@ -55,7 +60,7 @@ class StoredWeight(Protocol):
     """In words, for messages."""
     shape: tuple[int, ...]
     format: WeightFormat | None
-    """The format that it is kept in. None: the job's."""
+    """The format that it can be kept in. None: it is given the job's."""
     exact: bool
     """Whether `parts` gives that format's parts; otherwise the values are quantised again."""
 
@@ -82,7 +87,7 @@ class StoredBase:
     @classmethod
     def open(cls, files: Safetensors, folder: str | Path) -> StoredBase:
         """With what the folder's config.json says of quantisation. Raises SpecError for a method that is not known here."""
-        quantization = quantization_of(json.loads((Path(folder) / "config.json").read_text()))
+        quantization = quantization_of(read_config(Path(folder)))
         if quantization is None:
             return cls(files)
         base = cls(files, block_size(quantization))
@@ -136,7 +141,7 @@ def _recognise(files: Safetensors, name: str, block: tuple[int, int]) -> StoredW
     if dtype == PACKED_DTYPE and name.endswith(".weight"):
         return PackedInt4(files, name)
     if dtype not in PLAIN_DTYPES:
-        raise unknown_layout(name, f"it is stored as {dtype}")
+        raise unknown_dtype(name, dtype)
     return None
 
 
@@ -197,75 +202,40 @@ def _fp8(files: Safetensors, name: str, block: tuple[int, int]) -> StoredWeight:
     scale = next((s for s in (f"{module}.{last}" for last in SCALES) if s in files), None)
     if scale is None:
         raise unknown_layout(name, NO_SCALE)
-    codes, scales = files.shape(name), files.shape(scale)
+    codes = files.shape(name)
     if len(codes) != 2:
         raise unknown_layout(name, f"FP8 codes of shape {codes}")
-    if scales in ((), (1,), (1, 1)):
-        return FP8ByTensor(files, name, scale)
-    if scales in ((codes[0],), (codes[0], 1)):
-        return FP8ByRow(files, name, scale)
-    if scales == (-(-codes[0] // block[0]), -(-codes[1] // block[1])):
-        return FP8ByBlock(files, name, scale, block)
-    raise unknown_layout(name, f"{scale} {scales} are neither rows, nor one, nor blocks of {block[0]} x {block[1]}")
+    return FP8(files, name, scale, fp8_layout(name, codes, files.shape(scale), block))
 
 
-class _FP8:
-    format: WeightFormat | None = "fp8"
-    layout: str
-    exact: bool
+class FP8:
+    """e4m3 codes [rows, cols], and a scale for all of them, for each row or for each block."""
 
-    def __init__(self, files: Safetensors, name: str, scale: str) -> None:
+    def __init__(self, files: Safetensors, name: str, scale: str, layout: FP8Layout) -> None:
         rows, cols = files.shape(name)
         self.shape = (rows, cols)
-        self._files, self._name, self._scale = files, name, scale
+        self.layout = str(layout)
+        self.format: WeightFormat | None = layout.format
+        self.exact = self.format is not None
+        self._files, self._name, self._scale, self._layout = files, name, scale, layout
 
     def parts(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        return self._files.rows(self._name, start, end), self._scales(start, end)
+        return self._files.rows(self._name, start, end), as_kept(self._grid(start, end), self._layout, self.shape[1])
 
     def rows(self, start: int, end: int) -> Tensor:
-        return self._files.rows(self._name, start, end).float() * self._scales(start, end)
+        return self._files.rows(self._name, start, end).float() * of_columns(
+            self._grid(start, end), self._layout, self.shape[1]
+        )
 
-    def _scales(self, start: int, end: int) -> Tensor:
-        """What the codes of rows [start, end) are multiplied by, fp32, [end - start, 1] or [end - start, cols]."""
-        raise NotImplementedError
-
-
-class FP8ByRow(_FP8):
-    """One scale a row: our own format."""
-
-    layout, exact = "FP8 by rows", True
-
-    def _scales(self, start: int, end: int) -> Tensor:
-        return self._files.rows(self._scale, start, end).float().view(end - start, 1)
-
-
-class FP8ByTensor(_FP8):
-    """One scale for all rows."""
-
-    layout, exact = "FP8 by tensors", True
-
-    def _scales(self, start: int, end: int) -> Tensor:
-        return self._files.whole(self._scale).float().reshape(1, 1).expand(end - start, 1)
-
-
-class FP8ByBlock(_FP8):
-    """One scale a block of rows and columns: a row has several, so that its codes cannot be kept with one."""
-
-    exact = False
-
-    def __init__(self, files: Safetensors, name: str, scale: str, block: tuple[int, int]) -> None:
-        super().__init__(files, name, scale)
-        self._block = block
-        self.layout = f"FP8 by blocks of {block[0]} x {block[1]}"
-
-    def _scales(self, start: int, end: int) -> Tensor:
-        high, wide = self._block
-        if start >= end:
-            return torch.empty(0, self.shape[1])
-        first = start // high
-        scales = self._files.rows(self._scale, first, -(-end // high)).float()
-        of_row = torch.arange(start, end) // high - first
-        return scales[of_row].repeat_interleave(wide, dim=1)[:, : self.shape[1]]
+    def _grid(self, start: int, end: int) -> Tensor:
+        """The scales of rows [start, end), fp32 [end - start, scales of a row]."""
+        if self._layout.by == "tensors":
+            return self._files.whole(self._scale).float().reshape(1, 1).expand(end - start, 1)
+        height = self._layout.height
+        first = start // height
+        held = self._files.rows(self._scale, first, -(-end // height)).float()
+        of_row = torch.arange(start, end) // height - first
+        return (held if held.ndim == 2 else held.unsqueeze(1))[of_row]
 
 
 class PackedInt4:

@@ -6,23 +6,27 @@ makes it in the run directory, and the others wait for that.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
 from ft_service.bases.cache_folder import Cache
 from ft_service.data import token_folder
+from ft_service.data.examiner import Examiner
+from ft_service.data.formats.reading import open_data
 from ft_service.data.token_options import TokenOptions
-from ft_service.data.tokens.keeping import Recording, find, tokens_key
-from ft_service.data.tokens.render import writes_date
+from ft_service.data.tokens.keeping import find, tokens_key
+from ft_service.data.tokens.stored import damage
 from ft_service.data.tokens.token_set import TokenSet
-from ft_service.data.tokens.tokenize import file_samples, load_tokenizer, trainable
+from ft_service.data.tokens.tokenize import trainable
 from ft_service.data.tokens.training_set.split import Split, split_off
 from ft_service.data.tokens.training_set.windows import are_whole, in_windows
 from ft_service.errors import DataError
@@ -37,14 +41,18 @@ BEAT_SECONDS = 1.0
 _DONE = object()
 
 
-def job_samples(run: RunDir, spec: JobSpec) -> tuple[TokenSet, TokenSet]:
-    """Training and validation samples, as training takes them. Called by all ranks together.
+def job_samples(run: RunDir, spec: JobSpec, warn: Callable[[str], None] = lambda text: None) -> tuple[TokenSet, TokenSet]:
+    """Training and validation samples, as training takes them. Called by all ranks together. `warn`: called with a sentence for
+    each stored set that is damaged, and made anew.
 
     Raises DataError on all ranks for a file that cannot be trained on, SpecError for a tokenizer that cannot be used.
     """
     pairs, length = spec.dpo is not None, spec.training.max_length
-    training, file = _samples(run, spec, spec.training_data), spec.validation_data
-    validation = None if file is None else _samples(run, spec, file)
+    file = spec.validation_data
+    with ThreadPoolExecutor(1, "tokenise") as beside, closing(Examiner(tokens=run.path(token_folder.IN_RUN))) as examiner:
+        make = partial(_made, beside, examiner, spec)
+        training = _samples(run, spec, spec.training_data, make, warn)
+        validation = None if file is None else _samples(run, spec, file, make, warn)
     if (split := Split.of(spec)) is not None:
         file = spec.training_data
         training, validation = split_off(training, split, file.name, pairs=pairs)
@@ -65,20 +73,28 @@ def remove_own(run: RunDir) -> None:
     shutil.rmtree(run.path(token_folder.IN_RUN), ignore_errors=True)
 
 
-def _samples(run: RunDir, spec: JobSpec, file: DataFileRef) -> TokenSet:
-    """All samples of a file, uncut."""
+def _samples(
+    run: RunDir,
+    spec: JobSpec,
+    file: DataFileRef,
+    make: Callable[[DataFileRef], Iterator[None]],
+    warn: Callable[[str], None],
+) -> TokenSet:
+    """All samples of a file, uncut, as they were when they were stored. `make`: tokenises it into the run directory."""
     pairs = spec.dpo is not None
     key = tokens_key(spec.model.path, file.sha256, TokenOptions.of(spec), pairs=pairs)
     shared = os.environ.get(token_folder.FOLDER)
-    folders = [*([Path(shared)] if shared else []), _of_run(run).folder]
+    folders = [*([Path(shared)] if shared else []), run.path(token_folder.IN_RUN)]
 
     def look() -> TokenSet | None:
         return next((found.samples for folder in folders if (found := find(folder, key)) is not None), None)
 
+    for fault in _without_damaged(folders, key):
+        warn(f"{file.name}: its stored tokens {fault}. They are not used, and made anew.")
     samples = look()
     if not all(from_all(samples is not None)):
         makes = samples is None and _is_first_here()
-        _together(_made(run, spec, file, key) if makes else iter(()))
+        _together(make(file) if makes else iter(()))
         samples = samples or look()
     if not all(from_all(samples is not None)):
         raise OutsideError(f"{file.name}: its tokens are not on all ranks; they were written to {folders[-1]}.")
@@ -92,8 +108,46 @@ def _samples(run: RunDir, spec: JobSpec, file: DataFileRef) -> TokenSet:
     return samples
 
 
-def _of_run(run: RunDir) -> Cache:
-    return Cache(run.path(token_folder.IN_RUN), sys.maxsize)
+def _without_damaged(folders: list[Path], key: str) -> list[str]:
+    """Read all of the set that would be used, once a host, and take what is damaged out of the way. Returns what was wrong,
+    by each host that it was on. Called by all ranks together.
+
+    Whoever stored the set made it of the file; a bit that has changed since would be trained on by every job.
+    """
+    faults: dict[Path, str] = {}
+
+    def read() -> Iterator[None]:
+        for folder in list(folders):
+            found = find(folder, key)
+            if found is None:
+                continue
+            fault = yield from _with_beats(damage(found.entry.folder))
+            found.entry.close()
+            if fault is None:
+                return
+            faults[folder] = fault
+            # The service makes it anew for the next job. What others read, or nobody may write here, stays.
+            if not Cache(folder).remove(key) and folder == folders[-1]:
+                raise OutsideError(f"{folder / key}: its tokens {fault}, and it cannot be removed.")
+
+    _together(read() if _is_first_here() else iter(()))
+    damaged = from_all({str(folder): fault for folder, fault in faults.items()})
+    for named in damaged:
+        folders[:] = [folder for folder in folders if str(folder) not in named or folder == folders[-1]]
+    return [fault for named in damaged for fault in named.values()]
+
+
+def _with_beats(work: Generator[None, None, str | None]) -> Generator[None, None, str | None]:
+    """The same, coming back now and then only."""
+    due = time.monotonic() + BEAT_SECONDS
+    while True:
+        try:
+            next(work)
+        except StopIteration as ended:
+            return ended.value
+        if time.monotonic() >= due:
+            yield
+            due = time.monotonic() + BEAT_SECONDS
 
 
 def _is_first_here() -> bool:
@@ -101,25 +155,35 @@ def _is_first_here() -> bool:
     return int(os.environ.get("LOCAL_RANK") or (0 if alone() else dist.get_rank())) == 0
 
 
-def _made(run: RunDir, spec: JobSpec, file: DataFileRef, key: str) -> Iterator[None]:
-    """Tokenise a file into the run directory; comes back now and then. Raises FtError, OSError."""
-    options = TokenOptions.of(spec)
-    tokenizer = load_tokenizer(spec.model.path, options.chat_template)
-    due = time.monotonic() + BEAT_SECONDS
-    with (
-        Recording(_of_run(run), key, 0) as recording,
-        closing(file_samples(tokenizer, file, options, pairs=spec.dpo is not None)) as samples,
-    ):
-        for sample in samples:
-            recording.add(sample)
-            if recording.error is not None:
-                break
-            if time.monotonic() >= due:
-                yield
-                due = time.monotonic() + BEAT_SECONDS
-        recording.publish(dated=writes_date(tokenizer))
-    if recording.error is not None:
-        raise recording.error
+def _made(beside: ThreadPoolExecutor, examiner: Examiner, spec: JobSpec, file: DataFileRef) -> Iterator[None]:
+    """Tokenise a file; comes back now and then. Raises FtError, OSError."""
+    made = beside.submit(tokenise, spec, file, examiner)
+    while wait([made], BEAT_SECONDS).not_done:
+        yield
+    made.result()
+
+
+def tokenise(spec: JobSpec, file: DataFileRef, examiner: Examiner) -> None:
+    """Have a file of a job tokenised into the folder of an examiner, which has limits around what chat template and data may
+    do. Raises DataError for data that cannot be trained on, SpecError, UnavailableError, OSError.
+    """
+    options, pairs = TokenOptions.of(spec), spec.dpo is not None
+    data = open_data(Path(file.path), file.files, options.columns)
+    gone = next((path for path in data.paths if not path.is_file()), None)
+    if gone is not None:
+        raise DataError(f"{file.name}: the file is gone from {gone}.", code="file_missing")
+    if data.digest() != file.sha256:
+        raise DataError(f"{file.name}: the file has changed since the job was submitted.", code="file_changed")
+    asked = examiner.request(file, Path(file.path), spec.model.path, spec.training.max_length, options, pairs=pairs)
+    folder = Path(asked.tokens)
+    folder.mkdir(parents=True, exist_ok=True)
+    report = examiner.examine(asked)
+    if (error := report.error("training_file", file.name)) is not None:
+        raise DataError(error.message, code=error.code)
+    found = find(folder, tokens_key(spec.model.path, file.sha256, options, pairs=pairs))
+    if found is None:
+        raise OSError(errno.ENOSPC, "no room for its tokens", str(folder))
+    found.entry.close()
 
 
 def _together(work: Iterator[None]) -> None:

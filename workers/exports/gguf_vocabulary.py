@@ -14,6 +14,7 @@ from typing import Any
 
 from gguf import TokenType
 
+from ft_service.bases.base_files import document_or_none, read_document
 from ft_service.data.tokens.tokenize import load_tokenizer
 from workers.exports.gguf_layout import refusal
 
@@ -59,7 +60,7 @@ def read_vocabulary(folder: Path, rows: int, chat_template: str = "") -> Vocabul
     Raises SpecError for a tokenizer that llama.cpp has not, or that cannot be recognised.
     """
     tokenizer: Any = load_tokenizer(str(folder), chat_template)
-    given = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    given = read_document(folder / "tokenizer.json")
     tokens, types = _tokens(given, tokenizer, rows)
     values = _special(tokenizer, folder)
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
@@ -169,10 +170,7 @@ def _special(tokenizer: Any, folder: Path) -> dict[str, int | bool | str]:
     more = len(around[0]) - len(around[1])
     values["add_bos_token"] = more > 0 and around[0][0] == ids["bos"]
     values["add_eos_token"] = more > 0 and around[0][-1] == ids["eos"]
-    try:
-        ends = json.loads((folder / "generation_config.json").read_text(encoding="utf-8")).get("eos_token_id")
-    except (OSError, ValueError):
-        ends = None
+    ends = (document_or_none(folder / "generation_config.json") or {}).get("eos_token_id")
     others = [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int) and end != ids["eos"]]
     if others:
         values["eot_token_id"] = others[0]

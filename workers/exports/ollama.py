@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 Message = dict[str, str]
 Render = Callable[[Sequence[Message], bool], str]
@@ -136,12 +135,3 @@ def modelfile(first: Sequence[str], turns: Turns | None) -> str:
 
 def _quoted(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-def renderer(tokenizer: Any) -> Render:
-    """The tokenizer's own template."""
-
-    def render(messages: Sequence[Message], answer: bool) -> str:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answer)
-
-    return render

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,8 @@ import torch
 from gguf import GGMLQuantizationType, GGUFType, GGUFWriter, Keys
 from torch import Tensor
 
+from ft_service.data.template_process import TemplateProcess
+from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.tokenize import load_tokenizer
 from ft_service.errors import SpecError
 from workers.base.names import find_pieces
@@ -28,7 +33,7 @@ from workers.exports.gguf_file import (
 )
 from workers.exports.gguf_layout import Layout, layout_of, refusal
 from workers.exports.gguf_vocabulary import read_vocabulary
-from workers.exports.ollama import MODELFILE, modelfile, renderer, turns_of
+from workers.exports.ollama import MODELFILE, Message, modelfile, turns_of
 from workers.exports.restored import RestoredFolder
 from workers.model.build import base_on_meta
 from workers.model.peft_adapter import PeftAdapter
@@ -177,5 +182,12 @@ def _require_fitting(model: GgufModel, adapter: PeftAdapter, weight: str, module
 
 def _write_modelfile(out: Path, folder: Path, chat_template: str, first: list[str]) -> None:
     tokenizer: Any = load_tokenizer(str(folder), chat_template)
-    turns = turns_of(renderer(tokenizer), tokenizer.bos_token or "") if tokenizer.chat_template else None
+    template, turns = ChatTemplate.of(tokenizer), None
+    if template is not None:
+        with closing(TemplateProcess(template.sources, template.special_tokens)) as process:
+
+            def render(messages: Sequence[Message], answer: bool) -> str:
+                return process.write(messages, None, date.today(), prompt=answer)
+
+            turns = turns_of(render, tokenizer.bos_token or "")
     (out / MODELFILE).write_text(modelfile(first, turns), encoding="utf-8")

@@ -116,7 +116,7 @@ def identify(run: RunDir, spec: JobSpec) -> BaseOrigin:
     folder, rank, world = Path(spec.model.path), dist.get_rank(), dist.get_world_size()
     files = base_files(folder)
     status = {path.name: _status(path) for path in files}  # before they are read: a change meanwhile is seen the next time
-    known, before = run.read(ORIGINS, Origins), run.read(STATUS, BaseStatus)
+    known, before = run.read(ORIGINS, Origins), run.readable(STATUS, BaseStatus)
     untouched = known is not None and before == BaseStatus(digest=known.base.digest, files=status)
     if all(from_all(untouched)):  # each host looks at its own files
         assert known is not None

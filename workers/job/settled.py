@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 
 from ft_service.data.tokens.token_set import TokenSet
+from ft_service.plan.choose import COMPILE, FITTED, value_of
 from ft_service.plan.lengths import Lengths
 from ft_service.plan.machines import Machine, host_cpu, machine_of_gpu
 from ft_service.plan.settle import Settled, settle
+from ft_service.rundir.events import SettledOption
 from ft_service.spec import JobSpec
 
 
@@ -22,6 +24,12 @@ def settle_on_ranks(spec: JobSpec, device: torch.device, train: TokenSet) -> Set
     world = dist.get_world_size()
     nodes = world // int(os.environ.get("LOCAL_WORLD_SIZE", world // spec.distributed.nnodes or 1))
     return settle(spec, machine, lengths, world=world, nodes=nodes)
+
+
+def settled_options(spec: JobSpec) -> dict[str, SettledOption]:
+    """What was chosen for the ranks that train, by the option's dotted name."""
+    options = (option for option in (*FITTED, COMPILE) if option in spec.chosen)
+    return {option: SettledOption(value=value_of(spec, option), why=spec.chosen[option]) for option in options}
 
 
 def _machine(device: torch.device) -> Machine:

@@ -137,7 +137,7 @@ def described_mask(
     Called by transformers' mask creation as any of its mask functions, where this attention's masks are asked for.
     """
     zero = torch.zeros((), dtype=torch.int64)
-    keys = torch.arange(1 << 17)  # behind any window in use
+    keys = torch.arange(1 << 19)  # behind any window in use: 262,144 are the most that are published
 
     def seen(query: Tensor, keys: Tensor) -> Tensor:
         shape = torch.broadcast_shapes(query.shape, keys.shape)

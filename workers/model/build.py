@@ -11,6 +11,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel, __version__
 
+from ft_service.bases.base_files import require_openable
 from ft_service.bases.contents import read_config
 from ft_service.bases.families.acceptance import refuse_untunable
 from ft_service.bases.module_rules import refuse_resharding_of_held
@@ -125,6 +126,7 @@ def token_rows(path: str) -> int | None:
 
 
 def _config(path: str) -> PreTrainedConfig:
+    require_openable(Path(path))
     kind = read_config(Path(path)).get("model_type")
     if isinstance(kind, str) and kind not in CONFIG_MAPPING:  # its own words say to install what may be too new for us
         raise SpecError(

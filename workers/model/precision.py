@@ -18,7 +18,7 @@ from workers.base.stored import StoredBase
 from workers.layers.experts import FrozenExperts, experts_of, projections_of, put_experts
 from workers.layers.linear import FrozenLinear
 from workers.quant.fp8_products import MULTIPLE, fits, why_not
-from workers.quant.weights import QUANTIZED, FP8Weight
+from workers.quant.weights import QUANTIZED, FP8BlocksWeight, FP8Weight
 
 
 def precision_map(
@@ -29,8 +29,8 @@ def precision_map(
 ) -> dict[str, WeightFormat]:
     """Format of every weight that can have one, by module name: linear layers and stacked experts of the decoder layers.
 
-    `held`: formats in which the base comes, and which stay. Raises SpecError for a pattern that matches none of the weights, or
-    one outside the decoder layers, or that asks for another format than the base has.
+    `held`: formats in which the base comes (see `assign_formats`). Raises SpecError for a pattern that matches none of the
+    weights, or one outside the decoder layers, or that asks for another format than one that stays.
     """
     weighted = [n for n, m in model.named_modules() if any(p.ndim > 1 for p in m.parameters(recurse=False))]
     inside = {id(module) for layer in layers for module in layer.modules()}
@@ -90,10 +90,21 @@ def swap(model: nn.Module, layers: list[nn.Module], formats: Mapping[str, Weight
 
 
 def choose_products(model: nn.Module, options: PrecisionOptions, compute: torch.dtype, device: torch.device) -> str | None:
-    """Let FP8 layers multiply in FP8 where they can. Returns a sentence for the job's events. None: no such layers."""
-    layers = [m for m in model.modules() if isinstance(m, FrozenLinear) and isinstance(m.weight, FP8Weight)]
+    """Let FP8 layers multiply in FP8 where they can: those with one scale a row, which multiplies the product of its codes.
+
+    Returns what to say of it in the job's events. None: no layers are stored in FP8.
+    """
+    frozen = [module for module in model.modules() if isinstance(module, FrozenLinear)]
+    by_blocks = sum(isinstance(layer.weight, FP8BlocksWeight) for layer in frozen)
+    of_blocks = f"The {by_blocks} layers stored in fp8_blocks are dequantised to multiply." if by_blocks else None
+    layers = [layer for layer in frozen if isinstance(layer.weight, FP8Weight)]
     if not layers:
-        return None
+        return of_blocks
+    return " ".join(filter(None, (_products_of_rows(layers, options, compute, device), of_blocks)))
+
+
+def _products_of_rows(layers: list[FrozenLinear], options: PrecisionOptions, compute: torch.dtype, device: torch.device) -> str:
+    """The same for layers with one scale a row."""
     reason = "precision.fp8_products is off" if options.fp8_products == "off" else why_not(compute, device)
     if reason is not None:
         return f"The {len(layers)} layers stored in fp8 are dequantised to multiply: {reason}."

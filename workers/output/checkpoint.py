@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor
 
 from ft_service.errors import SpecError
+from ft_service.host import disk
 from ft_service.rundir.checkpoints import CHECKPOINT_ADAPTER, checkpoint_key, checkpoint_name, has_marker, write_marker
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import CheckpointMarker
@@ -34,7 +35,7 @@ from ft_service.spec import JobSpec
 from workers.base.shards import with_shard
 from workers.job.training_state import JobState
 from workers.job.validation import Validations
-from workers.output.disk_errors import explained, os_error
+from workers.output.disk_errors import explained
 from workers.ranks.runtime import CheckpointError
 
 Found = TypeVar("Found")
@@ -173,7 +174,7 @@ class _Files(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
         except Exception as error:
-            cause = os_error(error)
+            cause = disk.os_error(error)
             if cause is None:
                 raise
             raise OSError(cause.errno, cause.strerror, os.fspath(path)) from None

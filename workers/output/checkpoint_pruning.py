@@ -11,10 +11,11 @@ from ft_service.rundir.checkpoints import (
     CHECKPOINTS,
     checkpoint_name,
     complete_checkpoints,
-    read_marker,
+    marker_key,
     remove_marker,
 )
 from ft_service.rundir.directory import RunDir
+from ft_service.rundir.documents import CheckpointMarker
 from ft_service.rundir.fence import Fence
 from ft_service.spec import JobSpec
 
@@ -34,7 +35,7 @@ class Held:
 
 def held(run: RunDir) -> list[Held]:
     """The complete checkpoints, oldest first."""
-    markers = [read_marker(run, name) for name in complete_checkpoints(run)]
+    markers = [run.readable(marker_key(name), CheckpointMarker) for name in complete_checkpoints(run)]
     return [Held(marker.step, marker.attempt, marker.valid_loss) for marker in markers if marker is not None]
 
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ft_service import __version__
 from ft_service.bases.adapter_names import AdapterNames
+from ft_service.bases.base_files import copy_base_file, read_document
 from ft_service.bases.contents import read_config
 from ft_service.bases.origin import portable_name
 from ft_service.data.tokenizer_files import tokenizer_files
@@ -167,12 +168,12 @@ def write_adapter(
 def _copy_for_others(source: Path, target: Path) -> None:
     """Copy one of a tokenizer's files, without the places where its files lay when somebody saved it."""
     if source.name == "tokenizer_config.json":
-        settings = json.loads(source.read_text(encoding="utf-8"))
+        settings = read_document(source)
         kept = {name: value for name, value in settings.items() if name not in _PLACES or not str(value).startswith("/")}
         if kept != settings:
             target.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
             return
-    shutil.copyfile(source, target)
+    copy_base_file(source, target)
 
 
 @contextmanager

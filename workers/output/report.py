@@ -15,7 +15,7 @@ from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.checkpoints import step_of
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.evaluations import by_name, evaluated_steps, read_evaluation
-from ft_service.rundir.events import Event, Metrics, read_segments, write_segment
+from ft_service.rundir.events import Event, Metrics, SettledOption, read_segments, write_segment
 from ft_service.rundir.fence import SEAL_SECONDS, Fence
 from workers.output.event_files import EventFile
 
@@ -87,6 +87,10 @@ class Reporter:
 
     def message(self, text: str, level: Literal["info", "warn", "error"] = "info") -> None:
         self._add(Event(time=self._clock(), level=level, message=text), now=True)
+
+    def begin(self, text: str, settled: Mapping[str, SettledOption]) -> None:
+        """Report that training begins. `settled`: what it begins with where that was "auto", by the option's dotted name."""
+        self._add(Event(time=self._clock(), message=text, settled=dict(settled) or None), now=True)
 
     def metrics(self, metrics: Metrics) -> None:
         loss = "" if metrics.train_loss is None else f": training loss={metrics.train_loss:.4f}"
@@ -167,12 +171,12 @@ def steps_of_all_attempts(run: RunDir, last_attempt: int) -> list[Event]:
     """
     by_step: dict[int, Event] = {}
     for attempt in range(1, last_attempt + 1):
-        start = Attempt(run, attempt).read_start()
+        start = Attempt(run, attempt).readable_start()
         if start is not None:
             resumed = step_of(start.checkpoint) if start.checkpoint else 0
             by_step = {step: row for step, row in by_step.items() if step <= resumed}
-        for _, events in read_segments(run, attempt):
-            by_step.update({event.metrics.step: event for event in events if event.metrics is not None})
+        for segment in read_segments(run, attempt):
+            by_step.update({event.metrics.step: event for event in segment.events if event.metrics is not None})
     return [by_step[step] for step in sorted(by_step)]
 
 

@@ -55,7 +55,7 @@ def quantize(weight: Tensor) -> FP8Parts:
     largest = torch.linalg.vector_norm(weight, ord=math.inf, dim=1, keepdim=True)  # one pass, in the weight's dtype
     scale = (largest / LARGEST).float().clamp_(min=torch.finfo(torch.float32).tiny)
     codes = torch.empty(rows, cols, dtype=torch.float8_e4m3fn, device=weight.device)
-    for part, some, its_scale in _in_cache(codes, weight, scale):
+    for part, some, its_scale in in_cache(codes, weight, scale):
         torch.div(some, its_scale, out=part)  # in fp32, rounded once: no fp32 copy is made
     return FP8Parts(codes, scale)
 
@@ -66,12 +66,12 @@ def dequantize(parts: FP8Parts, cols: int, dtype: torch.dtype) -> Tensor:
     Every code is exact in any of these dtypes, so that no fp32 copy is needed: 7 bytes are moved a parameter for bf16.
     """
     weight = parts.codes.to(dtype)
-    for part, scale in _in_cache(weight, parts.scale):
+    for part, scale in in_cache(weight, parts.scale):
         part.mul_(scale)
     return weight
 
 
-def _in_cache(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def in_cache(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The tensors, [rows, ..], by equal numbers of rows: processors make fp32 copies of both factors, GPUs do not."""
     rows, cols = tensors[0].shape
     height = rows if tensors[0].is_cuda else max(1, _CHUNK_ELEMENTS // max(1, cols))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ft_service.spec import WeightFormat
-from workers.quant import fp8, nf4, nf4_fp32
+from workers.quant import fp8, fp8_blocks, nf4, nf4_fp32
 from workers.quant.fp8_products import InFP8
 from workers.quant.frozen_linear import Numerics, frozen_linear
 from workers.quant.rowwise import RowQuantized
@@ -60,6 +60,17 @@ class FP8Weight(_Weight):
         return frozen_linear(x, self.parts, self.IN_FP8.name, self.shape[1])
 
 
+class FP8BlocksWeight(_Weight):
+    """A frozen weight [rows, cols] in FP8 with scales of blocks (see `workers.quant.fp8_blocks` for the parts)."""
+
+    PARTS = ("codes", "scales")
+    NUMERICS = Numerics.register(
+        "fp8_blocks", fp8_blocks.FP8BlocksParts, fp8_blocks.empty_parts, fp8_blocks.quantize, fp8_blocks.dequantize
+    )
+    codes: Tensor
+    scales: Tensor
+
+
 class NF4FP32Weight(_Weight):
     """A frozen weight [rows, cols] in NF4 with fp32 block scales (see `workers.quant.nf4_fp32` for the parts)."""
 
@@ -71,8 +82,13 @@ class NF4FP32Weight(_Weight):
     block_max: Tensor
 
 
-QUANTIZED: dict[WeightFormat, type[RowQuantized]] = {"nf4": NF4Weight, "fp8": FP8Weight, "nf4_fp32": NF4FP32Weight}
+QUANTIZED: dict[WeightFormat, type[RowQuantized]] = {
+    "nf4": NF4Weight,
+    "fp8": FP8Weight,
+    "nf4_fp32": NF4FP32Weight,
+    "fp8_blocks": FP8BlocksWeight,
+}
 """Format name → the weight class that stores it. "bf16" is not here: it is stored as a plain tensor."""
 
-VERSIONS: dict[str, int] = {"nf4": 1, "fp8": 2, "nf4_fp32": 1}
+VERSIONS: dict[str, int] = {"nf4": 1, "fp8": 2, "nf4_fp32": 1, "fp8_blocks": 1}
 """Storage format → version of its arithmetic. It counts up when an equal weight would be stored as other values."""

@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from ft_service.errors import FtError
-from ft_service.host import missing_package
+from ft_service.host import disk, missing_package
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.causes import COLLECTIVE_TIMEOUT
-from ft_service.rundir.directory import RunDir
+from ft_service.rundir.directory import RunDir, UnreadableDocumentError
 from ft_service.rundir.documents import ErrorInfo, Outcome, OutcomeKind, Start
 from ft_service.rundir.fence import Fence, SealedError
 from ft_service.spec import JobSpec
@@ -167,7 +167,8 @@ def report_failure(run: RunDir, attempt: int, error: BaseException) -> None:
     if isinstance(error, SealedError) or lost_peer(error):
         return
     code, message = _code_and_message(run, error)
-    permanent = isinstance(error, FtError) or code == missing_package.CODE
+    lost = isinstance(error, UnreadableDocumentError)  # the next attempt has documents of its own
+    permanent = code != disk.DISK_FULL and ((isinstance(error, FtError) and not lost) or code == missing_package.CODE)
     info = ErrorInfo(
         code=code,
         message=message,
@@ -186,8 +187,11 @@ def lost_peer(error: BaseException) -> bool:
 def _code_and_message(run: RunDir, error: BaseException) -> tuple[str, str]:
     if isinstance(error, FtError):
         return error.code, error.message
+    cause = disk.os_error(error)
     if isinstance(error, OutsideError):
-        return error.code, str(error)
+        return disk.DISK_FULL if disk.is_no_room(cause) else error.code, str(error)
+    if cause is not None and disk.is_no_room(cause):
+        return disk.DISK_FULL, disk.no_room(run.root, cause)
     if isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
         limit = f"{_spec(run).distributed.collective_timeout_seconds} seconds (distributed.collective_timeout_seconds)"
         return COLLECTIVE_TIMEOUT, f"A rank is stuck, or cannot be reached: the others waited {limit} for it. {error}"

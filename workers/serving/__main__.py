@@ -1,7 +1,7 @@
 """`python -m workers.serving DESCRIPTOR PARENT`: the preview's process, at the other end of a socket that the server holds.
 
-Lines of JSON both ways. First the base: {op: base, load, path, precision, threads}, and later another in its place; then
-requests {op: complete, …}, {op: cancel, id}, {op: adapter, …} and {op: threads, n}. Answers carry their request's id
+Lines of JSON both ways. First the base: {op: base, load, path, precision, threads, memory}, and later another in its place;
+then requests {op: complete, …}, {op: cancel, id}, {op: adapter, …} and {op: threads, n}. Answers carry their request's id
 (engine.py); {kind: ready, load} or {kind: failed, load, message} is of a base. It ends when the socket does, however the server
 ended.
 """
@@ -113,7 +113,7 @@ class Station:
         chats = Chats(path)
         precision = PrecisionOptions.model_validate(wanted["precision"])
         if device.type == "cpu":
-            precision = precision.model_copy(update={"compute": _compute(path)})
+            precision = precision.model_copy(update={"compute": _compute(path, wanted["memory"])})
         model = ServedModel(path, precision, device, Cache.from_environment(os.environ))
         if device.type == "cpu":
             if path not in self._threads:
@@ -156,13 +156,14 @@ def _return_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _compute(path: str) -> str:
-    """What processors compute in: fp32, which is quicker for them and exact, unless the base would take half of the memory."""
+def _compute(path: str, memory: int | None) -> str:
+    """What processors compute in: fp32, which is quicker for them and exact, unless the base would take more than `memory`
+    (bytes; None: half of all)."""
     from ft_service.bases.safetensors_folder import read_tensors
     from ft_service.host.hardware import memory_bytes
 
     in_fp32 = sum(4 * math.prod(tensor.shape) for tensor in read_tensors(Path(path)).values())
-    return "fp32" if in_fp32 < memory_bytes() / 2 else "bf16"
+    return "fp32" if in_fp32 < (memory_bytes() / 2 if memory is None else memory) else "bf16"
 
 
 def _told(error: Exception) -> dict[str, Any]:

@@ -7,9 +7,11 @@ the next step, and a long prompt is read in parts, so that no request holds up t
 from __future__ import annotations
 
 import contextlib
+import queue
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +29,8 @@ MOST_SEQUENCES = 32
 """Answers under way at once; more wait their turn."""
 PROMPT_TOKENS = 512
 """Of prompts that are read in one step, at most."""
+PROMPT_SECONDS = 0.01
+"""Wait for a prompt that is being rendered, before it is looked for new requests again."""
 DEFAULT_MAX_TOKENS = 2048
 """Of an answer whose request names no limit, if the base's context has room."""
 
@@ -84,6 +88,9 @@ class Engine:
 
     def __init__(self, model: ServedModel, chats: Chats, say: Say) -> None:
         self._model, self._chats, self._say = model, chats, say
+        self._asked: dict[str, tuple[Request, Chat]] = {}
+        """Requests whose prompts are being rendered."""
+        self._rendered: queue.SimpleQueue[tuple[str, Future[str]]] = queue.SimpleQueue()
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
         self._tokens: dict[str, int] = {}
@@ -93,12 +100,36 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return bool(self._waiting or self._running)
+        return bool(self._asked or self._waiting or self._running)
 
     def add(self, request: Request) -> None:
-        """Let a request wait for its turn; what is wrong with it is said at once."""
+        """Have a request's prompt rendered, beside the answers that are under way."""
         try:
-            sequences = self._sequences(request)
+            chat = self._chats.of(request.adapter)
+            if request.tools and not chat.takes_tools:
+                raise SpecError("tools: the chat template has no place for tools, so they would be left out.", param="tools")
+        except FtError as error:
+            self._fail(request.id, error)
+            return
+        self._asked[request.id] = request, chat
+        prompt = chat.prompt(request.messages, request.tools)
+        prompt.add_done_callback(lambda rendered: self._rendered.put((request.id, rendered)))
+
+    def take_rendered(self, seconds: float = 0.0) -> None:
+        """Let the requests whose prompts are rendered wait for their turn; what is wrong with one is said. `seconds`: waits as
+        long for the first."""
+        while True:
+            try:
+                request_id, prompt = self._rendered.get(timeout=seconds) if seconds else self._rendered.get_nowait()
+            except queue.Empty:
+                return
+            seconds = 0.0
+            if (asked := self._asked.pop(request_id, None)) is not None:  # else nobody waits for it any more
+                self._begin(*asked, prompt)
+
+    def _begin(self, request: Request, chat: Chat, prompt: Future[str]) -> None:
+        try:
+            sequences = self._sequences(request, chat, chat.tokens(prompt.result()))
         except FtError as error:
             self._fail(request.id, error)
             return
@@ -108,6 +139,7 @@ class Engine:
 
     def drop(self, request_id: str) -> None:
         """Nobody waits for a request any more."""
+        self._asked.pop(request_id, None)
         self._waiting = deque(one for one in self._waiting if one.request.id != request_id)
         self._running = [one for one in self._running if one.request.id != request_id]
         self._tokens.pop(request_id, None)
@@ -119,7 +151,8 @@ class Engine:
             self._adapter(adapter, probes)
 
     def step(self) -> None:
-        """One forward."""
+        """One forward, or a short wait for a prompt where nothing else is to be done."""
+        self.take_rendered(0.0 if self._waiting or self._running else PROMPT_SECONDS)
         while self._waiting and len(self._running) < MOST_SEQUENCES:
             self._running.append(self._waiting.popleft())
         for group in self._groups():
@@ -130,11 +163,7 @@ class Engine:
                     text = "The device's memory is full: ask for a shorter answer, or for fewer at once."
                     self._fail(one.request.id, SpecError(text, code="out_of_memory"))
 
-    def _sequences(self, request: Request) -> list[_Sequence]:
-        chat = self._chats.of(request.adapter)
-        if request.tools and not chat.takes_tools():
-            raise SpecError("tools: the chat template has no place for tools, so they would be left out.", param="tools")
-        prompt = chat.prompt(request.messages, request.tools)
+    def _sequences(self, request: Request, chat: Chat, prompt: list[int]) -> list[_Sequence]:
         room = self._model.context - len(prompt)
         wanted = request.max_tokens
         if room < (wanted or 1):

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
+from ft_service.data.line_errors import LineError
 
 _NAME, _KEY, _VALUE = "ft_name", "ft_key", "ft_value"
 _ASKED = {"role": "user", "content": "ft_question"}
@@ -57,13 +59,18 @@ class CallFormat:
         return {"name": name, "arguments": written}, end
 
 
-def call_format(tokenizer: Any) -> CallFormat | None:
-    """How a tokenizer's chat template writes calls. None: in no way that is known here."""
+class Write(Protocol):
+    """A chat template: a conversation as text. Raises LineError."""
+
+    def __call__(self, messages: list[dict[str, Any]], tools: list[Any] | None = None, *, prompt: bool = False) -> str: ...
+
+
+def call_format(write: Write) -> CallFormat | None:
+    """How a chat template writes calls. None: in no way that is known here."""
     try:
-        before = tokenizer.apply_chat_template([_ASKED], tools=[_TOOL], tokenize=False, add_generation_prompt=True)
-        called = [_ASKED, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]
-        text = tokenizer.apply_chat_template(called, tools=[_TOOL], tokenize=False)
-    except Exception:  # templates raise what they like
+        before = write([_ASKED], [_TOOL], prompt=True)
+        text = write([_ASKED, {"role": "assistant", "content": "", "tool_calls": [_CALL]}], [_TOOL])
+    except LineError:
         return None
     start = len(before) if text.startswith(before) else text.rfind(_ASKED["content"]) + len(_ASKED["content"])
     place = text.find(_NAME, start)

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import nn
 
+from ft_service.data.examiner import Examiner
 from ft_service.data.token_options import TokenOptions
+from ft_service.data.tokens.keeping import find, tokens_key
 from ft_service.data.tokens.sample import Tokens
-from ft_service.data.tokens.tokenize import load_dataset, load_tokenizer
-from ft_service.data.tokens.training_set.split import Split
+from ft_service.data.tokens.token_set import TokenSet
+from ft_service.data.tokens.tokenize import trainable
+from ft_service.data.tokens.training_set.split import Split, split_off
 from ft_service.errors import DataError
-from ft_service.spec import JobSpec, PrecisionOptions
+from ft_service.spec import DataFileRef, JobSpec, PrecisionOptions
 from workers.base.load import adapters, load
 from workers.data.batches import Batch, collate
+from workers.data.token_sets import tokenise
 from workers.model.build import build
 from workers.model.peft_adapter import PeftAdapter
 from workers.ranks.runtime import COMPUTE_DTYPE
@@ -56,13 +62,26 @@ def _validation(spec: JobSpec, samples: int) -> tuple[Sequence[Tokens], str | No
     if not file.path:
         return [], "the validation file is not here: merge where the job has run"
     try:
-        options = TokenOptions.of(spec)
-        tokenizer = load_tokenizer(spec.model.path, options.chat_template)
-        pairs = spec.dpo is not None
-        data = load_dataset(tokenizer, file, spec.training.max_length, options, Split.of(spec), pairs=pairs)
+        data = _data(spec, file)
     except DataError as error:
         return [], error.message
+    pairs = spec.dpo is not None
     return [data[number] for number in range(0, len(data), 2 if pairs else 1)[:samples]], None
+
+
+def _data(spec: JobSpec, file: DataFileRef) -> TokenSet:
+    """What the job validated with. Raises DataError."""
+    pairs, split = spec.dpo is not None, Split.of(spec)
+    key = tokens_key(spec.model.path, file.sha256, TokenOptions.of(spec), pairs=pairs)
+    with TemporaryDirectory(prefix="ft-") as folder:
+        with closing(Examiner(tokens=Path(folder))) as examiner:
+            tokenise(spec, file, examiner)
+        found = find(Path(folder), key)
+        assert found is not None, "it was made"
+        with closing(found.entry):
+            samples = found.samples
+            chosen = samples if split is None else split_off(samples, split, file.name, pairs=pairs)[1]
+            return TokenSet.of(trainable(chosen, file, spec.training.max_length, pairs=pairs))
 
 
 def _loss(model: nn.Module, batches: list[Batch], compute: torch.dtype) -> float:

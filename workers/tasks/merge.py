@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ft_service.bases.base_files import copy_base_file, is_base_file
+from ft_service.bases.contents import read_config
 from ft_service.errors import FtError, SpecError
 from ft_service.rundir.file_digest import FileDigest
 from ft_service.rundir.manifest import MANIFEST, Manifest, base_files, base_of, spec_beside
@@ -98,8 +100,8 @@ def merge(base: Path, adapter_folder: Path, out: Path, *, to: str, max_file_byte
             write_file(folder / file, [plan for unit in units for plan in unit], pieces)
         write_index(folder, files)
         _write_config(base, model, folder, stored)
-        for path in (path for pattern in COPIED for path in base.glob(pattern) if path.is_file()):
-            shutil.copy(path, folder)
+        for path in (path for pattern in COPIED for path in base.glob(pattern) if is_base_file(path)):
+            copy_base_file(path, folder / path.name)
     return rounding
 
 
@@ -238,7 +240,7 @@ def _pieces(unit: tuple[TensorPlan, ...], stored: Stored, targets: Targets, roun
 
 def _write_config(base: Path, model: PreTrainedModel, folder: Path, stored: Stored) -> None:
     """The base's config, with the dtype and layout of what was written."""
-    config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    config = read_config(base)
     for part in (config, config.get("text_config") or {}):
         part.pop("quantization_config", None)  # what was quantised is written as the values that it stands for
     config.pop("torch_dtype", None)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ft_service.data.line_errors import LineError
+from ft_service.data.template_process import TemplateProcess
 from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokens.bare import bare_prompt
-from ft_service.data.tokens.render import render_prompt
+from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.turns import turns_of
 from ft_service.errors import DataError
@@ -47,7 +49,9 @@ def questions_of(samples: Sequence[Tokens], tokenizer: Any, options: TokenOption
 def questions_of_prompts(prompts: Sequence[Prompt], tokenizer: Any, options: TokenOptions) -> list[Question]:
     """A job's own prompts, each as the model is asked when it serves: conversations by the chat template. Raises DataError for
     one that the template does not take."""
-    return [_question_of(number, prompt, tokenizer, options) for number, prompt in enumerate(prompts, 1)]
+    template = ChatTemplate.of(tokenizer)
+    with closing(TemplateProcess(template.sources, template.special_tokens)) if template else nullcontext() as process:
+        return [_question_of(number, prompt, tokenizer, options, process) for number, prompt in enumerate(prompts, 1)]
 
 
 def ends_of(questions: Sequence[Question], tokenizer: Any) -> set[int]:
@@ -68,13 +72,18 @@ def last_stretch(targets: np.ndarray) -> tuple[int, int]:
     return max(begin, 1), end
 
 
-def _question_of(number: int, prompt: Prompt, tokenizer: Any, options: TokenOptions) -> Question:
+def _question_of(
+    number: int, prompt: Prompt, tokenizer: Any, options: TokenOptions, process: TemplateProcess | None
+) -> Question:
     said = prompt.messages
     messages = [{"role": ROLES.get(own.role, own.role), "content": own.content} for own in said] if said is not None else None
     try:
-        text = (
-            render_prompt(tokenizer, messages, options) if messages is not None else bare_prompt(tokenizer, prompt.prompt or "")
-        )
+        if messages is None:
+            text = bare_prompt(tokenizer, prompt.prompt or "")
+        elif process is None:
+            raise LineError("messages", "the base has no chat template: give chat_template, or bare text as prompt")
+        else:
+            text = process.write(messages, None, options.day, prompt=True)
     except LineError as error:
         raise DataError(f"evaluation.prompts: prompt {number}: {error.reason}.", code="invalid_prompt") from None
     ids = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)

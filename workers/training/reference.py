@@ -157,7 +157,7 @@ def _split(values: Tensor, training: int) -> Reference:
 
 
 def _read(run: RunDir, key: str, count: int) -> np.ndarray | None:
-    index, body = run.read(INDEX, Index), run.get(VALUES)
+    index, body = run.readable(INDEX, Index), run.readable_bytes(VALUES, 8 * count)
     if index is None or body is None or index.key != key or len(body) != 8 * count:
         return None
     if hashlib.sha256(body).hexdigest() != index.sha256:

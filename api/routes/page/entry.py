@@ -51,30 +51,28 @@ async def static(name: str) -> Response:
 
 
 @router.get("/sign-in")
-async def sign_in_form(request: Request, services: Svc, link: str | None = None, to: str = "/jobs") -> Response:
-    """The form; or, by a link that works once, straight in."""
-    if link is None:
-        return page(request, "sign_in.html", fault=None, to=_local(to))
-    principal = await run_in_threadpool(services.store.follow_link, link)
-    if principal is None:
-        fault = "This link was used before, or is too old. `ft open` makes a new one."
-        return page(request, "sign_in.html", 401, fault=fault, to=_local(to))
-    return await _signed_in(request, services, principal, to)
+async def sign_in_form(request: Request, link: str | None = None, to: str = "/jobs") -> Response:
+    """The form. A link of `ft open` only fills it in: to follow one, which any site can have a browser do, signs nobody in."""
+    template = "sign_in.html" if link is None else "sign_in_link.html"
+    return page(request, template, fault=None, to=_local(to), link=link)
 
 
 @router.post("/sign-in")
 async def sign_in(request: Request, services: Svc) -> Response:
-    """With a key in a form of this page's own."""
+    """With a key, or a link that works once, in a form of this page's own."""
     _refuse_other_sites(request)
     form = await form_of(request, _MOST_BYTES)
     to = _local(form.get("to", "/jobs"))
-    principal = await services.holders.find(form.get("key", "").strip())
-    if principal is None:
-        fault = "This key is not known here, has expired or was revoked."
-    elif principal.scope == "metrics":
-        fault = "A key of scope metrics reads /metrics and nothing else."
+    if link := form.get("link"):
+        principal = await run_in_threadpool(services.store.follow_link, link)
+        fault = "This link was used before, or is too old. `ft open` makes a new one."
     else:
+        principal = await services.holders.find(form.get("key", "").strip())
+        fault = "This key is not known here, has expired or was revoked."
+    if principal is not None and principal.scope != "metrics":
         return await _signed_in(request, services, principal, to)
+    if principal is not None:
+        fault = "A key of scope metrics reads /metrics and nothing else."
     return page(request, "sign_in.html", 401, fault=fault, to=to)
 
 
@@ -105,9 +103,13 @@ def _local(path: str) -> str:
 
 
 def _refuse_other_sites(request: Request) -> None:
-    """Another site must not sign a browser in with a key of its own. Raises ForbiddenError."""
-    origin = request.headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+    """Another site must not sign a browser in with a key of its own. Raises ForbiddenError.
+
+    A browser names the site in one of two headers at least; what names none is not a browser.
+    """
+    origin, fetched_from = request.headers.get("origin"), request.headers.get("sec-fetch-site", "none")
+    foreign = origin is not None and urlsplit(origin).netloc != request.headers.get("host")
+    if foreign or fetched_from not in ("none", "same-origin"):
         raise ForbiddenError("Sign in on the page itself.", code="csrf")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 from urllib.parse import urlencode
 
@@ -10,7 +12,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from api.http.auth import manages
-from api.http.dependencies import Svc
+from api.http.dependencies import Services, Svc
 from api.page.answers import Answers, from_evaluations, from_messages
 from api.page.inner_api import Api, ApiError, InnerApi
 from api.page.job_form import given_options, yaml_text
@@ -55,15 +57,25 @@ async def jobs(request: Request, api: Api, viewer: Visitor) -> Response:
 async def live_jobs(request: Request, api: Api, viewer: Visitor, services: Svc) -> Response:
     """What many who look at the same list get is made once."""
     wanted = sorted(pair for pair in request.query_params.multi_items() if pair[0] != "seen")
-    key = (viewer.project_id, viewer.scope, *wanted)
-    recent: dict[tuple[object, ...], tuple[float, Part]] = services.remembered
+
+    async def rows() -> Part:
+        return rendered(request, "jobs_rows.html", **await _rows(request, api, viewer))
+
+    return sent(request, await _made_once(("jobs", *wanted), viewer, services, rows))
+
+
+async def _made_once(
+    what: tuple[object, ...], viewer: Principal, services: Services, make: Callable[[], Awaitable[Part]]
+) -> Part:
+    """A part that refreshes itself: many who look at the same get what was made within the last moment for one of them."""
+    key = (viewer.project_id, viewer.scope, *what)
+    recent: dict[tuple[object, ...], tuple[float, asyncio.Future[Part]]] = services.remembered
     made = recent.get(key)
-    if made is None or time.monotonic() - made[0] > _RECENT_SECONDS:
-        part = rendered(request, "jobs_rows.html", **await _rows(request, api, viewer))
+    if made is None or time.monotonic() - made[0] > _RECENT_SECONDS or (made[1].done() and made[1].exception()):
         if len(recent) >= _MOST_RECENT:
             recent.clear()
-        made = recent[key] = time.monotonic(), part
-    return sent(request, made[1])
+        made = recent[key] = time.monotonic(), asyncio.ensure_future(make())
+    return await asyncio.shield(made[1])
 
 
 @router.get("/jobs/{job_id}")
@@ -122,20 +134,29 @@ async def events(
 
 
 @router.get("/page/live/jobs/{job_id}")
-async def live_job(request: Request, job_id: str, api: Api) -> Response:
+async def live_job(request: Request, job_id: str, api: Api, viewer: Visitor, services: Svc) -> Response:
     """What stands above the tabs: state, progress, and what one can do."""
-    return fragment(request, "job_head.html", **await _head(api, await api.get(f"{JOBS}/{job_id}")))
+
+    async def head() -> Part:
+        return rendered(request, "job_head.html", **await _head(api, await api.get(f"{JOBS}/{job_id}")))
+
+    return sent(request, await _made_once(("job", job_id), viewer, services, head))
 
 
 @router.get("/page/live/jobs/{job_id}/events")
-async def live_events(request: Request, job_id: str, api: Api) -> Response:
-    return fragment(request, "job_latest.html", job={"id": job_id}, events=await _events(api, job_id, 12))
+async def live_events(request: Request, job_id: str, api: Api, viewer: Visitor, services: Svc) -> Response:
+    async def latest() -> Part:
+        return rendered(request, "job_latest.html", job={"id": job_id}, events=await _events(api, job_id, 12))
+
+    return sent(request, await _made_once(("latest", job_id), viewer, services, latest))
 
 
 @router.post("/jobs/{job_id}/{verb}")
-async def act(request: Request, job_id: str, verb: str, api: Api) -> Response:
+async def act(request: Request, job_id: str, verb: str, api: Api, viewer: Visitor, services: Svc) -> Response:
     """Pause, resume or cancel; the answer is what then stands above the tabs."""
-    return fragment(request, "job_head.html", **await _head(api, await api.post(f"{JOBS}/{job_id}/{verb}")))
+    job = await api.post(f"{JOBS}/{job_id}/{verb}")
+    services.remembered.pop((viewer.project_id, viewer.scope, "job", job_id), None)  # it says what was before
+    return fragment(request, "job_head.html", **await _head(api, job))
 
 
 async def job_page(request: Request, api: InnerApi, job_id: str, template: str, tab: str, **values: Any) -> Response:

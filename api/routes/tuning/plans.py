@@ -1,20 +1,33 @@
-"""What a job takes before it runs: `POST /v1/fine_tuning/plan`, and the plan and the create body of a job that is there."""
+"""What a job takes before it runs, and whether it would be taken: `POST /v1/fine_tuning/plan` and `check`; the plan and the
+create body of a job that is there."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
 
 from api.http.auth import Caller
-from api.http.dependencies import JsonBody, Svc, body_schema
+from api.http.dependencies import JsonBody, Svc, body_schema, parse_body
 from api.http.routing import keyed_router
 from ft_service.control import planning
+from ft_service.control.checks import dry_run
+from ft_service.control.checks.dry_run import CheckRequest
 from ft_service.spec import JobRequest
 
 router = keyed_router("/v1/fine_tuning", "fine-tuning")
 
 _PLAN: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {"schema": {"type": "object"}}}}}
+
+
+class CheckView(BaseModel):
+    """A job or a sweep that would be taken."""
+
+    object: Literal["fine_tuning.check"] = "fine_tuning.check"
+    accepted: Literal[True] = True
+    jobs: int
+    """How many it would be: 1, or those of the sweep."""
 
 
 @router.post("/plan", openapi_extra=body_schema(JobRequest), responses=_PLAN)
@@ -31,6 +44,17 @@ def of_body(body: JsonBody, caller: Caller, services: Svc) -> Response:
             places=services.places,
         )
     )
+
+
+@router.post("/check", openapi_extra=body_schema(CheckRequest))
+def check(body: JsonBody, caller: Caller, services: Svc) -> CheckView:
+    """Not in OpenAI's API. Whether a job or a sweep with this create body would be taken, before its files are uploaded: what
+    the creation would refuse is refused in the same words. Nothing is stored."""
+    asked = parse_body(body, CheckRequest)
+    jobs = dry_run.check(
+        asked, principal=caller, store=services.store, settings=services.settings, catalogue=services.catalogue
+    )
+    return CheckView(jobs=jobs)
 
 
 @router.get("/jobs/{job_id}/plan", responses=_PLAN)

@@ -8,10 +8,11 @@ from fastapi import Header, Query, Request
 
 from api.http import idempotency
 from api.http.auth import Caller
-from api.http.dependencies import JsonBody, Services, Svc, body_schema
+from api.http.dependencies import After, JsonBody, Services, Svc, body_schema
 from api.http.routing import keyed_router
 from api.wire.sweep_views import DeletedSweepView, SweepView, sweep_view
 from api.wire.views import ListView, list_view
+from ft_service.control import intake
 from ft_service.control.sweeps import keeper
 from ft_service.control.sweeps.admission import create_sweep
 from ft_service.errors import ConflictError
@@ -49,9 +50,7 @@ def create(
 
 
 @router.get("", response_model=ListView[SweepView])
-def list_sweeps(
-    caller: Caller, services: Svc, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
-) -> Any:
+def list_sweeps(caller: Caller, services: Svc, after: After = None, limit: Annotated[int, Query(ge=1, le=100)] = 20) -> Any:
     """Newest first."""
     page = services.store.list_sweeps(caller.project_id, after=after, limit=limit)
     jobs = services.store.jobs_of_sweeps([sweep.id for sweep in page.data])
@@ -68,7 +67,7 @@ def retrieve(sweep_id: str, caller: Caller, services: Svc) -> SweepView:
 @router.post("/{sweep_id}/cancel")
 def cancel(sweep_id: str, caller: Caller, services: Svc) -> SweepView:
     """End all its jobs that are not over."""
-    return _view(services.store.cancel_sweep(caller.project_id, sweep_id), services)
+    return _view(intake.cancel_sweep(services.store, services.places, caller.project_id, sweep_id), services)
 
 
 @router.delete("/{sweep_id}")

@@ -96,12 +96,20 @@ def refuse_untunable(config: Mapping[str, Any]) -> None:
     why = OTHERS.get(kind) or OTHERS.get(inner)
     if why is not None:
         raise _refusal(kind, f"and cannot be tuned here: {why}")
+    if inner == "zamba2" and _shares_blocks(of_text):
+        raise _refusal(kind, "and cannot be tuned here: several of its layers are one block, which its files hold once")
     if family_of(config).turned and quantization_of(config) is not None:
         raise _refusal(kind, "published quantised, whose matrices would be read the other way round")
     heads = [name for name in classes if _OTHER_HEAD.search(name)]
     if heads and len(heads) == len(classes):
         raise _refusal(kind, f"published as {heads[0]}, whose head writes no text")
     refuse_values(of_text, tested=inner in TESTED)
+
+
+def _shares_blocks(text: Mapping[str, Any]) -> bool:
+    """True if a Zamba2 has more layers with attention than blocks of it."""
+    kinds, blocks = text.get("layers_block_type"), text.get("num_mem_blocks", 1)
+    return not isinstance(kinds, list) or kinds.count("hybrid") > (blocks if isinstance(blocks, int) else 1)
 
 
 def untested(config: Mapping[str, Any]) -> str | None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO, Annotated, Any, cast
+from typing import IO, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -34,13 +35,14 @@ from ft_service.cli.data_files.colours import show_page
 from ft_service.cli.data_files.stats import stats
 from ft_service.cli.local.data import refuse_faults
 from ft_service.cli.local_store import settings_with_models
-from ft_service.cli.output import Json, print_json
+from ft_service.cli.output import Json, print_json, say, tell
 from ft_service.data.data_file import DataReport, Findings, check_lines
 from ft_service.data.examiner import Examiner
 from ft_service.data.formats.columns import AS_THEY_ARE, Columns
 from ft_service.data.formats.reading import open_data
 from ft_service.data.formats.writing import line_of
 from ft_service.data.line_errors import Fault, LineError
+from ft_service.data.records import Chat
 from ft_service.data.samples import Page
 from ft_service.data.token_folder import folder_of
 from ft_service.data.token_options import TokenOptions
@@ -79,10 +81,10 @@ def check(
     if as_json:
         print_json(asdict(report))
         return
-    print(report.fine_text(data.path.name))
+    tell(report.fine_text(data.path.name))
     for level, message in report.messages(data.path.name, max_length):
         if not report.shape or report.shape not in message:
-            print(message if level == "info" else f"Warning: {message}")
+            tell(message if level == "info" else f"Warning: {message}")
 
 
 @app.command()
@@ -120,6 +122,9 @@ def convert(
         Path, typer.Argument(metavar="OUT", help="A new file; compressed if its name ends in .gz. - is the output.")
     ],
     as_chat: Annotated[bool, typer.Option("--chat", help="Make conversations of prompts with completions.")] = False,
+    each_answer: Annotated[
+        bool, typer.Option("--each-answer", help="Write a line for each learned answer of a conversation, which ends with it.")
+    ] = False,
     split: Split = "train",
     column: Column = [],  # noqa: B006 - typer makes a list of its own for each call
     as_json: Json = False,
@@ -128,16 +133,16 @@ def convert(
     fault."""
     data, columns = local_data(file, split), Columns(data_options(column).pairs)
     if str(out) == "-":
-        write_lines(data, sys.stdout, columns, as_chat=as_chat)
+        write_lines(data, sys.stdout, columns, as_chat=as_chat, each_answer=each_answer)
         return
     if out.exists():
         raise SpecError(f"{out} exists: name a new file.", param="out")
     with _written(out) as lines:
-        count = write_lines(data, lines, columns, as_chat=as_chat)
+        count = write_lines(data, lines, columns, as_chat=as_chat, each_answer=each_answer)
     if as_json:
         print_json({"lines": count, "path": str(out)})
     else:
-        print(f"{count:,} lines in {out}")
+        tell(f"{count:,} lines in {out}")
 
 
 def examined(data: LocalData, model: str, options: TokenOptions, max_length: int) -> DataReport:
@@ -149,23 +154,32 @@ def examined(data: LocalData, model: str, options: TokenOptions, max_length: int
         found.look()
         pairs = found.shape.format is not None and found.shape.format.is_pairs
         request = examiner.request(data.ref(), data.path, base_folder(model), max_length, options, pairs=pairs)
-        report = examiner.examine(request, lambda progress: print(progress.message("training_file"), file=sys.stderr))
+        report = examiner.examine(request, lambda progress: say(progress.message("training_file")))
     return refuse_faults(_faults_of(report, data))
 
 
-def write_lines(data: LocalData, out: IO[str], columns: Columns = AS_THEY_ARE, *, as_chat: bool = False) -> int:
-    """Write every record as a line of JSON; how many. Raises DataError for records at fault."""
-    findings = Findings()
+def write_lines(
+    data: LocalData, out: IO[str], columns: Columns = AS_THEY_ARE, *, as_chat: bool = False, each_answer: bool = False
+) -> int:
+    """Write every record as a line of JSON, or with `each_answer` each learned answer of a conversation; how many lines. Raises
+    DataError for records at fault.
+    """
+    findings, written = Findings(), 0
     with open_data(data.path, data.files, columns) as reader:
         for number, record in reader:
-            line = _line(number, record, as_chat)
-            if isinstance(line, Fault):
-                findings.fault(line)
-            else:
-                findings.examples += 1
-                out.write(json.dumps(line, ensure_ascii=False) + "\n")
+            lines = [_line(number, part, as_chat) for part in _parts(record, each_answer)]
+            if (fault := next((line for line in lines if isinstance(line, Fault)), None)) is not None:
+                findings.fault(fault)
+                continue
+            findings.examples += 1
+            written += len(lines)
+            out.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     refuse_faults(_faults_of(findings.report(reader.shape), data))
-    return findings.examples
+    return written
+
+
+def _parts(record: Any, each_answer: bool) -> Iterable[Any]:
+    return record.by_answers() if each_answer and isinstance(record, Chat) else (record,)
 
 
 @contextmanager
@@ -195,12 +209,23 @@ def _faults_of(report: DataReport, data: LocalData) -> Any:
 
 
 @contextmanager
+def _compressed(path: Path) -> Iterator[IO[str]]:
+    """Without name and time, so that the same records are the same bytes, and a server that has them is seen to."""
+    with (
+        path.open("wb") as raw,
+        gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as packed,
+        io.TextIOWrapper(packed, encoding="utf-8") as lines,
+    ):
+        yield lines
+
+
+@contextmanager
 def _written(path: Path) -> Iterator[IO[str]]:
     """A new text file, compressed if its name says so; there only if the block ends well."""
     beside = path.with_name(f"{path.name}.part")
     try:
-        with gzip.open(beside, "wt", encoding="utf-8") if path.suffix == ".gz" else beside.open("w", encoding="utf-8") as lines:
-            yield cast(IO[str], lines)
+        with _compressed(beside) if path.suffix == ".gz" else beside.open("w", encoding="utf-8") as lines:
+            yield lines
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +24,7 @@ from ft_service.cli.data_files.arguments import (
 from ft_service.cli.local.data import examine_data
 from ft_service.cli.local.plan_command import HardwareName
 from ft_service.cli.local_store import settings_with_models
-from ft_service.cli.output import Json, print_fields, print_json, print_table
+from ft_service.cli.output import Json, print_fields, print_json, print_table, say, tell
 from ft_service.data.formats.columns import Columns
 from ft_service.data.formats.reading import open_data
 from ft_service.data.statistics import FileStatistics, Measure, Statistics, advice, bars, share
@@ -107,7 +106,7 @@ def _resolved(body: dict[str, Any], file: Path, validation: Path | None, split: 
 
 
 def _with_plan(spec: JobSpec, machine: Machine) -> Statistics:
-    data = examine_data(spec, settings_with_models(), lambda sentence: print(sentence, file=sys.stderr))
+    data = examine_data(spec, settings_with_models(), say)
     found, lengths = data.statistics, data.lengths
     assert found is not None, "tokens are counted"
     assert lengths is not None
@@ -121,9 +120,9 @@ def _show(found: Statistics, asked: Measure, machine: Machine) -> None:
     files = [("training", found.training), *([("validation", found.validation)] if found.validation else [])]
     for what, file in files:
         print_fields([(what, file.name), *_fields(file)])
-        print()
+        tell()
     print_table(("TOKENS", "SAMPLES", ""), bars(found.training.histogram))
-    print()
+    tell()
     takes = f"about {duration_text(found.seconds)} on {machine.name}" if found.seconds is not None else None
     print_fields(
         [
@@ -135,7 +134,7 @@ def _show(found: Statistics, asked: Measure, machine: Machine) -> None:
         ]
     )
     for sentence in advice(found, asked):
-        print(f"Warning: {sentence}")
+        tell(f"Warning: {sentence}")
 
 
 def _fields(file: FileStatistics) -> list[tuple[str, str | None]]:

@@ -9,7 +9,7 @@ import typer
 
 from ft_service.cli.display import arriving
 from ft_service.cli.jobs.naming import JobId, reaching
-from ft_service.cli.output import Json, is_terminal, print_json, say
+from ft_service.cli.output import Json, is_terminal, print_json, say, tell
 
 
 def register(app: typer.Typer) -> None:
@@ -35,4 +35,4 @@ def download(
     if as_json:
         print_json({"id": found, "adapter": str(target.absolute())})
     else:
-        print(f"The adapter is in {target}")
+        tell(f"The adapter is in {target}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection
 from typing import Annotated
 
@@ -11,7 +10,7 @@ from rich.console import Console
 
 from ft_service.cli.display import Display, display_for
 from ft_service.cli.jobs.naming import JobId, reaching
-from ft_service.cli.output import Json, complain, print_json, print_json_line
+from ft_service.cli.output import Json, complain, print_json, print_json_line, tell
 from ft_service.client.answers import RemoteJob
 from ft_service.client.client import PAGE, Client
 from ft_service.errors import SpecError
@@ -27,7 +26,7 @@ def register(app: typer.Typer) -> None:
 
 
 def watch(job_id: JobId, as_json: Json = False) -> int:
-    """Show a job's progress until it ends or rests paused. Ctrl-C leaves the job running."""
+    """Show a job's progress until it finishes or is paused. Ctrl-C leaves the job running."""
     with reaching(job_id) as (client, found):
         return watch_job(client, found, as_json)
 
@@ -37,7 +36,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as more is printed, until the job ends.")] = False,
     rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.")] = None,
     attempt: Annotated[int | None, typer.Option(min=1, help="Default: the newest.")] = None,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=1, max=10_000, help="Of each process, the last ones.")] = 200,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, max=10_000, help="Last N lines of each process.")] = 200,
     as_json: Json = False,
 ) -> int:
     """Print what a job's processes have printed: supervisor, torchrun and every rank."""
@@ -50,7 +49,7 @@ def logs(
     if as_json:
         print_json({"id": found, "attempt": attempt, "rank": rank, "text": text})
     else:
-        sys.stdout.write(text)
+        tell(text.removesuffix("\n"))
     return 0
 
 
@@ -73,7 +72,7 @@ def _follow_logs(client: Client, job_id: str, rank: int | None, lines: int, as_j
             if as_json:
                 print_json_line(line.model_dump())
             else:
-                print(f"{line.source} | {line.line}", flush=True)
+                tell(f"{line.source} | {line.line}")
     except KeyboardInterrupt:
         return complain(f"the job goes on. Follow it again: ft logs -f {job_id}", INTERRUPTED)
     return 0

@@ -10,15 +10,7 @@ from typing import Annotated
 import typer
 
 from ft_service.cli.jobs.naming import PREFIX, JobId, reaching
-from ft_service.cli.output import (
-    Json,
-    connect,
-    is_terminal,
-    local_time,
-    print_fields,
-    print_json,
-    print_table,
-)
+from ft_service.cli.output import Json, connect, is_terminal, local_time, print_fields, print_json, print_table, tell
 from ft_service.client.answers import RemoteEvaluation, RemoteJob, scores_text, shown
 from ft_service.client.client import Client
 from ft_service.client.progress import clock
@@ -29,7 +21,7 @@ from ft_service.sweeps.asked import values_text
 _SHORT = 8
 """Letters of an id that a terminal shows: enough to name it by."""
 
-Newest = Annotated[int, typer.Option("--limit", "-n", min=1, help="How many, the newest.")]
+Newest = Annotated[int, typer.Option("--limit", "-n", min=1, help="Show at most N, newest first.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -52,7 +44,7 @@ def list_jobs(limit: Newest = 20, as_json: Json = False) -> None:
             ("ID", "SUFFIX", "BASE", "STATUS", "STEP", "VALID", "TOOK"), rows, notes=("WHY", [_note(job) for job in newest])
         )
     else:
-        print("No jobs yet. Create one: ft submit SPEC")
+        tell("No jobs yet. Create one: ft submit SPEC")
 
 
 def get(job_id: JobId, as_json: Json = False) -> None:
@@ -104,7 +96,7 @@ def events(job_id: JobId, limit: Newest = 50, as_json: Json = False) -> None:
     for event in known:
         level = "" if event.level == "info" else f"{event.level}: "
         first, *more = event.message.splitlines() or [""]
-        print("\n    ".join([f"{local_time(event.created_at, seconds_too=True)}  {level}{first}", *more]))
+        tell("\n    ".join([f"{local_time(event.created_at, seconds_too=True)}  {level}{first}", *more]))
 
 
 def checkpoints(job_id: JobId, as_json: Json = False) -> None:
@@ -128,7 +120,7 @@ def checkpoints(job_id: JobId, as_json: Json = False) -> None:
         shown_columns = len(titles) - is_terminal()  # names of models that differ at their end only, which would be cut
         print_table(titles[:shown_columns], [row[:shown_columns] for row in rows])
     else:
-        print("No checkpoints yet.")
+        tell("No checkpoints yet.")
 
 
 def files(limit: Newest = 20, as_json: Json = False) -> None:
@@ -141,7 +133,7 @@ def files(limit: Newest = 20, as_json: Json = False) -> None:
         rows = [(_short_file(f.id), f.filename, bytes_text(f.bytes), f.purpose, local_time(f.created_at)) for f in known]
         print_table(("ID", "NAME", "SIZE", "PURPOSE", "CREATED"), rows)
     else:
-        print("No files yet. `ft submit SPEC` uploads those that a SPEC names.")
+        tell("No files yet. `ft submit SPEC` uploads those that a SPEC names.")
 
 
 def _row(job: RemoteJob) -> tuple[str, ...]:

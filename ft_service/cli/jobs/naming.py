@@ -13,12 +13,9 @@ from ft_service.client.answers import RemoteJob
 from ft_service.client.client import Client
 from ft_service.errors import FtError, NotFoundError, SpecError
 from ft_service.ids import new_id
+from ft_service.local.parent import LAST, PREFIX, SEARCHED
 from ft_service.spec import TunedName, is_tuned
 
-LAST = "last"
-PREFIX = "ftjob-"
-SEARCHED = 1000
-"""Newest jobs among which a word is looked up."""
 _SHOWN = 5
 _WHOLE = len(new_id(PREFIX))
 _SHORT = 8
@@ -89,6 +86,29 @@ def choose(word: str, jobs: Sequence[RemoteJob], *, only_one: bool = False, fit:
     raise NotFoundError(
         f"There is no job {word!r}. Give an id that `ft jobs` shows, or its beginning, a suffix, or `last`.", param="id"
     )
+
+
+def find_model(client: Client, word: str) -> str:
+    """The name of the model that a word means: a base or a tuned model by its name; or that of a job, which the word means as
+    in every command. Raises SpecError that tells what there is."""
+    try:
+        client.model(word)
+        return word
+    except NotFoundError as error:
+        unknown = error
+    jobs = client.jobs(SEARCHED)
+    if not is_tuned(word):
+        with contextlib.suppress(NotFoundError):
+            job = choose(word, jobs, fit=lambda job: job.fine_tuned_model is not None)
+            if job.fine_tuned_model is None:
+                message = f"model = {word!r}: job {job.id} ({job.status}) has no tuned model: wait until it has succeeded."
+                raise SpecError(message, param="model", code="model_not_found")
+            return job.fine_tuned_model
+    tuned = [job for job in jobs if job.fine_tuned_model is not None]
+    words = list(dict.fromkeys(job.suffix or job.id for job in tuned))
+    more = f" and {len(words) - _SHOWN} more" if len(words) > _SHOWN else ""
+    there = f" Jobs with tuned models: {', '.join(words[:_SHOWN])}{more}." if words else ""
+    raise SpecError(f"{unknown.message}{there}", param="model", code=unknown.code)
 
 
 @contextlib.contextmanager

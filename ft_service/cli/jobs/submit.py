@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,21 +13,27 @@ import typer
 from ft_service.bases.catalogue import has_tokenizer
 from ft_service.cli.data_files.commands import uploadable
 from ft_service.cli.jobs.following import watch_job
+from ft_service.cli.jobs.naming import find_model
 from ft_service.cli.local.data import examine_data
+from ft_service.cli.local.spec_arguments import Changes, ModelName, SpecOrData, Suffix, load_given
 from ft_service.cli.local_store import settings_with_models
-from ft_service.cli.output import Json, connect, print_json, print_json_line, say
+from ft_service.cli.output import Json, connect, print_json, print_json_line, say, tell
 from ft_service.client.client import Client
 from ft_service.data.data_file import Param, check_lines
 from ft_service.data.examiner import ExaminerLost
 from ft_service.data.formats.columns import Columns
 from ft_service.data.statistics import Measure, Records, advice, without_base
-from ft_service.errors import DataError, NotFoundError, SpecError
+from ft_service.errors import DataError, FtError, NotFoundError, SpecError, UnavailableError
 from ft_service.host.servers import living_servers
 from ft_service.ids import new_id
-from ft_service.local.spec_file import LocalData, SpecFile, load_spec_file, resolve_spec_file
+from ft_service.local.spec_file import LocalData, SpecFile, resolve_spec_file
 from ft_service.plan.job import bounded
+from ft_service.rundir.file_digest import FileDigest
 from ft_service.settings import Settings
 from ft_service.spec import DataFileRef, JobSpec, by_samples
+
+_PACKED = 100
+"""How many times smaller a folder's records may become when they are compressed."""
 
 
 def register(app: typer.Typer) -> None:
@@ -34,22 +41,29 @@ def register(app: typer.Typer) -> None:
 
 
 def submit(
-    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="YAML file; its paths are relative to it.")],
+    spec: SpecOrData,
+    model: ModelName = None,
+    suffix: Suffix = None,
+    changes: Changes = None,
     follow: Annotated[bool, typer.Option("--watch", help="Stay and show the progress.")] = False,
     unchecked: Annotated[bool, typer.Option("--unchecked", help="Leave it to the server to check the data.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Check a SPEC and its data, upload the files and create the job."""
-    loaded = load_spec_file(spec)
+    """Check a SPEC and its data, upload the files and create the job. The server is asked first whether it would take the job;
+    a file that it has already is not uploaded again."""
+    loaded = load_given(spec, changes, model, suffix)
     with connect() as client:
+        loaded = accepted(client, loaded)
         told = frozenset() if unchecked else check_data(client, loaded)
-        job = client.create_job(upload_spec(client, loaded))
+        with uploaded(client, loaded) as body:
+            job = client.create_job(body)
+        told |= {f"Created fine-tuning job: {job.id}"}
         if as_json:
             print_json_line(job.model_dump()) if follow else print_json(job.model_dump())
         elif follow:
-            print(f"Created {job.id}.")
+            tell(f"Created {job.id}.")
         else:
-            print(f"Created {job.id}.\nWatch it: ft watch {job.id}")
+            tell(f"Created {job.id}.\nWatch it: ft watch {job.id}")
         return watch_job(client, job.id, as_json, told=told) if follow else 0
 
 
@@ -120,21 +134,61 @@ def _check_lines(spec: SpecFile) -> list[str]:
     return list(advice(without_base(training, validation, options), asked))
 
 
-def upload_spec(client: Client, spec: SpecFile) -> dict[str, Any]:
-    """Upload the files that a SPEC names; the create body with their ids. Raises SpecError if the SPEC names a model by its
-    folder, or one that the server does not know."""
+def accepted(client: Client, spec: SpecFile) -> SpecFile:
+    """The SPEC with its model as the server names it, if the server would take its job or sweep. Raises SpecError and
+    LimitError as the creation would, before anything is uploaded; SpecError if it names a model by its folder."""
     if spec.model_folder is not None:
         message = f"model = {spec.request.model!r}: a server knows models by name (`ft models`); folders are for `ft run`."
         raise SpecError(message, param="model")
+    files = _data_files(spec)
+    spec = spec.with_model(find_model(client, spec.request.model))
+    announced = {param: {"filename": _uploaded_name(data), "bytes": _least_bytes(data)} for param, data in files}
+    client.check_job({name: value for name, value in spec.body.items() if name not in announced}, announced)
+    return spec
+
+
+def _uploaded_name(data: LocalData) -> str:
+    return f"{data.path.name}.jsonl.gz" if data.files else data.path.name
+
+
+def _least_bytes(data: LocalData) -> int:
+    """Bytes of what is uploaded; of a folder's records, which are compressed first, the least that they may become."""
+    return max(1, data.bytes // _PACKED) if data.files else data.bytes
+
+
+@contextlib.contextmanager
+def uploaded(client: Client, spec: SpecFile) -> Iterator[dict[str, Any]]:
+    """The create body with the ids of the SPEC's files, of which those are uploaded that the server has not. They are deleted
+    again if the block is refused, and stay if nobody knows whether it was: the next try takes them."""
+    new: list[str] = []
+    ids: dict[str, str] = {}
     try:
-        client.model(spec.request.model)  # before the upload, which may take long
-    except NotFoundError as error:
-        raise SpecError(error.message, param="model", code=error.code) from None
-    uploaded: dict[str, str] = {}
-    for param, data in _data_files(spec):
-        with uploadable(data) as path:
-            uploaded[param] = client.upload_file(path).id
-    return {**spec.body, **uploaded}
+        for param, data in _data_files(spec):
+            with uploadable(data) as path:
+                ids[param] = _file_id(client, path, param, new)
+        yield {**spec.body, **ids}
+    except BaseException as error:
+        unknown = isinstance(error, UnavailableError | KeyboardInterrupt) and len(ids) == len(_data_files(spec))
+        for file_id in () if unknown else new:
+            with contextlib.suppress(FtError):
+                client.delete_file(file_id)
+        raise
+
+
+def _file_id(client: Client, path: Path, param: Param, new: list[str]) -> str:
+    """The id of a file with these contents, on the server already or uploaded; then it is among the `new` ones."""
+    try:
+        found = client.files_with(FileDigest.of(path).sha256)
+    except OSError as error:
+        raise SpecError(f"{path} cannot be read: {error.strerror}.", param=param) from None
+    same = next((file for file in found if file.filename == path.name), found[0] if found else None)
+    if same is None:
+        new.append(client.upload_file(path).id)
+        return new[-1]
+    if same.id not in new:
+        other = "" if same.filename == path.name else f" and called {same.filename}"
+        say(f"{path.name} is on the server already ({same.id}{other}): it is not uploaded again.")
+    return same.id
 
 
 def _data_files(spec: SpecFile) -> list[tuple[Param, LocalData]]:

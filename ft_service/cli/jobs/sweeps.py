@@ -9,13 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from ft_service.cli.jobs.naming import LAST, PREFIX
-from ft_service.cli.jobs.submit import check_data, upload_spec
+from ft_service.cli.jobs.submit import accepted, check_data, uploaded
 from ft_service.cli.jobs.verbs import ask_to_remove
-from ft_service.cli.output import Json, complain, connect, is_terminal, local_time, print_json, print_table, sentence
+from ft_service.cli.local.spec_arguments import Changes, ModelName, Suffix, load_given
+from ft_service.cli.output import Json, complain, connect, is_terminal, local_time, print_json, print_table, tell
 from ft_service.client.answers import RemoteSweep, shown
 from ft_service.client.client import Client
 from ft_service.errors import NotFoundError, SpecError
-from ft_service.local.spec_file import load_spec_file
 from ft_service.sweeps.asked import values_text
 
 app = typer.Typer(help="Try several values of options: jobs under one id, of which those without hope are stopped early.")
@@ -32,28 +32,33 @@ _INTERRUPTED = 130
 _POLL_SECONDS = 2.0
 
 SweepId = Annotated[str, typer.Argument(metavar="ID", help="The sweep: its id or the beginning of it, its suffix, or `last`.")]
-Newest = Annotated[int, typer.Option("--limit", "-n", min=1, help="How many, the newest.")]
+Newest = Annotated[int, typer.Option("--limit", "-n", min=1, help="Show at most N, newest first.")]
 
 
 @app.command()
 def submit(
     spec: Annotated[Path, typer.Argument(metavar="SPEC", help="YAML file with `sweep`; its paths are relative to it.")],
+    model: ModelName = None,
+    suffix: Suffix = None,
+    changes: Changes = None,
     follow: Annotated[bool, typer.Option("--watch", help="Stay until it is over, and show what comes of it.")] = False,
     unchecked: Annotated[bool, typer.Option("--unchecked", help="Leave it to the server to check the data.")] = False,
     as_json: Json = False,
 ) -> int:
     """Check a SPEC with its sweep and its data, upload the files once and create all jobs."""
-    loaded = load_spec_file(spec, sweep=True)
+    loaded = load_given(spec, changes, model, suffix, sweep=True)
     with connect() as client:
+        loaded = accepted(client, loaded)
         if not unchecked:
             check_data(client, loaded)
-        sweep = client.create_sweep(upload_spec(client, loaded))
+        with uploaded(client, loaded) as body:
+            sweep = client.create_sweep(body)
         if follow:
             return _watch(client, sweep, as_json)
     if as_json:
         print_json(sweep.model_dump())
     else:
-        print(f"Created {sweep.id} with {len(sweep.jobs)} jobs. Look at it: ft sweep show {sweep.id}")
+        tell(f"Created {sweep.id} with {len(sweep.jobs)} jobs. Look at it: ft sweep show {sweep.id}")
     return 0
 
 
@@ -80,7 +85,7 @@ def list_sweeps(limit: Newest = 20, as_json: Json = False) -> None:
         best = [values_text((sweep.best or {}).get("values") or {}) for sweep in newest]
         print_table(("ID", "SUFFIX", "MODEL", "STATUS", "JOBS", "VALID", "CREATED"), rows, ("BEST", best), whole_notes=True)
     else:
-        print("No sweeps yet. Create one: ft sweep submit SPEC")
+        tell("No sweeps yet. Create one: ft sweep submit SPEC")
 
 
 @app.command()
@@ -137,7 +142,7 @@ def _watch(client: Client, sweep: RemoteSweep, as_json: bool) -> int:
         while not sweep.over:
             if sweep.counts_text != told and not as_json:
                 told = sweep.counts_text
-                print(f"{sweep.id}: {told}", flush=True)
+                tell(f"{sweep.id}: {told}")
             time.sleep(_POLL_SECONDS)
             sweep = client.sweep(sweep.id)
     except KeyboardInterrupt:
@@ -149,18 +154,18 @@ def _watch(client: Client, sweep: RemoteSweep, as_json: bool) -> int:
 
 
 def _print(sweep: RemoteSweep) -> None:
-    print(f"{sweep.id} on {sweep.model}: {sweep.status} ({sweep.counts_text})")
+    tell(f"{sweep.id} on {sweep.model}: {sweep.status} ({sweep.counts_text})")
     titles = ("JOB", *sweep.options, "STEP", "VALID", "AT", "STATUS")
     print_table(titles, [_row(sweep, job) for job in sweep.jobs], notes=("WHY", [_why(job) for job in sweep.jobs]))
     best = sweep.best
     if best is None:
-        print("No job has a validation loss yet." if not sweep.over else "No job is the best: none has succeeded.")
+        tell("No job has a validation loss yet." if not sweep.over else "No job is the best: none has succeeded.")
         return
     word = "Best" if sweep.over else "Best so far"
     loss = f"validation loss {best['valid_loss']:.4f}"
-    print(sentence(f"{word}: {best['job_id']} with {values_text(best['values'])}; {loss}"))
+    tell(f"{word}: {best['job_id']} with {values_text(best['values'])}; {loss}")
     if best["fine_tuned_model"]:
-        print(f"Get its adapter: ft download {best['job_id']}")
+        tell(f"Get its adapter: ft download {best['job_id']}")
 
 
 def _row(sweep: RemoteSweep, job: dict[str, Any]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ft_service.cli.jobs.naming import SEARCHED, JobId, find_job, reaching
-from ft_service.cli.output import Json, connect, print_json, sentence
+from ft_service.cli.output import Json, connect, print_json, tell
 from ft_service.client.answers import RemoteFile, RemoteJob
 from ft_service.client.client import Client
 from ft_service.errors import SpecError
@@ -38,8 +38,8 @@ def pause(job_id: JobId, as_json: Json = False) -> None:
     if as_json or job.status != State.RUNNING:
         _show(job, as_json)
     else:
-        print(sentence(f"{job.id} will be paused as soon as it has written a checkpoint."))
-        print(f"Let it go on: ft resume {job.id}")
+        tell(f"{job.id} will be paused as soon as it has written a checkpoint.")
+        tell(f"Let it go on: ft resume {job.id}")
 
 
 def resume(job_id: JobId, nproc_per_node: Ranks = None, as_json: Json = False) -> None:
@@ -68,7 +68,7 @@ def remove(
     if as_json:
         print_json({"id": name, "deleted": True})
     else:
-        print(f"Removed {what}.")
+        tell(f"Removed {what}.")
 
 
 def _file(client: Client, word: str) -> RemoteFile:
@@ -97,4 +97,4 @@ def _show(job: RemoteJob, as_json: bool) -> None:
     if as_json:
         print_json(job.model_dump())
     else:
-        print(sentence(f"{job.id} is {job.state_text}"))
+        tell(f"{job.id} is {job.state_text}")

@@ -43,8 +43,7 @@ class DataFound:
         """Of the samples that are trained on. None: not counted."""
         if self.counts is None or self.statistics is None:
             return None
-        of, items = self.statistics.training, self.statistics.items
-        return Lengths(of.tokens, items * (2 if self.counts.pairs else 1), self.counts.longest or None)
+        return Lengths.of_data(self.counts, self.statistics)
 
     def messages(self, spec: JobSpec) -> Iterator[tuple[Level, str]]:
         """Level and sentence: what each file holds to train on, what is not trained on, and what to change."""

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import re
-import sys
+from collections.abc import Iterable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ft_service.cli.local.data import DataFound, examine_data
+from ft_service.cli.local.spec_arguments import Changes, ModelName, SpecOrData, load_given
 from ft_service.cli.local_store import settings_with_models
-from ft_service.cli.output import Json, print_fields, print_json, print_table
+from ft_service.cli.output import Json, print_fields, print_json, print_table, say, tell
+from ft_service.client.answers import shown
 from ft_service.errors import SpecError
 from ft_service.host.hardware import gpu_count
 from ft_service.ids import new_id
-from ft_service.local.spec_file import load_spec_file, resolve_spec_file
+from ft_service.local.spec_file import SpecFile, resolve_spec_file
 from ft_service.plan.job import Plan, bounded, plan_job, training_time
 from ft_service.plan.lengths import Lengths
 from ft_service.plan.machines import MACHINES, Machine, find_machine, this_host
-from ft_service.plan.quantities import duration_text
-from ft_service.plan.text import memory_table, modules_table, verdict_lines, work_lines
+from ft_service.plan.quantities import bytes_text
+from ft_service.plan.text import advice_lines, memory_table, modules_table, time_text, verdict, work_lines
+from ft_service.settings import Settings
 from ft_service.spec import JobSpec
+from ft_service.sweeps.asked import AskedSweep
 
 _UNITS = {
     "": 1,
@@ -43,39 +47,112 @@ HardwareName = Annotated[
 ]
 Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of one GPU, such as 24GiB, in place of the table's.")]
 
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Every module and term of the memory too, and why things were chosen.")
+]
+
 
 def register(app: typer.Typer) -> None:
     app.command("plan")(plan)
 
 
 def plan(
-    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="YAML file; its paths are relative to it.")],
+    spec: SpecOrData,
+    model: ModelName = None,
+    changes: Changes = None,
     hardware: HardwareName = None,
     memory: Memory = None,
+    verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
-    """Show what a SPEC will take on every rank, on the wire and in time, and whether it fits. Nothing is started."""
+    """Show whether a SPEC fits, what it takes in memory and time, and what would help. Of a sweep: all its jobs. Nothing is
+    started."""
     machine = find_machine(hardware) if hardware else this_host()
     if memory is not None:
         machine = replace(machine, memory=parse_size(memory))
     settings = settings_with_models()
-    resolved = resolve_spec_file(load_spec_file(spec), settings, job_id=new_id("ftjob-"), seed=0, to_train=False)
-    resolved = bounded(resolved)
+    loaded = load_given(spec, changes, model, sweep=None)
+    resolved = bounded(resolve_spec_file(loaded, settings, job_id=new_id("ftjob-"), seed=0, to_train=False))
     plan_job(resolved, machine, to_train=False)  # a base that cannot be used is told of before the data is read
-    data = examine_data(resolved, settings, lambda sentence: print(sentence, file=sys.stderr), need_counts=False)
+    data = examine_data(resolved, settings, say, need_counts=False)
+    if loaded.sweep is not None:
+        _plan_sweep(loaded, loaded.sweep, resolved, settings, machine, data, as_json)
+        return
     its_plan = plan_job(resolved, machine, data.lengths, to_train=False)
-    examples = data.statistics.items if data.statistics else data.reports["training_file"].examples
+    examples = _examples(data)
     duration = training_time(its_plan, resolved, examples)
     largest = _largest(resolved, machine, data.lengths, examples)
     if as_json:
-        counts = {param: report.counts and asdict(report.counts) for param, report in data.reports.items()}
         more = {} if largest is None else {"largest": largest[0].as_dict() | {"ranks": largest[1], "time": largest[2]}}
-        print_json(its_plan.as_dict() | {"time": duration, "data": counts} | more)
-    else:
-        _show(its_plan, machine, duration)
-        _show_data(data, resolved)
-        if largest is not None:
-            _show_largest(*largest, resolved.world_size)
+        print_json(its_plan.as_dict() | {"time": duration, "data": _counts(data)} | more)
+        return
+    _show(its_plan, duration)
+    if largest is not None:
+        tell(f"All this is for the fewest ranks, {resolved.world_size}. On the most, {largest[1]}:")
+        _show(largest[0], largest[2])
+    _show_data(data, resolved)
+    if verbose:
+        _show_details(its_plan)
+    elif its_plan.chosen:
+        tell(f"Chosen: {', '.join(sentence.partition(' (')[0] for sentence in its_plan.chosen)}. Why: ft plan --verbose")
+
+
+def _plan_sweep(
+    spec: SpecFile, sweep: AskedSweep, first: JobSpec, settings: Settings, machine: Machine, data: DataFound, as_json: bool
+) -> None:
+    """Show what all jobs of a sweep take. `first`: the first of them."""
+    examples = _examples(data)
+    planned: list[tuple[Plan, dict[str, Any]]] = []
+    for job in sweep.jobs:
+        its_spec = replace(spec, request=job.request)
+        own = bounded(resolve_spec_file(its_spec, settings, job_id=first.job_id, seed=0, to_train=False, like=first))
+        its_plan = plan_job(own, machine, data.lengths, to_train=False)
+        planned.append((its_plan, training_time(its_plan, own, examples)))
+    total = {
+        "examples": examples,
+        "steps": sum(time["steps"] for _, time in planned),
+        **{name: _sum(time[name] for _, time in planned) for name in ("seconds_at_most", "seconds_likely")},
+    }
+    if as_json:
+        jobs = [
+            {"values": job.values, "fits": its_plan.fits, "bytes_per_rank": its_plan.rank.total, "time": time}
+            for job, (its_plan, time) in zip(sweep.jobs, planned, strict=True)
+        ]
+        print_json({"jobs": jobs, "time": total, "data": _counts(data)})
+        return
+    largest = max(planned, key=lambda one: one[0].rank.total)[0]
+    its_verdict = verdict(largest)
+    tell(f"{len(planned)} jobs, of which the largest {its_verdict[0].lower()}{its_verdict[1:]}")
+    tell(f"One after the other, their {time_text(total)}")
+    if sweep.settings["eta"] is not None:
+        tell("Jobs without hope are stopped early, which saves a part of that.")
+    for line in advice_lines(largest):
+        tell(line)
+    _show_data(data, first)
+    tell()
+    rows = [
+        [*map(shown, job.values.values()), f"{time['steps']:,}", bytes_text(its_plan.rank.total), _fit(its_plan)]
+        for job, (its_plan, time) in zip(sweep.jobs, planned, strict=True)
+    ]
+    print_table((*sweep.settings["options"], "STEPS", "PER RANK", "FITS"), rows)
+
+
+def _sum(seconds: Iterable[float | None]) -> float | None:
+    """None: one of them is not known."""
+    known = list(seconds)
+    return None if None in known else math.fsum(one for one in known if one is not None)
+
+
+def _fit(plan: Plan) -> str:
+    return "not known" if plan.fits is None else "yes" if plan.fits else "no"
+
+
+def _examples(data: DataFound) -> int:
+    return data.statistics.items if data.statistics else data.reports["training_file"].examples
+
+
+def _counts(data: DataFound) -> dict[str, Any]:
+    return {param: report.counts and asdict(report.counts) for param, report in data.reports.items()}
 
 
 def _largest(
@@ -92,13 +169,6 @@ def _largest(
     return plan, there.world_size, training_time(plan, there, examples)
 
 
-def _show_largest(plan: Plan, ranks: int, duration: dict[str, Any], fewest: int) -> None:
-    print(f"\nAll this is for the fewest ranks, {fewest}. On the most, {ranks}:")
-    for line in verdict_lines(plan):
-        print(line)
-    _show_time(duration)
-
-
 def parse_size(text: str) -> int:
     """`24GiB`, `80GB` or a number of bytes. Raises SpecError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
@@ -108,31 +178,25 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * unit)
 
 
-def _show(plan: Plan, machine: Machine, duration: dict[str, Any]) -> None:
+def _show(plan: Plan, duration: dict[str, Any]) -> None:
+    tell(verdict(plan))
+    tell(time_text(duration))
+    for line in advice_lines(plan):
+        tell(line)
+
+
+def _show_details(plan: Plan) -> None:
+    tell()
+    for line in (*plan.chosen, *work_lines(plan)):
+        tell(line)
+    tell()
     print_table(("FROZEN MODULE", "COUNT", "SHAPE", "FORMAT", "BYTES", "PER RANK"), modules_table(plan.modules))
-    print()
+    tell()
     print_fields(memory_table(plan))
-    print()
-    for line in verdict_lines(plan):
-        print(line)
-    for line in work_lines(plan):
-        print(line)
-    _show_time(duration)
 
 
 def _show_data(data: DataFound, spec: JobSpec) -> None:
     for level, message in data.messages(spec):
-        print(message if level == "info" else f"Warning: {message}")
+        tell(message if level == "info" else f"Warning: {message}")
     if data.counts is None:
-        print("Tokens are not counted here: transformers is not installed, or the base has no tokenizer.")
-
-
-def _show_time(duration: dict[str, Any]) -> None:
-    text = f"{duration['steps']} steps over {duration['examples']} examples"
-    most, likely = duration["seconds_at_most"], duration["seconds_likely"]
-    if most is None:
-        print(f"{text}.")
-    elif likely is None:
-        print(f"{text}: at most about {duration_text(most)}, were every sample training.max_length tokens long.")
-    else:
-        print(f"{text}: likely about {duration_text(likely)}; {duration_text(most)}, were every sample as long as the longest.")
+        tell("Tokens are not counted here: transformers is not installed, or the base has no tokenizer.")

@@ -16,8 +16,9 @@ from rich.console import Console
 
 from ft_service.cli.display import Display, display_for
 from ft_service.cli.local.data import examine_data
+from ft_service.cli.local.spec_arguments import Changes, ModelName, SpecOrData, Suffix, load_given
 from ft_service.cli.local_store import settings_with_models
-from ft_service.cli.output import Json, complain, print_json
+from ft_service.cli.output import Json, complain, print_json, tell
 from ft_service.control.tracking.door import refuse_without_server
 from ft_service.errors import SpecError
 from ft_service.host.hardware import default_slots, gpu_count
@@ -25,10 +26,11 @@ from ft_service.host.home import create_home
 from ft_service.ids import new_id
 from ft_service.local.parent import prepare_local
 from ft_service.local.run import run_local, wait_begun
-from ft_service.local.spec_file import SpecFile, load_spec_file, resolve_spec_file
-from ft_service.plan.admit import admit
+from ft_service.local.spec_file import SpecFile, resolve_spec_file
+from ft_service.plan.admit import admit, settle_counted
+from ft_service.plan.lengths import Lengths
 from ft_service.plan.machines import this_host
-from ft_service.plan.settle import keep_choices, settle
+from ft_service.plan.settle import keep_choices
 from ft_service.rundir.attempt import ATTEMPTS
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Exit, ExitReason
@@ -61,7 +63,10 @@ def register(app: typer.Typer) -> None:
 
 
 def run(
-    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="YAML file; its paths are relative to it.")],
+    spec: SpecOrData,
+    model: ModelName = None,
+    suffix: Suffix = None,
+    changes: Changes = None,
     run_dir: RunDirectory = None,
     node_rank: NodeRank = 0,
     rdzv_endpoint: Endpoint = "",
@@ -70,7 +75,7 @@ def run(
 ) -> int:
     """Run a SPEC on this machine without a server. Ctrl-C stops it at a checkpoint; with the same --run-dir it goes on."""
     settings = settings_with_models()
-    loaded = load_spec_file(spec)
+    loaded = load_given(spec, changes, model, suffix)
     refuse_without_server(loaded.request)
     node = _node(loaded.request, run_dir, node_rank, rdzv_endpoint, address)
     job_id = new_id("ftjob-")
@@ -79,7 +84,7 @@ def run(
     if node is not None and node.index:
         wait_begun(folder)  # its id and its seed are drawn on host 0
     resolved = _with_ranks_of_this_host(resolve_for(loaded, settings, folder, job_id))
-    admitted = admit(resolved, data_bytes=loaded.training_file.bytes)
+    admitted = admit(resolved, lengths=Lengths.of_size(loaded.training_file.bytes))
     if resolved.parent is not None and not RunDir(folder).list(ATTEMPTS):  # one that has begun has its own checkpoints
         prepare_local(resolved.parent)
     with display_for(Console(highlight=False, emoji=False, stderr=as_json)) as display:
@@ -89,12 +94,14 @@ def run(
         data = examine_data(admitted.spec, settings, lambda sentence: display.message("info", sentence, time.time()))
         for level, message in data.messages(admitted.spec):
             display.message(level, message, time.time())
-        settled = settle(admitted.spec, this_host(), data.lengths)
-        for sentence in settled.news:  # now that the lengths are known
-            display.message("info", sentence, time.time())
+        spec_of_job = admitted.spec
+        if data.lengths is not None:
+            counted = settle_counted((this_host(),), admitted.spec, data.lengths)
+            spec_of_job = counted.spec
+            display.message(*counted.told[0], time.time())  # the rest was told before
         with _time_limit(loaded.request.max_seconds) as stop:
             ended = run_local(
-                settled.spec,
+                spec_of_job,
                 folder,
                 lambda event: _show(display, event),
                 stop=stop,
@@ -178,7 +185,7 @@ def _report(ended: Exit, folder: Path, spec: Path, as_json: bool) -> int:
     if as_json:
         print_json({**ended.model_dump(), "run_dir": str(folder)})
     elif ended.reason is ExitReason.SUCCEEDED:
-        print(f"The adapter is in {folder / 'adapter'}")
+        tell(f"The adapter is in {folder / 'adapter'}")
     elif ended.reason is ExitReason.STOPPED:
         print(f"Stopped at a checkpoint. To go on: ft run {spec} --run-dir {folder}", file=sys.stderr)
     else:

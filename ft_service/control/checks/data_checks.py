@@ -7,19 +7,24 @@ long steps aside (check_lanes.py).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
 from ft_service.control.checks.check_lanes import Lanes
+from ft_service.data.data_file import Counts
 from ft_service.data.examiner import Examiner, ExaminerLost, Tell, data_files, unreadable
-from ft_service.data.statistics import Level, Measure, messages
+from ft_service.data.statistics import Level, Measure, Statistics, messages
+from ft_service.data.token_folder import NOT_KEPT
 from ft_service.errors import FtError, UnavailableError
 from ft_service.jobs.states import Job
+from ft_service.plan.admit import Admitted, settle_counted
+from ft_service.plan.lengths import Lengths
+from ft_service.plan.machines import Machine, this_host
 from ft_service.rundir.documents import ErrorInfo
-from ft_service.spec import AdapterRef
+from ft_service.spec import AdapterRef, JobSpec
 from ft_service.storage.locations import Places
 from ft_service.store.records import NewEvent
 from ft_service.supervisor import worker_tasks
@@ -39,21 +44,34 @@ class Checked:
     """What a finished check found."""
 
     error: ErrorInfo | None = None
+    waits: str | None = None
+    """Why it cannot be finished now though neither the data nor the job is at fault, for the job's user; None: it is."""
     events: tuple[NewEvent, ...] = ()
     """What there is to train on, and what is not trained on, for the job's user."""
+    settled: Admitted | None = None
+    """The job with what "auto" stands for by its samples, which are counted now. None: that is not known."""
+
+
+def this_hosts() -> Sequence[Machine]:
+    """The machines of a service whose jobs run on this host."""
+    return (this_host(),)
 
 
 Check = Callable[[Job, Examiner, Tell], Checked]
 """Tells how far it is if it takes long. Raises ExaminerLost if it got no answer."""
 
 
-def check_data(job: Job, examiner: Examiner, tell: Tell, places: Places) -> Checked:
-    """Read a job's data files, and get the adapter ready that it goes on from. The first error, or what there is to learn."""
+def check_data(
+    job: Job, examiner: Examiner, tell: Tell, places: Places, machines: Callable[[], Sequence[Machine]] = this_hosts
+) -> Checked:
+    """Read a job's data files, and get the adapter ready that it goes on from. The first error, or what there is to learn.
+    `machines`: that may train it."""
     spec = job.spec
     error = _prepare(spec.parent, places) if spec.parent else None
     if error is not None:
         return Checked(error)
     told: list[tuple[Level, str]] = []
+    counts: dict[str, Counts | None] = {}
     paths: dict[str, Path] = {}
     for param, data in data_files(spec):
         try:
@@ -63,6 +81,7 @@ def check_data(job: Job, examiner: Examiner, tell: Tell, places: Places) -> Chec
         found = examiner.examine_file(param, data, path, spec, tell)
         if isinstance(found, ErrorInfo):
             return Checked(found)
+        counts[param] = found.counts
         try:
             places.share_tokens(data.sha256)
         except (OSError, UnavailableError):  # workers make them themselves
@@ -70,9 +89,24 @@ def check_data(job: Job, examiner: Examiner, tell: Tell, places: Places) -> Chec
         told += found.messages(data.name, spec.training.max_length, cut=False)
     measured = examiner.measure_job(spec, paths)
     if isinstance(measured, ErrorInfo):
-        return Checked(measured)
+        return Checked(waits=measured.message) if measured.code == NOT_KEPT else Checked(measured)
     told += messages(measured, Measure.of(spec))
-    return Checked(events=tuple(NewEvent(level=level, message=message) for level, message in told))
+    settled = _settled(spec, counts["training_file"], measured, machines)
+    if settled is not None:
+        told.append(settled.told[0])  # the rest was told when it was created
+    return Checked(events=tuple(NewEvent(level=level, message=message) for level, message in told), settled=settled)
+
+
+def _settled(
+    spec: JobSpec, counts: Counts | None, measured: Statistics, machines: Callable[[], Sequence[Machine]]
+) -> Admitted | None:
+    if counts is None:
+        return None
+    try:
+        return settle_counted(machines(), spec, Lengths.of_data(counts, measured))
+    except FtError as error:  # the ranks choose for themselves, and say why they cannot
+        log.info("what is auto is left to the ranks: %s", error.message)
+        return None
 
 
 def _prepare(parent: AdapterRef, places: Places) -> ErrorInfo | None:

@@ -8,20 +8,18 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from ft_service.data.examiner import Examiner
+from ft_service.data.examiner import Examiner, ExaminerLost
 from ft_service.data.samples import Page, SamplePage
 from ft_service.data.token_options import TokenOptions
-from ft_service.errors import NotFoundError, UnavailableError
+from ft_service.errors import NotFoundError, SpecError
 from ft_service.jobs.states import Job
 from ft_service.spec import DataFileRef
 from ft_service.storage.locations import Places
 
-AT_ONCE = 2
-"""Such processes beside this one: each holds some 200 MB."""
-WAIT_SECONDS = 30.0
 STUCK_SECONDS = 30.0
-
-_free = threading.BoundedSemaphore(AT_ONCE)
+"""How long it may be at one task, such as one sample."""
+READ_SECONDS = 60.0
+"""How long it may take in all, by which time whoever asked has gone."""
 
 
 def job_samples(job: Job, which: str, page: Page, places: Places) -> SamplePage:
@@ -63,11 +61,26 @@ def fetched(data: DataFileRef, places: Places) -> Path:
 
 @contextmanager
 def examining(tokens: Path | None = None) -> Iterator[Examiner]:
-    """An examiner, as long as the block runs. Raises UnavailableError while as many as may be are at work."""
-    if not _free.acquire(timeout=WAIT_SECONDS):
-        raise UnavailableError("Files are being read for others. Try again in a moment.")
-    try:
-        with Examiner(tokens=tokens, stuck_seconds=STUCK_SECONDS) as examiner:
+    """An examiner, as long as the block runs, and for no longer than READ_SECONDS. Raises SpecError if that is not enough.
+
+    It has a process of some 200 MB: the caller sees to it that there are few at once.
+    """
+    late = threading.Event()
+    with Examiner(tokens=tokens, stuck_seconds=STUCK_SECONDS) as examiner:
+
+        def end() -> None:
+            late.set()
+            examiner.stop(for_good=True)
+
+        timer = threading.Timer(READ_SECONDS, end)
+        timer.daemon = True
+        timer.start()
+        try:
             yield examiner
-    finally:
-        _free.release()
+        except ExaminerLost:
+            if not late.is_set():
+                raise
+            message = f"To read this takes longer than {READ_SECONDS:g} seconds: ask for fewer samples, or for earlier ones."
+            raise SpecError(message, code="takes_too_long") from None
+        finally:
+            timer.cancel()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 
 from ft_service.bases.catalogue import Catalogue
-from ft_service.control.admission import Asked, Membership, door_for, new_job, read_parsed, refuse_unstorable_text
+from ft_service.control.admission import Asked, Door, Membership, door_for, new_job, read_parsed, refuse_unstorable_text
 from ft_service.errors import SpecError
 from ft_service.ids import new_id
 from ft_service.settings import Settings
-from ft_service.store.records import NewEvent, NewJob, Principal
+from ft_service.store.records import File, NewEvent, NewJob, Principal
 from ft_service.store.sql import Store
 from ft_service.store.sweeps.records import NewSweep, Sweep
 from ft_service.sweeps.asked import AskedSweep, parse_sweep, values_text
@@ -25,12 +26,30 @@ def create_sweep(
     Raises SpecError with all that is wrong with any of the jobs, LimitError if not all of them may wait, ConflictError if the
     id is taken; nothing is stored then.
     """
+    new, stored_as = sweep_jobs(
+        body, principal=principal, store=store, settings=settings, catalogue=catalogue, sweep_id=sweep_id or new_id(PREFIX)
+    )
+    store.create_sweep(stored_as, new)
+    return store.get_sweep(principal.project_id, stored_as.id)
+
+
+def sweep_jobs(
+    body: object,
+    *,
+    principal: Principal,
+    store: Store,
+    settings: Settings,
+    catalogue: Catalogue,
+    sweep_id: str,
+    announced: Sequence[File] = (),
+) -> tuple[list[NewJob], NewSweep]:
+    """A sweep to store, with its jobs. `announced`: files that it names and that are not here yet. Raises SpecError as
+    `create_sweep`."""
     refuse_unstorable_text(body)
     # One seed for all, so that jobs differ by what is tried and not by chance, and a validation_split is the same for each.
     seed = secrets.randbelow(2**31)
     asked = parse_sweep(body, seed)
     assert isinstance(body, dict)
-    sweep_id = sweep_id or new_id(PREFIX)
     rungs = tuple(asked.settings["rungs"])
     members = [
         read_parsed(
@@ -43,15 +62,13 @@ def create_sweep(
         )
         for job in asked.jobs
     ]
-    new = _admitted(members, store, settings, catalogue)
+    door = door_for(members, store=store, settings=settings, catalogue=catalogue, announced=announced)
     of_sweep = NewSweep(id=sweep_id, project_id=principal.project_id, request=body, settings=asked.settings)
-    store.create_sweep(of_sweep, [_told(one, asked, sweep_id) for one in new])
-    return store.get_sweep(principal.project_id, sweep_id)
+    return [_told(one, asked, sweep_id) for one in _admitted(members, door)], of_sweep
 
 
-def _admitted(members: list[Asked], store: Store, settings: Settings, catalogue: Catalogue) -> list[NewJob]:
+def _admitted(members: list[Asked], door: Door) -> list[NewJob]:
     """The jobs. Raises SpecError with every fault once; what is no fault of the body's is raised as it is."""
-    door = door_for(members, store=store, settings=settings, catalogue=catalogue)
     outcomes = [new_job(one, door) for one in members]
     faults: dict[str, SpecError] = {}
     for outcome in outcomes:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from enum import Enum
 
 from ft_service.data.formats.columns import AS_THEY_ARE, Columns
+from ft_service.errors import SpecError
 
 HEAD_BYTES = 64 * 1024
 """Of a file's beginning, that a container is recognised by."""
@@ -29,6 +30,13 @@ def may_hold_data(filename: str) -> bool:
     for ending in COMPRESSED_ENDINGS:
         name = name.removesuffix(ending)
     return name.endswith(DATA_ENDINGS)
+
+
+def refuse_no_data_file(filename: str, param: str) -> None:
+    """Raise SpecError for a name that no data file has. `param`: what the name was sent as."""
+    if not may_hold_data(filename):
+        message = f"{param}: the name must end in {' or '.join(DATA_ENDINGS)}, and {filename!r} does not."
+        raise SpecError(message, param=param, code="invalid_filename")
 
 
 class Format(Enum):

@@ -51,8 +51,10 @@ from ft_service.data.formats.recognise import Format
 from ft_service.data.line_errors import Fault
 from ft_service.data.samples import Page, SamplePage, ShownSample
 from ft_service.data.statistics import Measure, Statistics
+from ft_service.data.token_folder import NOT_KEPT
 from ft_service.data.token_options import DEFAULT, TokenOptions
-from ft_service.data.tokens.keeping import Recording, find, tokens_key
+from ft_service.data.tokens.chat_template import ChatTemplate
+from ft_service.data.tokens.keeping import Recording, find, tokens_key, unkept
 from ft_service.data.tokens.limits import SampleLimits, TimeUp, go_first, held_memory, limit_memory
 from ft_service.data.tokens.render import writes_date
 from ft_service.data.tokens.sample import Tokens
@@ -103,21 +105,33 @@ def answer(request: ExamineRequest, teller: Teller, whereabouts: Whereabouts) ->
     try:
         with whereabouts.at(Task.LOADING):
             tokenizer = _tokenizer(request.model_path, request.tokenizer, request.options.chat_template)
-        if request.show is not None:
-            with SampleLimits(whereabouts, request.render_seconds, request.memory_bytes) as limits:
-                return ExamineReply(page=_page(tokenizer, request, request.show, limits))
-        if request.measure is not None:
-            with SampleLimits(whereabouts, request.render_seconds, request.memory_bytes) as limits:
-                return ExamineReply(statistics=_measured(tokenizer, request, request.measure, teller, limits))
-        key = tokens_key(request.model_path, request.sha256, request.options, pairs=request.pairs)
-        keep = Keep(Path(request.tokens), key) if request.tokens else None
         with SampleLimits(whereabouts, request.render_seconds, request.memory_bytes) as limits:
+            _require_usable_template(tokenizer, limits)
+            if request.show is not None:
+                return ExamineReply(page=_page(tokenizer, request, request.show, limits))
+            if request.measure is not None:
+                return ExamineReply(statistics=_measured(tokenizer, request, request.measure, teller, limits))
+            key = tokens_key(request.model_path, request.sha256, request.options, pairs=request.pairs)
+            keep = Keep(Path(request.tokens), key) if request.tokens else None
             data = open_data(Path(request.path), request.files, request.options.columns)
             asked = (tokenizer, data, request.sha256, request.max_length, teller, limits, keep, request.options)
             report = examine(*asked, pairs=request.pairs)
     except (SpecError, DataError) as error:
         return ExamineReply(error=ErrorInfo(code=error.code, message=error.message, param=error.param))
     return ExamineReply(report=report)
+
+
+def _require_usable_template(tokenizer: PreTrainedTokenizerBase, limits: SampleLimits) -> None:
+    """Raises SpecError for a chat template that is not written as one, or exceeds a limit before there is a conversation."""
+    template = ChatTemplate.of(tokenizer)
+    if template is None:
+        return
+    try:
+        with limits.rendering(0):
+            template.require_usable()
+    except (TimeUp, MemoryError) as error:
+        limit = limits.time if isinstance(error, TimeUp) else f"{limits.memory} of memory"
+        raise SpecError(f"chat_template: reading it takes more than {limit}.", param="chat_template") from None
 
 
 def _page(tokenizer: PreTrainedTokenizerBase, request: ExamineRequest, page: Page, limits: SampleLimits) -> SamplePage:
@@ -160,6 +174,7 @@ def _kept(
     key = tokens_key(request.model_path, file.sha256, request.options, pairs=request.pairs)
     found = find(Path(request.tokens), key) if request.tokens else None
     with contextlib.ExitStack() as stack:
+        keep: Keep | None = None
         if found is None:
             keep = Keep(Path(request.tokens or stack.enter_context(TemporaryDirectory(prefix="ft-"))), key)
             asked = (
@@ -176,17 +191,20 @@ def _kept(
                 raise DataError(error.message, param=error.param, code=error.code)
             found = find(keep.folder, key)
         if found is None:
-            raise DataError(f"{file.name}: its tokens found no room on the disk.", param=param, code="no_room")
+            assert keep is not None, "it was made without being found"
+            raise DataError(f"{file.name}: {unkept(keep.folder, keep.error)}", param=param, code=NOT_KEPT)
         stack.callback(found.entry.close)
         yield found.samples, data.shape.word
 
 
-@dataclass(frozen=True)
+@dataclass
 class Keep:
     """The place of a file's tokens."""
 
     folder: Path
     key: str
+    error: OSError | None = None
+    """Why they are not there after the file was read; None: nothing was in the way."""
 
 
 def examine(
@@ -222,6 +240,8 @@ def examine(
             counts, exceeded = _read(*read, pairs=pairs)
             if recording is not None and not findings.faults_total:
                 recording.publish(dated=writes_date(tokenizer))
+        if keep is not None and recording is not None:
+            keep.error = recording.error
     if findings.examples and not counts.samples and not findings.faults_total:
         findings.fault(Fault(0, "", nothing_to_learn(max_length)))
     return findings.report(data.shape, counts, unread=exceeded >= GIVE_UP_AFTER)

@@ -6,7 +6,10 @@ whoever renders with it, for training or for an answer, has no form to know.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
+
+from ft_service.data.line_errors import LineError
 
 _PARTS = """\
 {%- set ft = namespace(messages=[]) %}
@@ -41,26 +44,27 @@ _CALL = {"id": "ftcallone", "type": "function", "function": {"name": "ft_name", 
 _CALLING = [_ASKED, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]
 
 
-def fitted_template(tokenizer: Any) -> str:
-    """The tokenizer's chat template, one text, behind the lines that it needs; what works without them, as it is."""
-    template = tokenizer.chat_template
+Talked = Callable[[str, list[dict[str, Any]]], str]
+"""A template's text and a conversation → the conversation as text. Raises LineError."""
+
+
+def fitted_template(template: str, talked: Talked) -> str:
+    """A chat template behind the lines that it needs; one that works without them, as it is."""
     if _OF_PARTS.search(template):
-        template = _behind(tokenizer, template, _PARTS, _TALK, (_QUESTION, _ANSWER))
+        template = _behind(talked, template, _PARTS, _TALK, (_QUESTION, _ANSWER))
     if _OF_CALLS.search(template):
-        template = _behind(tokenizer, template, _ARGUMENTS, _CALLING, (_QUESTION, _VALUE))
+        template = _behind(talked, template, _ARGUMENTS, _CALLING, (_QUESTION, _VALUE))
     return template
 
 
-def _behind(tokenizer: Any, template: str, lines: str, talk: list[dict[str, Any]], words: tuple[str, ...]) -> str:
+def _behind(talked: Talked, template: str, lines: str, talk: list[dict[str, Any]], words: tuple[str, ...]) -> str:
     """The template, behind `lines` if it writes these words of the talk only so."""
-    return next((it for it in (template, lines + template) if _writes(tokenizer, it, talk, words)), template)
+    return next((it for it in (template, lines + template) if _writes(talked, it, talk, words)), template)
 
 
-def _writes(tokenizer: Any, template: str, talk: list[dict[str, Any]], words: tuple[str, ...]) -> bool:
+def _writes(talked: Talked, template: str, talk: list[dict[str, Any]], words: tuple[str, ...]) -> bool:
     try:
-        text = tokenizer.apply_chat_template(talk, chat_template=template, tokenize=False)
-    except (ImportError, MemoryError):  # no word of the template's
-        raise
-    except Exception:  # templates raise what they like
+        text = talked(template, talk)
+    except LineError:
         return False
     return all(word in text for word in words)

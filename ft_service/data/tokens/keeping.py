@@ -25,10 +25,12 @@ from ft_service.data.data_file import PAIRING
 from ft_service.data.token_folder import entry_key
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.data.tokenizer_files import stops_of, tokenizer_files
-from ft_service.data.tokens.render import CLOCK, RENDERING
+from ft_service.data.tokens.chat_template import CLOCK
+from ft_service.data.tokens.render import RENDERING
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.stored import FORMAT, TokenSetWriter, open_token_set
 from ft_service.data.tokens.token_set import TokenSet
+from ft_service.host import disk
 from ft_service.rundir.directory import sha256_of
 
 BYTES_OF_TEXT = 2.0
@@ -94,6 +96,20 @@ def find(folder: Path | None, key: str) -> Found | None:
     return Found(samples, entry)
 
 
+def unkept(folder: Path, error: OSError | None) -> str:
+    """Why a file's tokens could not be kept, in words that follow its name. `folder`: where they were to be."""
+    if error is None:
+        return f"its tokens were written to {folder}, and are not there."
+    if error.errno in disk.NO_LOCKS:
+        return (
+            f"its tokens cannot be kept: the file system of {folder} has no locks ({error.strerror}). Have FT_TOKENS name a "
+            "folder on one that has."
+        )
+    if error.errno in disk.NO_ROOM:
+        return f"its tokens find no room: {disk.no_room(folder, error)} ({error.strerror}; they take half of the disk at most.)"
+    return f"its tokens cannot be kept in {folder}: {error.strerror or error}."
+
+
 class Recording:
     """A token set that is written while samples pass by, and appears in the folder once it is published.
 
@@ -114,7 +130,7 @@ class Recording:
             remove_damaged(self._cache, self._key)
             self._staged = self._cache.stage(self._size)
             if self._staged is None:
-                raise OSError(errno.ENOSPC, f"no room for {self._size:,} bytes", str(self._cache.folder))
+                raise OSError(errno.ENOSPC, f"about {self._size:,} bytes are needed", str(self._cache.folder))
             self._writer = TokenSetWriter(self._staged.folder).__enter__()
         except OSError as error:
             self._failed(error)

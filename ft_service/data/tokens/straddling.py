@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
+from ft_service.data.line_errors import LineError
 from ft_service.data.tokens.marked import Span
 
 _SPACE = "\u2581"
@@ -32,7 +33,8 @@ class Joined:
 def as_prompted(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span], encoding: Encoding) -> Encoding | Joined:
     """The tokens of a text, none of which begins before an answer and ends in it. The same object if that is so already.
 
-    A tokenizer that puts a space before whatever it is given tokenises no piece as part of a text: its tokens stay.
+    A tokenizer that puts a space before whatever it is given tokenises no piece as part of a text: its tokens stay, for
+    `require_prompted` to refuse.
     """
     cuts = [first for first, _ in spans if _straddled(encoding, first)]
     if not cuts:
@@ -49,6 +51,20 @@ def as_prompted(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span]
         (begin + first, begin + end) for begin, made in zip(begins, encodings, strict=True) for first, end in made.offsets
     ]
     return Joined(ids, offsets)
+
+
+def require_prompted(text: str, spans: list[Span], encoding: Encoding | Joined) -> None:
+    """Raises LineError for a token that begins before an answer and ends in it."""
+    if isinstance(encoding, Joined):
+        return
+    place = next((first for first, _ in spans if _straddled(encoding, first)), None)
+    if place is not None:
+        raise LineError(
+            "",
+            "the base's tokenizer makes one token of the prompt's end and the answer's beginning, "
+            f"{text[max(0, place - 10) : place]!r} and {text[place : place + 10]!r}, which the model does not see when it is "
+            "asked. Begin the answer otherwise, or give a chat_template whose generation prompt ends otherwise",
+        )
 
 
 def _straddled(encoding: Encoding, place: int) -> bool:

@@ -108,4 +108,9 @@ class TokensDigest:
         return sample
 
     def hexdigest(self) -> str:
-        return hashlib.sha256(b"".join(part.digest() for part in self._parts)).hexdigest()
+        return self.combined(self._parts)
+
+    @staticmethod
+    def combined(parts: Sequence[hashlib._Hash]) -> str:
+        """The digest by those of all ids (int32), all targets (a byte each) and all lengths (int64)."""
+        return hashlib.sha256(b"".join(part.digest() for part in parts)).hexdigest()

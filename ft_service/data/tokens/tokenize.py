@@ -5,7 +5,6 @@ Workers, which train, and the process that only counts (examine.py) share this m
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, nullcontext
@@ -18,19 +17,19 @@ import numpy as np
 from tokenizers import Encoding
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from ft_service.bases.base_files import document_or_none, require_openable
 from ft_service.data.data_file import TWO_ANSWERS, answers
 from ft_service.data.formats.reading import open_data
 from ft_service.data.line_errors import Fault, LineError
 from ft_service.data.records import Chat, Pair, Record
 from ft_service.data.token_options import DEFAULT, TokenOptions
 from ft_service.data.tokens.bare import render_bare
-from ft_service.data.tokens.fitted import fitted_template
 from ft_service.data.tokens.limits import SampleLimits, TimeUp
 from ft_service.data.tokens.marked import Span
 from ft_service.data.tokens.proof import Proof, SampleText
-from ft_service.data.tokens.render import render, require_usable, writes_date
+from ft_service.data.tokens.render import render, writes_date
 from ft_service.data.tokens.sample import Tokens
-from ft_service.data.tokens.straddling import Joined, as_prompted
+from ft_service.data.tokens.straddling import Joined, as_prompted, require_prompted
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.training_set.split import Split, split_off
 from ft_service.errors import DataError, SpecError
@@ -47,9 +46,10 @@ times as much."""
 
 def load_tokenizer(model_path: str, chat_template: str = "") -> PreTrainedTokenizerBase:
     """The base's tokenizer. `chat_template`: in place of its own, which it need not have. Raises SpecError if it cannot be
-    loaded, is not a fast one, or this template is none."""
+    loaded, or is not a fast one. Nothing is rendered, and no template is compiled."""
     if not Path(model_path).is_dir():  # else it is taken for a name on a hub, and the error is about that
         raise SpecError(f"The base is gone from {model_path}. Put it back.", param="model", code="model_unreadable")
+    require_openable(Path(model_path))
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # it raises what its files make it raise
@@ -60,20 +60,14 @@ def load_tokenizer(model_path: str, chat_template: str = "") -> PreTrainedTokeni
         )
     if chat_template:
         tokenizer.chat_template = chat_template
-        require_usable(chat_template)
     elif tokenizer.chat_template is None:
         tokenizer.chat_template = _template_of_processor(Path(model_path))
-    if isinstance(tokenizer.chat_template, str):
-        tokenizer.chat_template = fitted_template(tokenizer)
     return tokenizer
 
 
 def _template_of_processor(folder: Path) -> str | None:
     """The chat template where bases of several models keep it: with the processor, whose file tokenizers do not read."""
-    try:
-        template = json.loads((folder / "chat_template.json").read_text(encoding="utf-8"))["chat_template"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    template = (document_or_none(folder / "chat_template.json") or {}).get("chat_template")
     return template if isinstance(template, str) else None
 
 
@@ -250,6 +244,7 @@ def proven(
 ) -> Tokens | Fault:
     """A sample's tokens, or why they may not be learned."""
     try:
+        require_prompted(sample.text, sample.spans, encoding)
         return proof.require(sample, _masked(sample, encoding))
     except LineError as error:
         return Fault(number, error.field, error.reason)

@@ -38,9 +38,10 @@ from ft_service.launcher.kubernetes.profile import QUEUE_SLOTS, PodProfile
 from ft_service.launcher.kubernetes.shown import visible_reads
 from ft_service.launcher.kubernetes.watch import Changes
 from ft_service.launcher.silence import Silence
-from ft_service.rundir.attempt import Attempt
+from ft_service.rundir.attempt import Attempt, unreadable_exit
 from ft_service.rundir.checkpoints import newest_step
-from ft_service.rundir.documents import Control, Desired, Exit, ExitReason, Launched, Result
+from ft_service.rundir.directory import UnreadableDocumentError
+from ft_service.rundir.documents import Control, Desired, Exit, ExitReason, Launched
 from ft_service.spec import JobSpec
 from ft_service.supervisor.verdict import exit_of, killed_exit
 
@@ -257,7 +258,7 @@ class KubernetesLauncher:
             if labels.items() <= (meta := job["metadata"]).get("labels", {}).items() and not status.is_finished(job)
         ]
 
-    def end(self, name: str) -> None:
+    def end_unfinished(self, name: str) -> None:
         try:
             self._cluster.delete_job(name)
         except (ClusterAwayError, RefusedError) as error:
@@ -329,7 +330,7 @@ class KubernetesLauncher:
         recorded = attempt.read_exit()
         if recorded is None or recorded.reason is not ExitReason.STOPPED:
             return False
-        start = attempt.read_start()
+        start = attempt.readable_start()
         return start is not None and start.nodes > 1
 
     def _taken_away(self, look: _Look) -> str | None:
@@ -338,7 +339,7 @@ class KubernetesLauncher:
 
     def _is_taken_back(self, attempt: Attempt, look: _Look) -> bool:
         """Whether the queue has suspended the Job again, and what ran of it is over."""
-        start = attempt.read_start()
+        start = attempt.readable_start()
         if start is None or look.job is None or not status.is_suspended(look.job) or any(map(status.is_alive, look.pods)):
             return False
         return bool(attempt.read_node_exits(start.nodes)) or attempt.has_outcome()
@@ -357,7 +358,7 @@ class KubernetesLauncher:
         """No Job and no pods: never created, deleted by us, gone by its time to live, or deleted by somebody."""
         self._silence.forget(attempt)
         ended = self._exit(attempt, None, [])
-        if ended is None and attempt.read_launched() is None:
+        if ended is None and not attempt.has_launched():
             return Absent()
         return self._over(attempt, ended)
 
@@ -377,12 +378,13 @@ class KubernetesLauncher:
         return Ended(ended, newest_step(attempt.run))
 
     def _exit(self, attempt: Attempt, job: dict[str, Any] | None, pods: list[dict[str, Any]]) -> Exit | None:
-        start = attempt.read_start()
+        try:
+            start = attempt.read_start()
+        except UnreadableDocumentError as error:
+            return attempt.read_exit() or unreadable_exit(error)
         if start is None:
             return None
-        result = attempt.run.read("result.json", Result)
-        if result is not None and result.attempt != attempt.number:
-            result = None
+        result = attempt.read_result()
         recorded = attempt.read_exit()
         if recorded is not None and result is None:
             return recorded

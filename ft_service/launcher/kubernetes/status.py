@@ -17,9 +17,9 @@ Object = Mapping[str, Any]
 
 _WAITING_FOR_NOTHING = frozenset({"ContainerCreating", "PodInitializing", ""})
 """Reasons of a waiting container that pass by themselves."""
-_NEVER_CAME = "RendezvousTimeoutError"
+NEVER_CAME = "RendezvousTimeoutError"
 """torchrun's error for nodes that did not come in time."""
-_STORE_GONE = "RendezvousConnectionError"
+STORE_GONE = "RendezvousConnectionError"
 """torchrun's error where node 0 cannot be reached: it did not come, or it died while the ranks trained."""
 _POD_SUFFIX = re.compile(r"(-\d+)-[a-z0-9]{5}(?![a-z0-9-])")
 """Of a pod's name, after its index: another one each time the cluster tries to create it."""
@@ -217,9 +217,9 @@ def _missing(nodes: int, exits: Mapping[int, Exit], pods: Sequence[Object], said
         return None
     named = ", ".join(map(str, missing))
     waits = {_index(pod) for pod in pods if not has_started([pod])}
-    if not trained and (_gave_up(exits, _NEVER_CAME) or (_gave_up(exits, _STORE_GONE) and waits & set(missing))):
+    if not trained and (_gave_up(exits, NEVER_CAME) or (_gave_up(exits, STORE_GONE) and waits & set(missing))):
         return exit_of(ExitReason.STOPPED, f"Of {nodes} pods these never ran, and the others waited for them in vain: {named}.")
-    if not trained and not _gave_up(exits, _STORE_GONE):
+    if not trained and not _gave_up(exits, STORE_GONE):
         return None
     gone = f"Of {nodes} pods these are gone without a record, deleted by force or lost with their node: {named}."
     return _killed("pod_gone", f"{gone} The others lost them: {said.message if said else ''}"[:_MAX_TEXT])

@@ -80,7 +80,8 @@ def to_host(row: RowMapping) -> HostRow:
         kind=row["kind"] or "",
         gpus=row["gpus"] or 0,
         memory=row["memory"],
-        silent_seconds=max(0.0, row["silent"]),
+        # Heard in the future, by a clock that went back since: as long ago as that is off, until it is heard again.
+        silent_seconds=abs(row["silent"]),
         seen_at=row["seen_at"],
         agent=row["agent"] or "",
         drained_at=row["drained_at"],
@@ -111,10 +112,10 @@ class HostStore(Database):
         with self.writing() as connection:
             query = select(hosts.c.agent, hosts.c.place, database_time() - hosts.c.seen_at).where(hosts.c.host == host.host)
             there = connection.execute(query.with_for_update()).one_or_none()
-            if there is not None and (there[1] is None or there[0]) and there[2] < lease_seconds:
+            if there is not None and (there[1] is None or there[0]) and abs(there[2]) < lease_seconds:
                 raise ConflictError(
-                    f"Host {host.host} has an agent already, heard {there[2]:.0f} s ago: two must not have one name. Stop it, "
-                    f"or give this one another (--name). One that was killed is forgotten {lease_seconds:.0f} s after."
+                    f"Host {host.host} has an agent already, heard {abs(there[2]):.0f} s ago: two must not have one name. Stop "
+                    f"it, or give this one another (--name). One that was killed is forgotten {lease_seconds:.0f} s after."
                 )
             statement = upsert(connection, hosts).values({**row, "joined_at": database_time()})
             connection.execute(statement.on_conflict_do_update(index_elements=["host"], set_=row))

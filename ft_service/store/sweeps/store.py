@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from sqlalchemy import Connection, insert, select, update
 
@@ -97,15 +97,16 @@ class SweepStore(Database):
                 connection.execute(insert(events), event_row(NewEvent(level="info", message=told), best, now))
         return True
 
-    def cancel_sweep(self, project_id: str, sweep_id: str) -> Sweep:
-        """Cancel all jobs of a sweep that are not over, all or none. Repeating it changes nothing.
+    def cancel_sweep(self, project_id: str, sweep_id: str, succeeded: Mapping[str, int] | None = None) -> Sweep:
+        """Cancel all jobs of a sweep that are not over, all or none. Repeating it changes nothing. `succeeded`: job → attempt,
+        of those that are known to have left their result: they are not cancelled.
 
         Raises SpecError if all of them are over.
         """
         for _ in range(MAX_TRIES):
             try:
-                with self.writing() as connection:
-                    _cancel(connection, _get(connection, project_id, sweep_id))
+                with self.writing(makes_room=True) as connection:
+                    _cancel(connection, _get(connection, project_id, sweep_id), succeeded or {})
                     return _get(connection, project_id, sweep_id)
             except _Changed:
                 continue
@@ -118,7 +119,7 @@ class SweepStore(Database):
 
         Raises SpecError while one of its jobs is not over, ConflictError in the moment until its best one is named.
         """
-        with self.writing() as connection:
+        with self.writing(makes_room=True) as connection:
             sweep = _get(connection, project_id, sweep_id)
             members = _jobs(connection, sweep)
             left = sum(job.state not in TERMINAL for job in members)
@@ -148,10 +149,10 @@ def _jobs(connection: Connection, sweep: Sweep) -> list[Job]:
     return [to_job(row) for row in connection.execute(query).mappings()]
 
 
-def _cancel(connection: Connection, sweep: Sweep) -> None:
+def _cancel(connection: Connection, sweep: Sweep, succeeded: Mapping[str, int]) -> None:
     """Raises _Changed."""
     now = connection.scalars(_NOW).one()
-    left = [job for job in _jobs(connection, sweep) if job.state not in TERMINAL]
+    left = [job for job in _jobs(connection, sweep) if job.state not in TERMINAL and succeeded.get(job.id) != job.attempt]
     if not left:
         if sweep.cancelled_at is not None:
             return

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import secrets
+import threading
+import time
+from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 from sqlalchemy import Connection, delete, exists, func, insert, or_, select, update
@@ -18,6 +22,8 @@ from ft_service.store.tables import keys, projects
 from ft_service.store.tenants.audit import record
 from ft_service.store.tenants.projects import limits_of
 from ft_service.store.tenants.tables import sessions
+
+log = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
 MIN_SECRET_CHARACTERS = 20
@@ -34,6 +40,14 @@ Kind = Literal["session", "link"]
 
 class KeyStore(Database):
     """Keys."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self._marks = _Marks(self._mark_used)
+
+    def close(self) -> None:
+        self._marks.finish()
+        super().close()
 
     def has_keys(self) -> bool:
         """Whether any key was ever made, in any project: a service without one needs its first."""
@@ -108,7 +122,8 @@ class KeyStore(Database):
         return to_key(row)
 
     def authenticate(self, secret: str) -> Principal | None:
-        """Who holds this secret; None if nobody does (unknown, revoked, expired)."""
+        """Who holds this secret; None if nobody does (unknown, revoked, expired). Only reads: that the key was used is written
+        by a thread, and not at all while nothing can be written."""
         digest = _digest(secret)
         query = (
             select(keys, projects.c.organization, projects.c.max_slots, projects.c.limits, database_time().label("now"))
@@ -125,12 +140,58 @@ class KeyStore(Database):
         if row is None or not hmac.compare_digest(row.digest, digest):
             return None
         if row.last_used_at is None or row.last_used_at <= row.now - LAST_USED_SECONDS:
-            self._mark_used(row.id)
+            self._marks.note(row.id)
         return _principal(row)
 
-    def _mark_used(self, key_id: str) -> None:
+    def _mark_used(self, key_ids: Collection[str]) -> None:
         with self.writing() as connection:
-            connection.execute(update(keys).where(keys.c.id == key_id).values(last_used_at=database_time()))
+            connection.execute(update(keys).where(keys.c.id.in_(key_ids)).values(last_used_at=database_time()))
+
+
+class _Marks:
+    """Keys that were used, until that is written: whoever used them does not wait for it, and does not fail with it."""
+
+    def __init__(self, write: Callable[[Collection[str]], None]) -> None:
+        self._write = write
+        self._waiting: set[str] = set()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._not_before = float("-inf")
+        self._failing = False
+
+    def note(self, key_id: str) -> None:
+        """A key was used. After a failure others are not noted for LAST_USED_SECONDS."""
+        with self._lock:
+            if time.monotonic() < self._not_before:
+                return
+            self._waiting.add(key_id)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="key use", daemon=True)
+                self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until what was noted is written, or has failed."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                used, self._waiting = self._waiting, set()
+                if not used:
+                    self._thread = None
+                    return
+            try:
+                self._write(used)
+                self._failing = False
+            except Exception as error:
+                if not self._failing:
+                    log.warning("the use of keys is not noted (last_used_at) while this lasts: %s", error)
+                self._failing = True
+                with self._lock:
+                    self._not_before = time.monotonic() + LAST_USED_SECONDS
 
 
 class SessionStore(Database):

@@ -40,7 +40,8 @@ def _draw() -> ReturningInsert[Any, Any]:
     """`Drawn.of` as one statement, which others who draw wait for."""
     each, wanted = bindparam("each", type_=Double), bindparam("wanted", type_=BigInteger)
     row, now = request_rates.c, database_time()
-    full_at = func.greatest(row.full_at - bindparam("returned", type_=Double) * each, now)
+    full_at = func.least(row.full_at, now + MINUTE)  # further off only where the clock has gone back
+    full_at = func.greatest(full_at - bindparam("returned", type_=Double) * each, now)
     there = cast(func.floor((now + MINUTE - full_at) / each + 1e-6), BigInteger)
     taken = func.greatest(func.least(wanted, there), 0)
     first = {"project_id": bindparam("of_project"), "full_at": now + wanted * each, "taken": wanted}

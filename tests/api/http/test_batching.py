@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from api.http.batching import MOST_AT_ONCE, Batched
+from api.http.batching import MOST_AT_ONCE, MOST_OF_OWNER, Batched
 
 AWAY = 1000
 
@@ -30,9 +31,9 @@ class Work:
         return [2 * number if number >= 0 else ValueError(f"refused {number}") for number in given]
 
 
-async def gathered(work: Work, numbers: Sequence[int]) -> list[int | BaseException]:
+async def gathered(work: Work, numbers: Sequence[int], owner: Any = lambda number: number) -> list[int | BaseException]:
     """What each call gives or raises, when all came while the one with 0 was worked on."""
-    batched = Batched(work)
+    batched = Batched(work, owner)
     first = asyncio.create_task(batched(0))
     await asyncio.to_thread(work.entered.wait, 10)
     others = [asyncio.create_task(batched(number)) for number in numbers]
@@ -46,6 +47,15 @@ def test_what_came_meanwhile_is_worked_on_at_once() -> None:
     work = Work()
     assert asyncio.run(gathered(work, [1, 2, 3])) == [2, 4, 6]
     assert work.batches == [[0], [1, 2, 3]]
+
+
+def test_owners_take_turns_and_one_fills_no_batch() -> None:
+    work = Work()
+    odd = list(range(1, 4 * MOST_OF_OWNER, 2))
+    asyncio.run(gathered(work, [*odd, 2, 4], lambda number: number % 2))
+    assert work.batches[1][:4] == [1, 2, 3, 4]
+    assert [len(batch) for batch in work.batches] == [1, MOST_OF_OWNER + 2, MOST_OF_OWNER]
+    assert [number for batch in work.batches[1:] for number in batch if number % 2] == odd
 
 
 def test_one_that_is_refused_takes_no_other_with_it() -> None:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api.http.rates import Rate, Rates
+from ft_service.errors import UnavailableError
 from ft_service.store.tenants.rates import MINUTE, Drawn
 
 
@@ -96,3 +97,13 @@ def test_what_lies_unused_goes_back() -> None:
     assert round((bucket.full_at - bucket.now) / (MINUTE / 100)) == 2, (
         "two of each had been drawn; three seconds give five back"
     )
+
+
+def test_a_server_counts_alone_while_the_shared_bucket_cannot_be_written() -> None:
+    async def full(*_: object) -> Drawn:
+        raise UnavailableError("The disk that holds the database is full.")
+
+    bucket = Bucket()
+    rates = Rates(full, bucket.clock)
+    seen = [take(rates, 4) for _ in range(5)]
+    assert [rate.wait == 0 for rate in seen] == [True] * 4 + [False]

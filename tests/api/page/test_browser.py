@@ -132,6 +132,20 @@ def test_every_view_is_usable_by_all_and_runs_nothing_that_users_wrote(driver: w
     assert [line for line in told(driver) if "404" not in line] == []
 
 
+def test_a_link_signs_in_by_a_button_and_the_api_is_described(driver: webdriver.Chrome, place: Place) -> None:
+    """With the policies that the answers carry: a script or form that they forbid would do nothing."""
+    driver.execute_cdp_cmd("Network.clearBrowserCookies", {})
+    told(driver)
+    link = place.store.new_link(place.holder)
+    driver.get(f"{place.url}/sign-in?link={link}&to=/models")
+    assert axe_faults(driver) == []
+    click(driver, "button.primary")
+    until(lambda: driver.current_url.endswith("/models"))
+    driver.get(f"{place.url}/docs")
+    until(lambda: len(driver.find_elements(By.CSS_SELECTOR, ".opblock")) > 50)
+    assert told(driver) == []
+
+
 def test_a_model_is_talked_to_beside_another(driver: webdriver.Chrome, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preview_process, "RETRY_SECONDS", 1)
     files = seed_files(place.settings, place.store, "default")
@@ -218,7 +232,7 @@ def test_an_unusable_file_is_judged_beside_the_form_and_nothing_is_said_to_fit(d
     # What the message says helps
     find(driver, "#data").send_keys("{prompt: Prompt, completion: Completion}")
     until(lambda: attribute(driver, "#check-training_file [data-usable]", "data-usable") == "yes")
-    assert "prompt and completion in CSV; 1 row, fine." in text_of(driver, "#check-training_file")
+    assert "prompt and completion in CSV; 1 row, and it is fine." in text_of(driver, "#check-training_file")
     until(lambda: "Fits" in text_of(driver, "#plan"))
     assert "completion: Completion" in attribute(driver, "#as-yaml", "textContent")
 

@@ -68,13 +68,6 @@ def test_a_wrong_key_opens_nothing(service: Service, key: str) -> None:
         assert not browser.cookies
 
 
-def test_another_site_cannot_sign_a_browser_in(service: Service) -> None:
-    with new_browser(service) as browser:
-        answer = browser.post("/sign-in", data={"key": service.key}, headers={"origin": "https://evil.example"})
-        assert answer.status_code == 403
-        assert not browser.cookies
-
-
 def test_a_change_needs_the_sessions_token(service: Service, browser: httpx2.Client, training_file: str) -> None:
     body = {"model": "tiny", "training_file": training_file}
     refused = browser.post("/v1/fine_tuning/jobs", json=body)
@@ -137,18 +130,66 @@ def test_a_key_for_metrics_cannot_sign_in(service: Service) -> None:
         assert not browser.cookies
 
 
-def test_a_link_signs_in_once_and_leads_nowhere_else(service: Service) -> None:
+def link_fields(browser: httpx2.Client, path: str) -> dict[str, str]:
+    """What the button on a link's page sends."""
+    answer = browser.get(path)
+    assert answer.status_code == 200
+    return {
+        name: html.unescape(value) for name, value in re.findall(r'type="hidden" name="(\w+)" value="([^"]*)"', answer.text)
+    }
+
+
+def test_a_link_signs_in_once_by_a_button_and_leads_nowhere_else(service: Service) -> None:
     link = service.http("POST", "/v1/sign_in_links").json()["path"]
     with new_browser(service) as browser:
-        answer = browser.get(f"{link}&to=/models")
+        fields = link_fields(browser, f"{link}&to=/models")
+        assert not browser.cookies
+        answer = browser.post("/sign-in", data=fields)
         assert (answer.status_code, answer.headers["location"]) == (303, "/models")
         assert browser.get("/v1/models").status_code == 200
     with new_browser(service) as browser:
-        assert browser.get(link).status_code == 401
+        assert browser.post("/sign-in", data=link_fields(browser, link)).status_code == 401
         assert not browser.cookies
     other = service.http("POST", "/v1/sign_in_links").json()["path"]
     with new_browser(service) as browser:
-        assert browser.get(f"{other}&to=//evil.example/").headers["location"] == "/jobs"
+        fields = link_fields(browser, f"{other}&to=//evil.example/")
+        assert browser.post("/sign-in", data=fields).headers["location"] == "/jobs"
+
+
+def test_to_follow_a_link_changes_no_session(service: Service, browser: httpx2.Client) -> None:
+    """Any site can have a browser follow one, and would then see what is uploaded in its own project."""
+    service.store.ensure_project("evil", "evil")
+    key = service.store.create_key(project_id="evil", name="k", scope="submit")[1]
+    link = service.http("POST", "/v1/sign_in_links", key=key).json()["path"]
+    secret = secret_of(browser)
+    for site in ("cross-site", "same-site", "none"):
+        answer = browser.get(link, headers={"sec-fetch-site": site, "sec-fetch-mode": "navigate"})
+        assert "set-cookie" not in answer.headers
+    assert secret_of(browser) == secret
+    assert '<button class="primary wide" autofocus>' in browser.get(link).text
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "https://evil.example"},
+        {"origin": "null"},
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+        {"origin": "https://evil.example", "sec-fetch-site": "same-origin"},
+    ],
+)
+def test_another_sites_form_signs_nobody_in(service: Service, headers: dict[str, str]) -> None:
+    with new_browser(service) as browser:
+        fields = link_fields(browser, service.http("POST", "/v1/sign_in_links").json()["path"])
+    for form in ({"key": service.key}, fields):
+        with new_browser(service) as browser:
+            answer = browser.post("/sign-in", data=form, headers=headers)
+            assert answer.status_code == 403
+            assert not browser.cookies
+    with new_browser(service) as browser:
+        own = {"origin": service.url, "sec-fetch-site": "same-origin"}
+        assert browser.post("/sign-in", data=fields, headers=own).status_code == 303, "refused, it was not used up"
 
 
 def test_a_project_sees_nothing_of_anothers(service: Service, client: openai.OpenAI, training_file: str) -> None:
@@ -214,11 +255,29 @@ def test_limits_of_a_project_are_written_in_words_and_kept(service: Service, bro
 
 
 def test_every_answer_forbids_what_is_not_the_pages_own(service: Service, browser: httpx2.Client) -> None:
-    for path in ("/jobs", "/sign-in", "/jobs/ftjob-nothing"):
+    for path in ("/jobs", "/sign-in", "/sign-in?link=x", "/jobs/ftjob-nothing"):
         policy = browser.get(path).headers["content-security-policy"]
         assert "default-src 'none'" in policy
         assert "unsafe" not in policy
-        assert "frame-ancestors 'none'" in policy
+
+
+def test_no_answer_can_be_framed(service: Service, browser: httpx2.Client) -> None:
+    paths = [
+        *("/", "/jobs", "/sign-in", "/sign-in?link=x", "/page/static/page.css", "/page/static/nothing", "/page/live/jobs"),
+        *("/docs", "/openapi.json", "/static-offline-docs/swagger-ui-bundle.js", "/static-offline-docs/nothing"),
+        *("/livez", "/metrics", "/nothing", "/v1/nothing", "/v1/models", "/v1/files/file-none"),
+    ]
+    for path in paths:
+        for method in ("GET", "PUT"):
+            headers = browser.request(method, path).headers
+            assert "frame-ancestors 'none'" in headers["content-security-policy"], path
+            assert "default-src 'none'" in headers["content-security-policy"], path
+            given = [headers[name] for name in ("x-frame-options", "referrer-policy", "x-content-type-options")]
+            assert given == ["DENY", "same-origin", "nosniff"], path
+            assert headers.get_list("x-frame-options") == ["DENY"], path
+    scripts = re.findall(r"script-src ([^;]*)", browser.get("/docs").headers["content-security-policy"])
+    assert "unsafe" not in scripts[0]
+    assert "'sha256-" in scripts[0]
 
 
 def test_a_form_with_a_validation_file_and_a_share_is_refused_in_the_apis_words(

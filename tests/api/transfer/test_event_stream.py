@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from openai.types.fine_tuning import FineTuningJobEvent
 
+from api.transfer import log_tail
 from ft_service.errors import UnavailableError
 from ft_service.jobs.states import Phase, State
 from ft_service.store.records import NewEvent
-from tests.support.rest.service import METRICS, Service, put, run_dir
+from tests.support.rest.service import METRICS, Service, put, run_dir, wait_until
 
 TRAINING: dict[str, Any] = {"state": State.RUNNING, "phase": Phase.TRAINING, "attempt": 1, "host": "h"}
 
@@ -135,3 +137,101 @@ def test_logs_are_followed_by_rank_over_attempts_until_the_job_ends(
         assert list(found) == [{"attempt": 2, "source": "rank 0 stdout", "line": "once more"}]
     refused = service.http("GET", f"/v1/fine_tuning/jobs/{job_id}/logs?follow=true&attempt=1")
     assert refused.json()["error"]["param"] == "attempt"
+
+
+def test_what_many_follow_is_looked_at_and_read_once(service: Service, job_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    read = service.store.events_after
+
+    def counted(of: str, place: int, limit: int) -> Any:
+        reads.append(place)
+        return read(of, place, limit)
+
+    monkeypatch.setattr(service.store, "events_after", counted)
+    watches = service.app.state.services.watches
+    with ExitStack() as stack:
+        followers = [stack.enter_context(listening(service, job_id)) for _ in range(12)]
+        for lines in followers:
+            _ = next_event(lines), next_event(lines)
+        assert len(watches._watches) == 1
+        del reads[:]
+        put(service, job_id, NewEvent(level="info", message="News"))
+        assert [next_event(lines)["message"] for lines in followers] == ["News"] * 12
+        assert len(reads) == 1
+        put(service, job_id, state=State.CANCELLED)
+        assert [list(lines) for lines in followers] == [["data: [DONE]"]] * 12
+    wait_until(lambda: not watches._watches and not watches._streams)
+
+
+def test_a_follower_who_goes_takes_its_watch_along(service: Service, job_id: str) -> None:
+    watches = service.app.state.services.watches
+    with listening(service, job_id) as lines:
+        next_event(lines)
+        assert len(watches._watches) == 1
+    wait_until(lambda: not watches._watches and not watches._streams)
+
+
+def test_a_key_follows_so_many_at_once_and_another_key_as_many(service: Service, job_id: str) -> None:
+    service.use(service.settings.model_copy(update={"max_streams": 2}))
+    path = f"/v1/fine_tuning/jobs/{job_id}"
+    with listening(service, job_id) as first:
+        next_event(first)
+        with listening(service, job_id) as second:
+            next_event(second)
+            for follow in ("events?stream=true", "logs?follow=true"):
+                refused = service.http("GET", f"{path}/{follow}")
+                assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_streams")
+                assert "follows 2 streams" in refused.json()["error"]["message"]
+                assert refused.headers["x-should-retry"] == "false"
+            _, other = service.store.create_key(project_id="default", name="other", scope="read")
+            with listening(service, job_id, authorization=f"Bearer {other}") as third:
+                next_event(third)
+        wait_until(lambda: service.http("GET", f"{path}/events?stream=true&after=ftevent-none").status_code == 400)
+        wait_until(lambda: sum(service.app.state.services.watches._streams.values()) == 1)
+        with listening(service, job_id) as again:
+            next_event(again)
+
+
+def test_followers_of_logs_read_a_line_once_and_who_comes_late_reads_what_is_there(
+    service: Service, job_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[int] = []
+    read = log_tail.read_lines
+
+    def counted(file: log_tail.LogFile, place: int, last: bool) -> Any:
+        reads.append(place)
+        return read(file, place, last)
+
+    monkeypatch.setattr(log_tail, "read_lines", counted)
+    log = run_dir(service, job_id).path("attempts/1/logs/x/attempt_0/0/stdout.log")
+    log.parent.mkdir(parents=True)
+    log.write_text("one\ntwo\n")
+    put(service, job_id, **TRAINING)
+    url = f"{service.url}/v1/fine_tuning/jobs/{job_id}/logs"
+    asked = {"params": {"follow": True, "lines": 1}, "headers": {"authorization": f"Bearer {service.key}"}}
+    with ExitStack() as stack:
+        answers = [stack.enter_context(service.connections.stream("GET", url, **asked)).iter_lines() for _ in range(6)]
+        assert [json.loads(next(lines))["line"] for lines in answers] == ["two"] * 6
+        del reads[:]
+        with log.open("a") as file:
+            file.write("three\n")
+        assert [json.loads(next(lines))["line"] for lines in answers] == ["three"] * 6
+        assert reads == [8]
+        late = stack.enter_context(
+            service.connections.stream("GET", url, **{**asked, "params": {"follow": True, "lines": 2}})
+        ).iter_lines()
+        assert [json.loads(next(late))["line"] for _ in range(2)] == ["two", "three"]
+        put(service, job_id, state=State.SUCCEEDED, phase=None)
+        assert [list(lines) for lines in (*answers, late)] == [[]] * 7
+
+
+def test_a_line_without_an_end_is_sent_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_tail, "_MAX_BYTES", 10)
+    path = tmp_path / "log"
+    path.write_bytes(b"x" * 25 + b"\nend")
+    file, place, found = log_tail.LogFile("s", path, 29), 0, []
+    for _ in range(4):
+        lines, place = log_tail.read_lines(file, place, last=False)
+        found += lines
+    assert (found, place) == (["x" * 10, "x" * 10, "x" * 5], 26)
+    assert log_tail.read_lines(file, place, last=True) == (["end"], 29)

@@ -12,6 +12,7 @@ import pytest
 from ft_service.bases.contents import read_contents
 from ft_service.bases.described import contents_or_description, described
 from ft_service.errors import SpecError
+from ft_service.plan.logical import logical_tensors
 from tests.support.bases import LLAMA_8B, SAMPLE, TINY, llama_shapes, save_base
 
 
@@ -41,7 +42,14 @@ def test_the_sample_base_is_described_as_it_is(tmp_path: Path) -> None:
 
 
 def test_experts_and_norms_of_heads_follow_from_the_index(tmp_path: Path) -> None:
-    config = {**TINY, "model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 48, "head_dim": 32}
+    config = {
+        **TINY,
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "moe_intermediate_size": 48,
+        "head_dim": 32,
+        "num_experts_per_tok": 2,
+    }
     layer = "model.layers.0"
     wanted = {
         "model.embed_tokens.weight": (1024, 64),
@@ -84,10 +92,21 @@ def test_codes_in_fp8_are_told_by_their_scales(tmp_path: Path) -> None:
     assert {t.name: t.dtype for t in described(folder).tensors}[name] == "F8_E4M3"
 
 
+def test_scales_of_blocks_are_as_many_as_the_config_says(tmp_path: Path) -> None:
+    """The last ones are of blocks that are cut off. Those of activations are none of them."""
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = {**TINY, "hidden_size": 320, "intermediate_size": 200, "quantization_config": quantization}
+    module = "model.layers.0.mlp.up_proj"
+    names = [f"{module}.weight", f"{module}.weight_scale_inv", f"{module}.input_scale"]
+    found = {tensor.name: tensor for tensor in described(save_config(tmp_path / "x", config, names)).tensors}
+    assert [found[name].shape for name in names] == [(200, 320), (2, 3), (1,)]
+    assert [tensor.held for tensor in logical_tensors(described(tmp_path / "x"))] == ["fp8_blocks"]
+
+
 @pytest.mark.parametrize(
     ("config", "names", "message"),
     [
-        ({**TINY, "model_type": "novel"}, None, "of model_type 'novel' the plan needs model.safetensors.index.json as well"),
+        ({**TINY, "model_type": "olmo2"}, None, "of model_type 'olmo2' the plan needs model.safetensors.index.json as well"),
         ({**TINY, "vocab_size": None}, None, "config.json names no vocab_size"),
         (TINY, ["model.layers.0.mixer.in_proj.weight"], "the shape of model.layers.0.mixer.in_proj.weight does not follow"),
         (

@@ -81,7 +81,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     save(tmp_path, {"x": "gone.safetensors"})
     assert f"The base's gone.safetensors in {tmp_path}: No such file" in refusal(tmp_path).message
     (tmp_path / "gone.safetensors").mkdir()
-    assert "it is no regular file" in refusal(tmp_path).message
+    assert "it is not a regular file" in refusal(tmp_path).message
     (tmp_path / "gone.safetensors").rmdir()
     (tmp_path / "gone.safetensors").symlink_to("nowhere")
     assert "No such file" in refusal(tmp_path).message

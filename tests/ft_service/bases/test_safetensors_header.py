@@ -117,7 +117,7 @@ def test_a_header_that_would_not_fit_into_memory_is_not_read(path: Path) -> None
 
 def test_a_pipe_is_not_waited_for(path: Path) -> None:
     os.mkfifo(path)
-    assert refusal(path) == "it is no regular file"
+    assert refusal(path) == "it is not a regular file"
 
 
 def test_whatever_is_accepted_the_library_opens(path: Path) -> None:

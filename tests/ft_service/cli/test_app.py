@@ -14,8 +14,9 @@ import typer.core
 
 from ft_service import __version__
 from ft_service.cli.app import app
-from ft_service.cli.commands import ENTRIES, load
+from ft_service.cli.commands import ENTRIES, NEEDED, load
 from tests.support.command_line import Ft
+from tests.support.run_directories import finished_run
 
 COMMANDS = {
     "data",
@@ -60,7 +61,13 @@ COMMANDS = {
 
 
 def test_the_commands_are_exactly_these(ft: Ft) -> None:
-    listed = ft()
+    brief = ft()
+    assert brief.code == 0
+    assert len(brief.out.splitlines()) <= 24, "a screen"
+    assert set(NEEDED) < COMMANDS
+    assert all(re.search(rf"^  {name} +\w", brief.out, flags=re.MULTILINE) for name in NEEDED)
+    assert "ft --help" in brief.out
+    listed = ft("--help")
     assert listed.code == 0
     assert set(re.findall(r"^[│ ] *([a-z]+)  ", listed.out, flags=re.MULTILINE)) == COMMANDS
 
@@ -157,7 +164,7 @@ def test_help_is_in_plain_words(ft: Ft) -> None:
     said = {piece for name in ENTRIES for piece in walk(load(name))}
     assert {"SPEC", "[MESSAGE]", "ORG/NAME[@REVISION]", "NUMBER", "PATH", "TEXT", "SCOPE"} <= said
     assert sorted(piece for piece in said if re.search("[<>{}]|range", piece)) == []
-    assert "Usage: ft submit [OPTIONS] SPEC " in ft("submit", "-h").out
+    assert "Usage: ft submit [OPTIONS] SPEC|DATA " in ft("submit", "-h").out
 
 
 def test_without_the_web_packages_serve_says_what_to_install(ft: Ft, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,3 +188,11 @@ class _Hide:
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name.split(".")[0] == self.name:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def test_an_adapter_is_verified_by_its_job_s_name_too(ft: Ft, tmp_path: Path, home: Path) -> None:
+    (home / "runs").mkdir(parents=True)
+    finished_run(tmp_path).root.rename(home / "runs/ftjob-1")
+    ended = ft("verify", "ftjob-1", "--json")
+    assert (ended.code, json.loads(ended.out)["ok"]) == (0, True)
+    assert "There is no file or folder a/b" in ft("verify", "a/b").err

@@ -23,6 +23,20 @@ from tests.support.rest.stub_server import StubServer, event_body, job_body, met
 TUNED = "ft:tiny:local:mine:1"
 
 
+def test_a_conversation_tells_what_can_be_typed_and_sends_no_slip_to_the_model(
+    server: StubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = iter(["/help", "/hlep", " /etc is a folder", "/etc/hosts", "/bye"])
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    monkeypatch.setattr(Talk, "ask", lambda self, message: asked.append(message))
+    Talk(server.client(), [Partner("tuned", TUNED)], {}, []).hold()
+    said = capsys.readouterr().out
+    assert all(word in said for word in ("/new", "/exit, /quit, /bye", "Ctrl-C", "/help tells more"))
+    assert "There is no /hlep. /help tells what there is" in said
+    assert [message.strip() for message in asked] == ["/etc is a folder", "/etc/hosts"]
+
+
 def test_events_and_checkpoints_are_listed(ft: Ft, server: StubServer) -> None:
     server.jobs["ftjob-1"] = job_body()
     assert ft("checkpoints", "last").out == "No checkpoints yet.\n"

@@ -73,7 +73,7 @@ def test_faults_of_the_data_are_told_before_anything_is_uploaded(ft: Ft, server:
     alpaca = (
         "is Alpaca (instruction, input, output), and this file began as OpenAI chat (messages): put each format into a file of"
     )
-    assert (ended.code, server.requests) == (64, [])
+    assert (ended.code, server.uploads) == (64, [])
     assert ended.err.splitlines() == [
         "ft: valid.jsonl: 7 of 8 lines cannot be trained on. Nothing was uploaded.",
         f"  7 lines (2, 3, 4, 5, 6, …): {alpaca} its own",

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ft_service.host.servers import announced
+from ft_service.plan.text import time_text
 from tests.support.bases import LLAMA_8B, save_base
 from tests.support.command_line import Ft
 from tests.support.run_directories import CHAT
@@ -33,15 +34,17 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_plan_lists_modules_bytes_and_whether_it_fits(ft: Ft, spec: Path) -> None:
-    ended = ft("plan", spec, "--hardware", "h100")
+    brief = ft("plan", spec, "--hardware", "h100").out.splitlines()
+    assert re.fullmatch(r"Fits H100: at most 5\d\.\d+ GiB of 74\.82 GiB usable per rank, likely \S+ GiB\.", brief[0])
+    assert brief[1].startswith("6 steps over 20 samples take ")
+    assert brief[-1].startswith("Chosen: ")
+    assert len(brief) < 12, "the verdict and the data; the rest with --verbose"
+    ended = ft("plan", spec, "--hardware", "h100", "--verbose")
     assert (ended.code, ended.err) == (0, "")
     lines = [line.split() for line in ended.out.splitlines()]
     assert ["model.layers.*.mlp.down_proj", "32", "4096", "x", "14336", "bf16", "3.50", "GiB", "3.50", "GiB"] in lines
     assert ["model.layers.*.self_attn.q_proj", "32", "4096", "x", "4096", "nf4", "264.50", "MiB", "264.50", "MiB"] in lines
-    assert "GiB per rank: fits H100 (74.82 GiB usable per rank)." in ended.out
-    assert re.search(r"^Likely \S+ GiB, at most 5\d\.\d+ GiB per rank: fits H100 ", ended.out, re.MULTILINE)
     assert "distributed.replicate: -1 (the base fits whole on every rank, " in ended.out
-    assert "6 steps over 20 examples: likely about " in ended.out
     assert "\ntrain.jsonl: 20 samples of 7 tokens, " in ended.out
 
 
@@ -61,6 +64,8 @@ def test_a_plan_needs_neither_weights_nor_tokenizer(ft: Ft, spec: Path) -> None:
     assert alone["rank"] == whole["rank"]
     assert "The weights of the base are not here" in alone["warnings"][-1]
     assert "has no tokenizer" in ft("plan", spec, "--hardware", "H100").out
+    (spec.parent / "models/llama-8b/pytorch_model.bin").write_bytes(b"pickled")
+    assert "only pytorch_model.bin, which is pickled and never read" in ft("plan", spec, "--hardware", "H100").out
     assert "safetensors" in ft("run", spec).err
 
 
@@ -89,10 +94,8 @@ def test_as_json_every_module_is_listed(ft: Ft, spec: Path) -> None:
 def test_where_tokens_cannot_be_counted_lines_are(ft: Ft, spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ft_service.cli.local.data.find_spec", lambda name: None)
     ended = ft("plan", spec, "--hardware", "H100")
-    assert "6 steps over 20 examples" in ended.out
-    assert ended.out.splitlines()[-1] == (
-        "Tokens are not counted here: transformers is not installed, or the base has no tokenizer."
-    )
+    assert "6 steps over 20 samples" in ended.out
+    assert "Tokens are not counted here: transformers is not installed, or the base has no tokenizer.\n" in ended.out
     (spec.parent / "train.jsonl").write_text(CHAT + "{}\n")
     refused = ft("plan", spec, "--hardware", "H100")
     assert (refused.code, "line 2: messages is required" in refused.err) == (64, True)
@@ -108,7 +111,7 @@ def test_a_large_file_keeps_nobody_in_the_dark(ft: Ft, spec: Path) -> None:
 
 def test_what_does_not_fit_is_told_with_what_would(ft: Ft, spec: Path) -> None:
     ended = ft("plan", spec, "--hardware", "RTX-4090", "--memory", "3GiB")
-    assert "may not fit RTX-4090" in ended.out
+    assert ended.out.startswith("May not fit RTX-4090: ")
     assert "with training.max_length: 1024: " in ended.out
     assert "with precision.default: nf4, precision.overrides: {}: " in ended.out
     assert ended.code == 0
@@ -141,4 +144,43 @@ def test_planning_imports_neither_torch_nor_a_web_framework(spec: Path, tmp_path
     assert loaded == "[]"
     assert any(line.startswith("train.jsonl: 20 samples of 280 tokens, ") for line in lines), (
         "counted beside it, in a process of its own"
+    )
+
+
+def test_a_sweep_is_planned_as_a_whole(ft: Ft, spec: Path) -> None:
+    tried = "validation_split: 0.2\nsweep: {lora.r: [8, 64], training.learning_rate: [1e-4, 1e-3, 1e-2]}\n"
+    spec.write_text(spec.read_text() + tried)
+    head, time, early, *rest = ft("plan", spec, "--hardware", "h100").out.splitlines()
+    assert head.startswith("6 jobs, of which the largest fits H100: at most ")
+    assert time.startswith("One after the other, their 24 steps over 16 samples take ") or "steps over" in time
+    assert "stopped early" in early
+    titles, *rows = [line.split("\t") for line in rest if "\t" in line]
+    assert titles == ["lora.r", "training.learning_rate", "STEPS", "PER RANK", "FITS"]
+    assert [row[:2] for row in rows] == [[r, rate] for r in ("8", "64") for rate in ("0.0001", "0.001", "0.01")]
+    plan = json.loads(ft("plan", spec, "--hardware", "h100", "--json").out)
+    assert len(plan["jobs"]) == 6
+    assert plan["time"]["steps"] == sum(job["time"]["steps"] for job in plan["jobs"])
+    assert plan["jobs"][3]["bytes_per_rank"] > plan["jobs"][0]["bytes_per_rank"]
+    assert "did you mean lora.r?" in ft("plan", spec, "--set", "sweep.lora.rr=[1, 2]").err
+
+
+def test_options_of_the_command_line_go_before_those_of_the_spec(ft: Ft, spec: Path) -> None:
+    plan = json.loads(ft("plan", spec, "--hardware", "H100", "--json", "--set", "training.n_epochs=1").out)
+    assert plan["time"]["steps"] == 3
+    assert "--set 'lora'" in ft("plan", spec, "--set", "lora").err
+    assert "--set lora.r: '[1' is no value in YAML" in ft("plan", spec, "--set", "lora.r=[1").err
+    assert "lora.rank: there is no such option; did you mean lora.r?" in ft("plan", spec, "--set", "lora.rank=1").err
+    assert "--set seed is given twice" in ft("plan", spec, "--set", "seed=1", "--set", "seed=2").err
+    assert "--model and --set model are both given" in ft("plan", spec, "--model", "a", "--set", "model=b").err
+    assert "training.n_epochs.x: training.n_epochs is 2 here" in ft("plan", spec, "--set", "training.n_epochs.x=1").err
+    bare = ft("plan", spec.with_name("train.jsonl"), "--model", "llama-8b", "--hardware", "H100")
+    assert bare.out.startswith("Fits H100: ")
+
+
+def test_a_time_is_never_about_nothing(ft: Ft, spec: Path) -> None:
+    assert time_text({"steps": 3, "examples": 6, "seconds_at_most": 0.4, "seconds_likely": 0.2}) == (
+        "3 steps over 6 samples take less than a second."
+    )
+    assert time_text({"steps": 3, "examples": 6, "seconds_at_most": 9.0, "seconds_likely": 7.7}) == (
+        "3 steps over 6 samples take about 8 s (at worst 9 s, if all were as long as the longest)."
     )

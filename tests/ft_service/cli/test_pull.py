@@ -146,3 +146,81 @@ def test_somebody_else_s_origin_file_is_no_origin(tmp_path: Path) -> None:
     for body in broken:
         (tmp_path / origin.ORIGIN).write_text(json.dumps(body))
         assert read_origin(tmp_path) is None
+
+
+ODD = (
+    "../x.json",
+    "/etc/x.json",
+    "a/../../x",
+    "C:\\x.json",
+    "tokenizer\n.json",
+    "a//b",
+    "./config.json",
+    "x" * 256,
+    "tok\x1b[2J.json",
+)
+"""Names in a hub's list that are no names below a folder."""
+
+
+@pytest.mark.parametrize("name", [*ODD, "tokenizer*", "tokenizer .json", "tokenizer\u202egpj.json", "model;x.safetensors"])
+def test_a_hub_with_odd_names_is_refused_before_anything_is_written(ft: Ft, hub: Hub, models: Path, name: str) -> None:
+    hub.listed[name] = 1
+    ended = ft("pull", "org/tiny")
+    assert (ended.code, ended.out) == (64, ""), ended.err
+    assert "org/tiny lists a file '" in ended.err
+    assert "nothing of it is fetched" in ended.err
+    assert "\x1b" not in ended.err
+    assert (hub.asked, models.exists()) == ([], False)
+
+
+def test_names_that_are_not_fetched_may_be_hidden_or_hold_spaces(ft: Ft, hub: Hub, models: Path) -> None:
+    for name in (
+        ".gitattributes",
+        "a picture (1).png",
+        "tokenizer/nested.json",
+        "sub/config.json",
+        "vocab/x/y",
+        ".x.safetensors",
+    ):
+        (hub.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (hub.folder / name).write_bytes(b"{}")
+    assert ft("pull", "org/tiny").code == 0
+    assert not [path for path in (models / "org/tiny").rglob("*") if path.is_dir() or path.name.startswith(".")]
+    assert not list((models / ".pulls").iterdir())
+
+
+def test_files_larger_than_any_base_s_are_refused_by_the_hub_s_list(ft: Ft, hub: Hub, models: Path) -> None:
+    hub.listed["vocab.json"] = 2**33
+    ended = ft("pull", "org/tiny")
+    assert ended.code == 64
+    assert "org/tiny lists vocab.json with 8.6 GB, which is more than such a file of a base may have" in ended.err
+    assert not models.exists()
+
+
+def test_a_commit_that_is_a_path_is_refused(ft: Ft, hub: Hub, models: Path) -> None:
+    hub.commit = "../../../x"
+    ended = ft("pull", "org/tiny")
+    assert (ended.code, "names no commit of org/tiny, but '../../../x'" in ended.err) == (1, True), ended.err
+    assert not models.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["", "ft:x", "-x", "a\nb", "../x", "/x", ".x", "a/.b", "a//b", "a\\b", " x", "a/b/c/d/e", "x" * 256]
+)
+def test_a_name_that_no_job_could_give_is_refused(ft: Ft, hub: Hub, models: Path, name: str) -> None:
+    ended = ft("pull", "org/tiny", f"--as={name}")
+    assert (ended.code, "must be a name as in ORG/NAME" in ended.err) == (64, True), ended.err
+    assert (hub.asked, models.exists()) == ([], False)
+
+
+def test_what_the_library_refuses_is_no_traceback(ft: Ft, hub: Hub, models: Path) -> None:
+    ended = ft("pull", "org/tiny--x")
+    assert ended.code in (1, 64)
+    assert "Traceback" not in ended.err
+
+
+def test_a_base_that_is_refused_leaves_nothing(ft: Ft, hub: Hub, models: Path) -> None:
+    config = json.loads((hub.folder / "config.json").read_text())
+    (hub.folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    assert ft("pull", "org/tiny").code == 64
+    assert not list((models / ".pulls").iterdir())

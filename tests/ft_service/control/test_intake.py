@@ -48,4 +48,4 @@ def test_an_event_segment_that_is_a_link_is_none(run: RunDir, secret: Path) -> N
     """A line of it that is no event would be shown as a message."""
     write_segment(run, 1, 0, [Event(time=1.0, message="mine")])
     run.path(AttemptKeys(1).segment(1)).symlink_to(secret)
-    assert [event.message for _, events in read_segments(run, 1) for event in events] == ["mine"]
+    assert [event.message for segment in read_segments(run, 1) for event in segment.events] == ["mine"]

@@ -24,7 +24,7 @@ class ListingLauncher(FakeLauncher):
             raise LaunchError("the cluster cannot be asked")
         return self.running
 
-    def end(self, name: str) -> None:
+    def end_unfinished(self, name: str) -> None:
         self.running = [attempt for attempt in self.running if attempt.name != name]
 
     def close(self) -> None:

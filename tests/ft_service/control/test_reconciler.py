@@ -425,7 +425,7 @@ def test_a_queued_job_whose_processes_live_steps_aside_until_they_are_gone(
     store: Store, launcher: FakeLauncher, reconciler: Reconciler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decisions, "BACKOFF_SECONDS", 0.0)
-    monkeypatch.setattr(decisions, "RECHECK_SECONDS", 3600.0)
+    monkeypatch.setattr(decisions, "RECHECK_SECONDS", 600.0)
     add_job(store, priority=1)
     start_running(reconciler, store, launcher)
     launcher.end("ftjob-1", 1, None, checkpoint_step=5)

@@ -152,3 +152,10 @@ def test_texts_that_would_take_minutes_are_not_compared() -> None:
     assert grade(near, longest, {"a": longest}).reward == 1
     assert grade(near, longest, {"a": longest + "a"}).errors == {"other_error"}
     assert score(longest + "a", "a", [near], {"a": "a"}) == {}
+
+
+def test_a_template_that_names_an_answer_hundreds_of_times_is_not_filled_in() -> None:
+    named = "{{ sample.output_text }}" * 600
+    often = grader(type="string_check", input=named, reference="", operation="ne")
+    assert grade(often, "a" * 262_144, {}).errors == {"other_error"}
+    assert grade(often, "a", {}).reward == 1

@@ -10,6 +10,7 @@ from ft_service.jobs.decisions import (
     BACKOFF_SECONDS,
     MAX_FAILURES,
     RECHECK_SECONDS,
+    REST_SECONDS,
     SILENCE_LIMIT_SECONDS,
     UNSEEN_SECONDS,
     Action,
@@ -28,7 +29,7 @@ from ft_service.jobs.decisions import (
     signalled,
     validated,
 )
-from ft_service.jobs.line import Shape, Waiting
+from ft_service.jobs.line import LONGEST_WAIT_SECONDS, Shape, Waiting
 from ft_service.jobs.reasons import ERROR_CODE, RETRY, USER_TEXT, Reason
 from ft_service.jobs.states import TERMINAL, Absent, Ended, Halt, Job, Observation, Phase, Running, State, Unknown
 from ft_service.jobs.verbs import Verb, request
@@ -208,6 +209,36 @@ def test_a_queued_job_waits_for_the_end_of_its_back_off(seen: str) -> None:
     job = new_job(state=State.QUEUED, attempt=1, not_before=NOW + 0.1)
     assert decide(job, OBSERVATIONS[seen], NOW) == Wait()
     assert decide(job, Ended(None), NOW + 0.1) == Place()
+
+
+def test_a_back_off_that_no_job_is_given_was_set_before_the_clock_went_back() -> None:
+    job = new_job(state=State.QUEUED, not_before=NOW + LONGEST_WAIT_SECONDS)
+    assert decide(job, Absent(), NOW) == Wait()
+    assert decide(replace(job, not_before=job.not_before + 1), Absent(), NOW) == Place()
+
+
+@pytest.mark.parametrize("halt", [None, *Halt])
+@pytest.mark.parametrize("desired", [Desired.RUN, Desired.PAUSE])
+def test_success_on_the_disk_is_success_whatever_was_asked_of_the_attempt_meanwhile(
+    halt: Halt | None, desired: Desired
+) -> None:
+    asked = new_job(state=State.RUNNING, phase=Phase.STOPPING, attempt=1, halt=halt, desired=desired, generation=2)
+    action = decide(asked, Ended(exit_of(ExitReason.SUCCEEDED, "done")), NOW)
+    assert isinstance(action, Become)
+    assert (action.job.state, action.job.reason) == (State.SUCCEEDED, Reason.SUCCEEDED)
+
+
+def test_a_cancel_that_was_accepted_is_final_and_one_after_the_result_is_not_accepted() -> None:
+    running = new_job(state=State.RUNNING, phase=Phase.TRAINING, attempt=2)
+    cancelled = request(running, Verb.CANCEL, NOW, succeeded=1)  # an earlier attempt's is none
+    action = decide(cancelled, Ended(exit_of(ExitReason.SUCCEEDED, "done")), NOW)
+    assert isinstance(action, Become)
+    assert (action.job.state, action.job.phase) == (State.CANCELLED, None)
+    with pytest.raises(SpecError, match="already succeeded and cannot be cancelled") as caught:
+        request(running, Verb.CANCEL, NOW, succeeded=2)
+    assert caught.value.code == "invalid_state"
+    assert request(cancelled, Verb.CANCEL, NOW, succeeded=2) == cancelled
+    assert request(running, Verb.PAUSE, NOW, succeeded=2).state is State.RUNNING
 
 
 def test_kill_reasons() -> None:
@@ -554,3 +585,18 @@ def test_a_job_leaves_a_drained_host_once_and_is_no_failure() -> None:
     rest = decide(replace(leaves.job, signalled=leaves.job.generation), STOPPED, NOW)
     assert isinstance(rest, Become)
     assert (rest.job.state, rest.job.halt, rest.job.failures) == (State.QUEUED, None, 0)
+
+
+def test_a_disk_without_room_is_waited_for_and_uses_up_no_failure() -> None:
+    error = ErrorInfo(code="disk_full", message="/srv: the disk is full, and 0 bytes are free there. Free some.")
+    ended = exit_of(ExitReason.DISK_FULL, error.message, error)
+    job = replace(running_job(), failures=MAX_FAILURES - 1, failed_at_step=4)
+    action = decide(job, Ended(ended, checkpoint_step=4), NOW)
+    assert isinstance(action, Become)
+    assert (action.job.state, action.release, action.job.failures) == (State.QUEUED, True, MAX_FAILURES - 1)
+    assert (action.job.reason, action.job.not_before) == (Reason.DISK_FULL, NOW + REST_SECONDS)
+    assert action.message == action.job.pending
+    assert action.message is not None
+    assert action.message.startswith("Training found no room on the disk. /srv: the disk is full, and 0 bytes are free there.")
+    assert "The job goes on from step 4 in 120 seconds" in action.message
+    assert decide(action.job, Absent(), NOW) == Wait()

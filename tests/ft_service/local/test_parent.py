@@ -90,3 +90,24 @@ def test_a_job_without_an_outcome_has_checkpoints(home: Settings) -> None:
     (home.runs_dir / "ftjob-1/adapter").rename(home.home / "away")
     with pytest.raises(SpecError, match=r"left no adapter in .*Name one of its checkpoints"):
         find_local(NAME, home)
+
+
+def test_a_spec_goes_on_from_a_job_by_any_word_that_names_it(home: Settings) -> None:
+    for word in ("last", "ftjob-1", "'1'"):
+        parent = resolved(home, f"model: {word}\n").parent
+        assert parent is not None
+        assert parent.name == NAME
+    with pytest.raises(SpecError, match="there is no such base model"):
+        resolved(home, "model: gone\n")
+    (home.runs_dir / "ftjob-1").rename(home.runs_dir / "ftjob-12")
+    finished_run(home.home / "again").root.rename(home.runs_dir / "ftjob-13")
+    spec = (home.runs_dir / "ftjob-12/spec.json").read_text()
+    named = spec.replace('"job_id":"ftjob-1"', '"job_id":"ftjob-12"').replace("ft:tiny:local::1", "ft:tiny:local:mine:12")
+    (home.runs_dir / "ftjob-12/spec.json").write_text(named)
+    again = spec.replace('"job_id":"ftjob-1"', '"job_id":"ftjob-13"').replace("ft:tiny:local::1", "ft:tiny:local::13")
+    (home.runs_dir / "ftjob-13/spec.json").write_text(again)
+    parent = resolved(home, "model: mine\n").parent
+    assert parent is not None
+    assert parent.name == "ft:tiny:local:mine:12"
+    with pytest.raises(SpecError, match=r"'ftjob-1' means 2 jobs: give more of the id\."):
+        resolved(home, "model: ftjob-1\n")

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 
 from ft_service.bases.contents import read_contents
+from ft_service.bases.described import described
 from ft_service.errors import SpecError
 from ft_service.plan.base import base_shape
 from ft_service.plan.choose import best_setting, is_open
 from ft_service.plan.job import plan_job
 from ft_service.plan.lengths import Lengths
 from ft_service.plan.machines import CPU, GIB, MACHINES, Machine, machine_of_gpu
-from ft_service.plan.settle import keep_choices, settle
+from ft_service.plan.settle import keep_choices, settle, settle_on
 from ft_service.spec import JobSpec
-from tests.support.bases import LLAMA_8B, TINY, save_base, spec_on
+from tests.support.bases import LLAMA_8B, TINY, save_base, save_fp8_index, spec_on
 
 AUTO: dict[str, Any] = {"replicate": "auto", "activation_checkpointing": "auto", "compile": "auto"}
 CHATS = Lengths(20_000_000, 40_000, 2048)
@@ -168,9 +169,27 @@ def test_layers_are_compiled_where_that_pays(
     assert why in spec.chosen["distributed.compile"]
 
 
+@pytest.mark.parametrize(
+    ("machine", "chosen", "reason"),
+    [
+        (MACHINES["H100"], "bf16", "exact, "),
+        (Machine("small", 14 * GIB, 50e12, 1e12, 1e10), "fp8", "exact, as the base is published, "),
+        (Machine("tiny", 9 * GIB, 50e12, 1e12, 1e10), "nf4", "the most exact format that fits, "),
+    ],
+)
+def test_a_base_in_fp8_by_blocks_is_stored_so_where_bf16_does_not_fit(
+    machine: Machine, chosen: str, reason: str, tmp_path: Path
+) -> None:
+    base = base_shape(described(save_fp8_index(tmp_path, LLAMA_8B)))
+    spec = spec_on(tmp_path, distributed=AUTO, precision={"default": "auto"}, training={"max_length": 512})
+    settled = settle_on(base, spec, machine, None)
+    assert settled.precision.default == chosen
+    assert settled.chosen["precision.default"].startswith(reason)
+
+
 def test_every_choice_says_why_with_numbers(tmp_path: Path) -> None:
     settled = settle(open_spec(tmp_path, "8b", precision={"default": "auto"}), MACHINES["RTX-4090"], CHATS)
-    room = "19.50 GiB at most of 22.18 GiB per rank"
+    room = "peak 19.50 GiB of 22.18 GiB per rank"
     assert settled.news == (
         f"precision.default: bf16 (exact, {room}).",
         "distributed.replicate: 1 (one rank).",
@@ -202,7 +221,7 @@ def test_samples_are_no_longer_than_the_base_was_made_for(tmp_path: Path) -> Non
     unsaid = spec_on(save_base(tmp_path / "tiny"), distributed=AUTO)
     settled = settle(unsaid, HOST)
     assert settled.spec.training.max_length == 128
-    assert settled.news[0] == "training.max_length: 128 (the base was made for 128 positions; 2,048 are the default)."
+    assert settled.news[0] == "training.max_length: 128 (limited by the base's context of 128; the default is 2,048)."
     assert settle(settled.spec, MACHINES["H100"], CHATS, world=2).spec.training.max_length == 128
     assert settle(unsaid, machine_of_gpu("unknown", 0)).spec.training.max_length == 128
     said = open_spec(tmp_path, "tiny", training={"max_length": 4096})

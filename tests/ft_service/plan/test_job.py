@@ -14,7 +14,7 @@ from ft_service.plan.machines import GIB, MACHINES, Machine, find_machine, heap_
 from ft_service.plan.memory import planned_micro_batches
 from ft_service.plan.storage import Layout
 from ft_service.plan.text import bytes_text, summary
-from tests.support.bases import LLAMA_8B, TINY, llama_shapes, save_base, spec_on
+from tests.support.bases import LLAMA_8B, TINY, llama_shapes, save_base, save_fp8_index, spec_on
 
 H100 = MACHINES["H100"]
 
@@ -30,6 +30,30 @@ def test_bits_a_parameter_of_an_8b_model(tmp_path: Path, weight_format: str, bit
     parameters = sum(module.shape[0] * module.shape[1] for module in linears)
     assert parameters == 6_979_321_856
     assert 8 * sum(module.bytes for module in linears) / parameters == pytest.approx(bits, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored", "bits"), [("fp8", "fp8_blocks", 8 + 32 / 128), ("bf16", "bf16", 16), ("nf4", "nf4", 4.13)]
+)
+def test_a_base_in_fp8_by_blocks_keeps_them_in_fp8_and_else_takes_what_the_job_asks_for(
+    asked: str, stored: str, bits: float, tmp_path: Path
+) -> None:
+    spec = spec_on(save_fp8_index(tmp_path, LLAMA_8B), precision={"default": asked})
+    linears = [module for module in plan_job(spec, H100, to_train=False).modules if module.kind == "linear"]
+    assert {module.format for module in linears} == {stored}
+    parameters = sum(module.shape[0] * module.shape[1] for module in linears)
+    assert 8 * sum(module.bytes for module in linears) / parameters == pytest.approx(bits, rel=2e-3)
+
+
+def test_such_a_base_may_be_resharded_to_a_number_of_ranks_in_bf16(tmp_path: Path) -> None:
+    spec = spec_on(save_fp8_index(tmp_path, LLAMA_8B), 4, distributed={"reshard_after_forward": 2})
+    assert {module.format for module in plan_job(spec, H100, to_train=False).modules} == {"bf16"}
+
+
+def test_fp8_is_proposed_first_where_the_base_is_published_so(tmp_path: Path) -> None:
+    plan = plan_job(spec_on(save_fp8_index(tmp_path, LLAMA_8B)), Machine("small", 10 * GIB), to_train=False)
+    of_formats = [change.options["precision.default"] for change in plan.changes if "precision.default" in change.options]
+    assert of_formats[:2] == ["fp8", "nf4"]
 
 
 def test_adapters_and_arithmetic_of_an_8b_model(tmp_path: Path) -> None:

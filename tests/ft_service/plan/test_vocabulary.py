@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ft_service.bases import base_files
 from ft_service.errors import SpecError
 from ft_service.plan.admit import admit
 from ft_service.plan.job import plan_job
@@ -88,8 +89,8 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, text: bytes) -> 
 def test_it_is_read_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = base_with(tmp_path / "base", 64, VOCAB)
     read: list[str] = []
-    whole = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda self: read.append(self.name) or whole(self))
+    whole = base_files.open_base_file
+    monkeypatch.setattr(base_files, "open_base_file", lambda path: read.append(path.name) or whole(path))
     for _ in range(5):
         admit(spec, H100)
     assert read.count("tokenizer.json") == 1

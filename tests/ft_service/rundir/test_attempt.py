@@ -10,6 +10,8 @@ from ft_service.host import processes
 from ft_service.rundir.attempt import Attempt, AttemptKeys, NodeKeys
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Control, Desired, Exit, ExitReason, Launched, Outcome, OutcomeKind, Start, Stop
+from ft_service.supervisor.verdict import conclude
+from tests.support.unreadable import put_garbage
 
 START = Start(job_id="ftjob-1", attempt=3, world_size=4, generation=1, checkpoint=None, nodes=2)
 STOPPED = Exit(code=75, reason=ExitReason.STOPPED, message="Stopped.")
@@ -56,7 +58,7 @@ def test_documents_that_are_written_once(attempt: Attempt) -> None:
         (partial(attempt.write_stop, stop), attempt.read_stop, stop),
         (partial(attempt.write_outcome, outcome), attempt.read_outcome, outcome),
         (partial(attempt.write_exit, STOPPED), attempt.read_exit, STOPPED),
-        (partial(attempt.write_launched, launched), attempt.read_launched, launched),
+        (partial(attempt.write_launched, launched), partial(attempt.run.read, attempt.keys.launched, Launched), launched),
     ):
         assert read() is None
         assert [write(), write()] == [True, False]
@@ -98,3 +100,19 @@ def test_the_jobs_id_is_never_guessed_from_a_folder(tmp_path: Path) -> None:
         _ = Attempt(run, 3).job_id
     Attempt(run, 3).write_start(START)
     assert Attempt(run, 3).job_id == "ftjob-1"
+
+
+@pytest.mark.parametrize("kind", ["no_json", "pipe"])
+def test_an_attempt_has_an_end_though_its_record_cannot_be_read(tmp_path: Path, kind: str) -> None:
+    attempt = Attempt(RunDir(tmp_path), 1)
+    for key in (attempt.keys.exit, attempt.keys.outcome, "attempts/1/nodes/1/exit.json", "result.json"):
+        put_garbage(tmp_path / key, kind)
+    ended, outcome, of_node = attempt.read_exit(), attempt.read_outcome(), attempt.read_node_exits(2)[1]
+    assert ended is not None
+    assert outcome is not None
+    assert (ended.reason, of_node.reason) == (ExitReason.UNREADABLE, ExitReason.UNREADABLE)
+    assert ended.message.startswith("attempts/1/exit.json cannot be read: it is no")
+    assert of_node.message.startswith("attempts/1/nodes/1/exit.json cannot be read: it is no")
+    concluded = conclude(1, {}, outcome, attempt.read_result())
+    assert concluded.reason is ExitReason.UNREADABLE
+    assert concluded.message.startswith("attempts/1/outcome.json cannot be read: it is no")

@@ -12,9 +12,10 @@ import pytest
 
 from ft_service.rundir.attempt import last_attempt
 from ft_service.rundir.checkpoints import checkpoint_faults, complete_checkpoints, newest_checkpoint
-from ft_service.rundir.directory import RunDir, sha256_of
+from ft_service.rundir.directory import RunDir, UnreadableDocumentError, sha256_of
 from ft_service.rundir.documents import CheckpointMarker, Control, Desired, Start
 from ft_service.rundir.file_digest import NamedFile
+from tests.support.unreadable import GARBAGE, put_garbage
 
 
 @pytest.fixture
@@ -129,8 +130,11 @@ def test_what_a_worker_has_linked_is_not_read_for_it(tmp_path: Path) -> None:
     run.path("events.jsonl").symlink_to(secret)
     run.path("adapter").symlink_to(secret.parent)
     os.mkfifo(run.path("pipe"))
-    for key in ("events.jsonl", "adapter/key", "../secrets/key", "attempts/../../secrets/key", str(secret), "pipe", "attempts"):
+    for key in ("adapter/key", "../secrets/key", "attempts/../../secrets/key", str(secret)):
         assert run.get(key) is None, key
+    for key in ("events.jsonl", "pipe", "attempts"):
+        with pytest.raises(UnreadableDocumentError, match=f"{key} cannot be read: it is no plain file"):
+            run.get(key)
     for key in ("events.jsonl", "adapter", "adapter/key", "../secrets", str(secret)):
         assert run.plain(key) is None, key
     assert run.get("attempts/1/start.json") == b"{}"
@@ -144,3 +148,19 @@ def test_a_run_directory_behind_a_link_is_one(tmp_path: Path) -> None:
     (tmp_path / "here").symlink_to(tmp_path / "there")
     run = RunDir(tmp_path / "here")
     assert (run.get("a/b"), run.plain("a")) == (b"x", tmp_path / "here/a")
+
+
+@pytest.mark.parametrize("kind", sorted(GARBAGE))
+def test_whatever_lies_in_a_documents_place_is_named_and_can_be_replaced(run: RunDir, kind: str) -> None:
+    control = Control(generation=1, desired=Desired.PAUSE)
+    key = "attempts/1/control.json"
+    put_garbage(run.path(key), kind)
+    assert run.has(key)
+    with pytest.raises(UnreadableDocumentError, match=r"^attempts/1/control.json cannot be read: .{3,}") as raised:
+        run.read(key, Control, 2**20)
+    assert len(raised.value.message) < 500
+    assert run.readable(key, Control, 2**20) is None
+    assert not run.write_if_absent(key, control)
+    run.write(key, control)
+    assert run.read(key, Control) == control
+    assert run.list("attempts") == [key]

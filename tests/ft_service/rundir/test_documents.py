@@ -47,5 +47,5 @@ def test_reasons_of_exits_and_what_they_mean_for_the_job(word: str, reason: Reas
 
 
 def test_every_word_is_known() -> None:
-    assert len(ExitReason) == 9
+    assert len(ExitReason) == 11
     assert len(Desired) == len(OutcomeKind) == 3

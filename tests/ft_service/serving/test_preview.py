@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,14 @@ from ft_service.launcher.local import host_id
 from ft_service.rundir.evaluations import PROBES, Probe, Probes
 from ft_service.serving import preview as preview_module
 from ft_service.serving.preview import Preview
+from ft_service.serving.preview_process import PreviewProcess, Ticket
 from ft_service.settings import Settings
 from ft_service.spec import BaseModelRef, PrecisionOptions, StoredSpec
 from ft_service.storage.locations import Places
+from ft_service.store.records import JobChange
 from ft_service.store.sql import Store, migrate, open_store
 from tests.support.attempts import wait_for
+from tests.support.bases import save_base
 from tests.support.creating import create_job
 from tests.support.reconciling import spec_of
 from tests.support.records import PROJECT, new_job, place
@@ -76,10 +80,11 @@ class Answer:
         precision: Any = None,
         adapter: Any = None,
         job: Job | None = None,
+        beside: bool = False,
     ) -> None:
         self._parts: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         order = {"messages": [{"role": "user", "content": wanted}], "adapter": adapter}
-        self.ticket = preview.submit(base, precision, order, self._parts.put, job)
+        self.ticket = preview.submit(base, precision, order, self._parts.put, job, beside=beside)
 
     def part(self, kind: str) -> dict[str, Any]:
         while (part := self._parts.get(timeout=30))["kind"] != kind:
@@ -269,8 +274,48 @@ def test_with_all_slots_taken_it_does_not_start(make: Make, store: Store) -> Non
     preview = make()
     error = Answer(preview).error()
     assert isinstance(error, UnavailableError)
-    assert "Training has all 2 slots" in error.message
+    assert "Both slots are busy training. Try again later, pause a job (ft pause)" in error.message
+    assert error.retry_after is not None
     assert error.retry_after > 1
+    assert preview.pid is None
+
+
+def test_beside_training_the_processor_answers_whoever_asks_for_that(
+    make: Make, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preview_module, "LOOK_SECONDS", 0.0)
+    base = str(save_base(tmp_path / "models/tiny"))
+    job = place(store, create_job(store, new_job(state=State.QUEUED, slots=2)), [0, 1], host_id())
+    preview = make()
+    hanging = Answer(preview, "hang", base=base, precision=NF4, beside=True)
+    hanging.part("begun")
+    pid = preview.pid
+    assert pid is not None
+    assert os.getpriority(os.PRIO_PROCESS, pid) == 19, "training comes first"
+    assert Path(f"/proc/{pid}/oom_score_adj").read_text() == "1000\n"
+    assert preview.make_way([0, 1]), "it is in nobody's way"
+    assert Answer(preview, base=base, precision=NF4, beside=True).text() == "tiny nf4 None"
+    assert preview.pid == pid
+    preview.cancel(hanging.ticket)
+    claimed = store.claim(host=host_id(), owner="test", lease_seconds=60.0, idle_seconds=0.0)
+    assert claimed is not None
+    assert claimed.job.id == job.id
+    assert store.apply(claimed, JobChange(job=replace(claimed.job, state=State.CANCELLED), release_slots=True))
+    wait_for(lambda: not alive(pid), 30)
+    assert Answer(preview, base=base, precision=NF4, beside=True).text() == "tiny nf4 None"
+    assert os.getpriority(os.PRIO_PROCESS, preview.pid or 0) == os.getpriority(os.PRIO_PROCESS, 0), "it has a slot of its own"
+
+
+def test_beside_training_no_base_takes_more_than_half_of_the_free_memory(
+    make: Make, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = str(save_base(tmp_path / "models/tiny"))
+    place(store, create_job(store, new_job(state=State.QUEUED, slots=2)), [0, 1], host_id())
+    preview = make()
+    monkeypatch.setattr(preview_module, "available_memory", lambda: 100_000)
+    error = Answer(preview, base=base, beside=True).error()
+    assert isinstance(error, UnavailableError)
+    assert "beside training it may take 48.83 KiB, half of what is free" in error.message
     assert preview.pid is None
 
 
@@ -302,3 +347,35 @@ def test_it_ends_with_its_thread(tmp_path: Path, store: Store) -> None:
     assert "is ending" in hanging.error().message
     with pytest.raises(UnavailableError):
         Answer(preview)
+
+
+def test_a_process_that_reads_nothing_holds_up_neither_those_who_ask_nor_training(tmp_path: Path) -> None:
+    """More than a socket holds waits to be written."""
+    process = PreviewProcess(("sleep", "600"), 0, dict(os.environ), 0.0)
+    try:
+        for _ in range(4):
+            process.ask(Ticket(None, "/a", {"adapter": None, "text": "x" * 2**20}, lambda _: None, None, "p"))
+        process.be_modest()
+    finally:
+        process.end()
+
+
+def test_one_project_does_not_take_all_places(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preview_module, "MOST_REQUESTS", 4)
+    monkeypatch.setattr(preview_module, "MOST_OF_PROJECT", 2)
+    preview = make()
+
+    def ask(project: str) -> Ticket:
+        return preview.submit(
+            "/a", None, {"messages": [{"content": "slow"}], "adapter": None}, lambda _: None, project_id=project
+        )
+
+    monkeypatch.setattr(preview, "_load_next", lambda: None)  # all wait
+    tickets = [ask("rival"), ask("rival")]
+    with pytest.raises(UnavailableError, match="2 requests of this project"):
+        ask("rival")
+    tickets += [ask("default"), ask("third")]
+    with pytest.raises(UnavailableError, match="4 requests are"):
+        ask("second")
+    for ticket in tickets:
+        preview.cancel(ticket)

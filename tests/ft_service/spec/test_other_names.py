@@ -63,6 +63,6 @@ def test_what_this_version_cannot_do_is_told_together_with_the_other_faults() ->
     with pytest.raises(SpecError) as caught:
         parse_request({"model": "tiny", "lora": {"use_dora": True, "r": 0}, "method": {"type": "reinforcement"}})
     assert [line.split(" ")[0] for line in caught.value.message.splitlines()] == [
-        *("4", "lora.use_dora", "method.type", "lora.r", "training_file"),
+        *("4", "training_file", "lora.use_dora", "method.type", "lora.r"),
     ]
-    assert (caught.value.param, caught.value.code) == ("lora.use_dora", "not_available")
+    assert (caught.value.param, caught.value.code) == ("training_file", "missing_required_parameter")

@@ -19,6 +19,7 @@ from ft_service.spec import (
     parse_request,
     resolve,
 )
+from ft_service.sweeps.asked import parse_sweep
 
 BODY: dict[str, Any] = {"model": "tiny", "training_file": "file-1"}
 
@@ -53,7 +54,7 @@ def resolved(gpus: int = 0, parent: AdapterRef | None = None, **more: Any) -> Jo
         ({"training": {"batch_size": "8"}}, "training.batch_size", "must be a whole number"),
         ({"training": {"learning_rate": float("nan")}}, "training.learning_rate", "finite"),
         ({"training": {"max_length": 7}}, "training.max_length", "at least 8"),
-        ({"precision": {"default": "int3"}}, "precision.default", "bf16, fp8, nf4, nf4_fp32 or auto"),
+        ({"precision": {"default": "int3"}}, "precision.default", "bf16, fp8, nf4, nf4_fp32, fp8_blocks or auto"),
         ({"seed": -1}, "seed", "seed = -1"),
         ({"suffix": "x" * 65}, "suffix", "at most 64"),
         ({"suffix": "a:b"}, "suffix", "only letters, digits, dots"),
@@ -257,7 +258,7 @@ def test_a_refusal_names_every_field_at_fault_and_no_class_of_ours() -> None:
     with pytest.raises(SpecError) as caught:
         parse_request(BODY | {"lora": {"r": 0}, "training": {"n_epochs": 0}, "checkpoint": 3})
     assert caught.value.message.splitlines() == [
-        "3 options are at fault.",
+        "3 options are invalid:",
         "lora.r = 0: must be at least 1.",
         "training.n_epochs = 0: must be at least 1 or auto.",
         "checkpoint = 3: must be an object with options of its own.",
@@ -266,6 +267,31 @@ def test_a_refusal_names_every_field_at_fault_and_no_class_of_ours() -> None:
     with pytest.raises(SpecError) as caught:
         parse_request(BODY | {"method": "supervised"})
     assert caught.value.message == "method = 'supervised': must be an object with options of its own."
+
+
+def test_nineteen_faults_are_all_told_and_what_is_required_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"lora": {f"odd{number}": 1 for number in range(14)}, "seed": -1, "modle": "tiny", "training_flie": "a.jsonl"}
+    with pytest.raises(SpecError) as caught:
+        parse_request(body)
+    head, *lines = caught.value.message.splitlines()
+    assert (head, len(lines)) == ("19 options are invalid:", 19)
+    assert lines[:2] == ["model is required.", "training_file is required."]
+    assert "did you mean model?" in lines[2]
+    assert "did you mean training_file?" in lines[3]
+    assert caught.value.param == "model"
+    guessed: list[str] = []
+    monkeypatch.setattr("ft_service.spec.faults.name_for", lambda place, model: guessed.append(place))
+    with pytest.raises(SpecError, match="… and 936 more"):
+        parse_request({**BODY, "lora": {f"odd{number}": 1 for number in range(1000)}})
+    assert len(guessed) <= 100, "guessing takes time, and a body may have any number"
+
+
+@pytest.mark.parametrize(("name", "meant"), [("rr", "r"), ("dropuot", "lora_dropout"), ("alpha", "lora_alpha")])
+def test_a_short_name_and_one_without_its_prefix_are_guessed(name: str, meant: str) -> None:
+    with pytest.raises(SpecError, match=f"did you mean lora.{meant}[?]"):
+        parse_request({**BODY, "lora": {name: 1}})
+    with pytest.raises(SpecError, match=f"sweep.lora.{name}: .* did you mean lora.{meant}[?]"):
+        parse_sweep({**BODY, "validation_split": 0.5, "sweep": {f"lora.{name}": [1, 2]}})
 
 
 def preferring(**hyperparameters: Any) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def test_a_run_directory_is_the_same_there(service: Places) -> None:
         write_segment(run, 1, seq, [Event(time=1.0, message=f"event {seq}")])
     with pytest.raises(FileExistsError):
         write_segment(run, 1, 1, [Event(time=1.0, message="again")])
-    assert [seq for seq, _ in read_segments(run, 1)] == [0, 1]
+    assert [segment.seq for segment in read_segments(run, 1)] == [0, 1]
     run.put("adapter/config.json", b"{}")
     assert [path.name for path in run.path("adapter").iterdir()] == ["config.json"]
     run.put("attempts/1/logs/a.log", b"one line\n")
@@ -172,7 +172,7 @@ class Nodes:
         return name
 
     def messages(self) -> list[str]:
-        return [event.message for _, events in read_segments(self.service, self.attempt) for event in events]
+        return [event.message for segment in read_segments(self.service, self.attempt) for event in segment.events]
 
 
 @pytest.fixture

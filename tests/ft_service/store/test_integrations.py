@@ -54,7 +54,7 @@ def test_only_who_has_them_settles_them(store: Store) -> None:
     assert not store.begin_integration(first, "you", "u", [event])
     assert store.begin_integration(first, "me", "u", [event])
     assert not store.end_integration(first, "you")
-    assert store.end_integration(first, "me", [NewEvent(level="warn", message="why")], error="why", retry_seconds=3600.0)
+    assert store.end_integration(first, "me", [NewEvent(level="warn", message="why")], error="why", retry_seconds=600.0)
     assert store.end_integration(second, "me")
     assert not store.end_integration(second, "me")
     assert [e.message for e in store.list_events(PROJECT, job_id, limit=2).data] == ["why", "W&B run: u"]

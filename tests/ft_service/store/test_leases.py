@@ -289,7 +289,7 @@ def test_a_large_job_at_the_head_is_waited_for(store):
 
 
 def test_back_off_and_foreign_hosts_are_passed_over(store):
-    create_job(store, new_job(id="ftjob-later", state=State.QUEUED, priority=9, not_before=store.now() + 1000))
+    create_job(store, new_job(id="ftjob-later", state=State.QUEUED, priority=9, not_before=store.now() + 500))
     create_job(store, new_job(id="ftjob-there", state=State.QUEUED, priority=8, host="h2", attempt=1))
     create_job(
         store, new_job(id="ftjob-here", state=State.QUEUED, priority=7, host="h1", attempt=1, not_before=store.now() - 1)

@@ -6,6 +6,13 @@ from ft_service.errors import NotFoundError, SpecError
 from tests.support.records import OTHER, PROJECT
 
 
+@pytest.fixture
+def store(store):
+    """Both projects are of one organization, as those must be that share something."""
+    store.ensure_project(OTHER, store.get_project(PROJECT).organization)
+    return store
+
+
 def test_a_grant_is_one_row_per_project_in_the_order_asked(store):
     first = store.grant(PROJECT, "ft:a", [OTHER])
     both = store.grant(PROJECT, "ft:a", [PROJECT, OTHER, PROJECT])
@@ -30,6 +37,15 @@ def test_a_grant_to_a_project_that_there_is_not_grants_nothing(store):
     with pytest.raises(SpecError, match=r"project_ids\.1"):
         store.grant(PROJECT, "ft:a", [OTHER, "none"])
     assert store.granted(OTHER) == []
+
+
+def test_another_organization_is_granted_nothing_and_what_it_was_granted_is_nothing(store):
+    store.grant(PROJECT, "ft:a", [OTHER])
+    store.ensure_project(OTHER, "elsewhere")
+    assert store.granted(OTHER) == store.granted(OTHER, "ft:a") == []
+    for grantee in (OTHER, "none"):
+        with pytest.raises(SpecError, match=f"project_ids.0 = '{grantee}': there is no such project in this organization"):
+            store.grant(PROJECT, "ft:a", [grantee])
 
 
 def test_deleted_models_are_remembered(store):

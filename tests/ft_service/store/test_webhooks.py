@@ -79,8 +79,8 @@ def test_a_delivery_is_claimed_again_when_its_lease_or_its_wait_is_over(store):
     (third,) = store.claim_deliveries(limit=1, lease_seconds=0)
     store.settle_delivery(third, error=None, retry_seconds=None)
     assert store.claim_deliveries(limit=1, lease_seconds=0) == []
-    store.forget_deliveries(older_than_seconds=60)
-    store.forget_deliveries(older_than_seconds=0)
+    store.forget_deliveries(older_than_seconds=60, give_up_seconds=60)
+    store.forget_deliveries(older_than_seconds=0, give_up_seconds=60)
 
 
 def test_an_endpoint_goes_with_its_deliveries(store):
@@ -105,3 +105,35 @@ def test_a_change_that_changes_nothing_is_none(store):
     assert store.update_webhook(PROJECT, endpoint.id, name="a") == endpoint
     changed = store.update_webhook(PROJECT, endpoint.id, name="b")
     assert (changed.name, changed.updated_at > endpoint.updated_at) == ("b", True)
+
+
+def test_projects_take_turns_and_in_each_its_endpoints(store):
+    for project, endpoints in ((OTHER, 2), (PROJECT, 1)):
+        for _ in range(endpoints):
+            add(store, project=project)
+    for project, ended in ((OTHER, 5), (PROJECT, 2)):
+        for _ in range(ended):
+            store.request(project, create_job(store, new_job(project_id=project)).id, Verb.CANCEL)
+
+    def claimed(limit: int, **shares) -> list[str]:
+        return sorted(d.project_id for d in store.claim_deliveries(limit=limit, lease_seconds=60, **shares))
+
+    both = sorted([OTHER, PROJECT])
+    assert claimed(2) == both, "ten of one wait, and two of the other"
+    assert claimed(9, of_project=2, under_way={OTHER: 1, PROJECT: 1}) == both
+    assert claimed(1, of_project=2, under_way={OTHER: 2}) == []
+    assert claimed(1, of_project=4, under_way={OTHER: 3}) == [OTHER]
+    of_two = store.claim_deliveries(limit=2, lease_seconds=60)
+    assert len({delivery.endpoint.id for delivery in of_two}) == 2
+    assert claimed(99) == [OTHER] * 5
+
+
+def test_what_waits_for_too_long_is_given_up_though_it_was_never_tried(store):
+    add(store)
+    cancel(store)
+    cancel(store)
+    [under_way] = store.claim_deliveries(limit=1, lease_seconds=60)
+    store.forget_deliveries(older_than_seconds=60, give_up_seconds=0)
+    assert store.claim_deliveries(limit=9, lease_seconds=0) == []
+    store.settle_delivery(under_way, error="away", retry_seconds=0)
+    assert [delivery.id for delivery in store.claim_deliveries(limit=9, lease_seconds=0)] == [under_way.id]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,10 @@ from ft_service.errors import NotFoundError
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import CheckpointMarker
 from ft_service.rundir.file_digest import NamedFile
+from ft_service.rundir.intact import adapter_faults
 from ft_service.supervisor import worker_tasks
 from ft_service.supervisor.worker_tasks import WorkersMissingError, make_checkpoint_adapter, run_worker
-from tests.support.run_directories import finished_run
+from tests.support.run_directories import finished_run, flip_a_bit
 
 
 def test_a_worker_that_cannot_start_says_what_to_install() -> None:
@@ -87,3 +89,21 @@ def test_without_torch_and_without_an_adapter_it_says_what_to_do(tmp_path: Path,
     with pytest.raises(NotFoundError, match="FT_CHECKPOINT_ADAPTERS") as caught:
         make_checkpoint_adapter(finished_run(tmp_path).root, 3)
     assert caught.value.code == "no_adapter"
+
+
+def test_a_damaged_adapter_of_a_checkpoint_is_made_anew_while_the_checkpoint_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = finished_run(tmp_path)
+
+    def make(module: str, arguments: list[str]) -> dict[str, object]:
+        shutil.copytree(run.path("adapter"), arguments[2])
+        return {}
+
+    monkeypatch.setattr(worker_tasks, "run_worker", make)
+    folder = make_checkpoint_adapter(run.root, 3)
+    flip_a_bit(folder / "adapter_model.safetensors")
+    assert adapter_faults(make_checkpoint_adapter(run.root, 3)) == []
+    run.path("checkpoints/step-3-a1/COMPLETE").unlink()
+    flip_a_bit(folder / "adapter_model.safetensors")
+    assert adapter_faults(make_checkpoint_adapter(run.root, 3)), "it is all that there is; who gives it away says so"

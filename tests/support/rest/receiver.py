@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -59,3 +60,10 @@ def receiving() -> Iterator[Receiver]:
         finally:
             server.shutdown()
             thread.join()
+
+
+@contextmanager
+def hanging() -> Iterator[tuple[str, Callable[[], None]]]:
+    """The URL of a server that takes connections and never says a word, and what ends all of them."""
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", listener.close

@@ -66,9 +66,14 @@ class StubServer:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     """The newest step first."""
     adapter: bytes = b""
+    logs: str = "rank 0 says hello\n"
+    bases: list[dict[str, Any]] = field(default_factory=lambda: [{"id": "tiny", "created": 0, "owned_by": "base"}])
     files: list[dict[str, Any]] = field(default_factory=list)
     """Newest first; an upload does not add to it."""
     uploads: list[tuple[str, bytes]] = field(default_factory=list)
+    checked: list[dict[str, Any]] = field(default_factory=list)
+    refusal: httpx2.Response | None = None
+    """What is answered to the check and to the creation of a job, if it is refused."""
     created: list[dict[str, Any]] = field(default_factory=list)
     requests: list[httpx2.Request] = field(default_factory=list)
     on_read: Callable[[int], None] = lambda count: None
@@ -87,13 +92,17 @@ class StubServer:
             return self._upload(request)
         if (request.method, path) == ("POST", "/fine_tuning/jobs"):
             self.created.append(json.loads(request.read()))
-            return self._add("queued")
+            return self.refusal or self._add("queued")
+        if path == "/fine_tuning/check":
+            self.checked.append(json.loads(request.read()))
+            return self.refusal or httpx2.Response(200, json={"accepted": True, "jobs": 1})
         if path == "/sign_in_links":
             return httpx2.Response(200, json={"path": "/sign-in?link=once"})
         if path == "/fine_tuning/jobs":
             return page(request, list(self.jobs.values())[::-1])
         if path == "/files":
-            return page(request, self.files)
+            digest = request.url.params.get("sha256")
+            return page(request, [file for file in self.files if digest in (None, file.get("sha256"))])
         if path.startswith("/files/"):
             return self._file(request, path.removeprefix("/files/"))
         if request.method == "DELETE" and path.startswith("/models/"):
@@ -107,7 +116,7 @@ class StubServer:
                 else error(404, f"model = {name!r}: there is no such base model.", code="model_not_found")
             )
         if path == "/models":
-            return httpx2.Response(200, json={"object": "list", "data": [{"id": "tiny", "created": 0, "owned_by": "base"}]})
+            return httpx2.Response(200, json={"object": "list", "data": self.bases})
         return self._job(request, *path.removeprefix("/fine_tuning/jobs/").partition("/")[::2])
 
     def _upload(self, request: httpx2.Request) -> httpx2.Response:
@@ -146,7 +155,7 @@ class StubServer:
             lines = [{"attempt": 1, "source": "rank 0 stdout", "line": line} for line in ("hello", "bye")]
             return httpx2.Response(200, text="".join(json.dumps(line) + "\n" for line in lines))
         if verb == "logs":
-            return httpx2.Response(200, text="rank 0 says hello\n")
+            return httpx2.Response(200, text=self.logs)
         if verb:
             self.jobs[job_id]["status"] = {"cancel": "cancelled", "pause": "paused", "resume": "queued"}[verb]
         else:

@@ -15,6 +15,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # pyright: ignore[reportPrivateImportUsage]
 from transformers.models.doge import modeling_doge
 
+from tests.support.training.left_out import leave_out_defaults
 from tests.support.training.models import COMMON, FAMILIES, VOCABULARY
 
 LARGEST = 20_000_000
@@ -201,6 +202,7 @@ def save_type(kind: str, folder: Path, rows: int = VOCABULARY) -> bool:
         return False
     show_vectors(model)
     model.save_pretrained(folder)
+    leave_out_defaults(folder)
     prefix = {"deepseek_v4": "model.", "gpt2": "transformer."}.get(kind)
     if prefix is not None:  # published without it, and saving leaves it
         _without_prefix(folder / "model.safetensors", prefix)

@@ -22,6 +22,7 @@ from transformers.utils.quantization_config import CompressedTensorsConfig, Fine
 
 from ft_service.bases.contents import read_config, read_contents
 from ft_service.bases.families.acceptance import refuse_untunable
+from ft_service.bases.published_layouts import declared_block, quantization_of
 from ft_service.errors import SpecError
 from ft_service.plan.base import base_shape
 from ft_service.plan.storage import adapters_of
@@ -32,7 +33,7 @@ from tests.support.ranks import run_on_ranks
 from tests.support.training.attempts import adapter, attempt_on_rank
 from tests.support.training.models import save_chats, spec_for
 from tests.support.training.parity import CPU, constructed, full, one_step, relative_error, samples, set_adapters
-from tests.support.training.prequantized import VALUES
+from tests.support.training.prequantized import BY_BLOCKS, VALUES
 from workers.base.load import adapters, load, plain_name
 from workers.data.batches import collate
 from workers.layers.segments import CURRENT
@@ -120,7 +121,7 @@ def check(folders: Mapping[str, Path], work: Path) -> dict[str, Found]:
     """What is found of each base. `work`: an empty folder."""
     refused = {name: refusal(folder) for name, folder in folders.items()}
     taken = {name: folder for name, folder in folders.items() if not refused[name]}
-    plain = {name: _spec(folder, "bf16") for name, folder in taken.items()}
+    plain = {name: _spec(folder, _exact(folder)) for name, folder in taken.items()}
     (one,) = run_on_ranks(measure, 1, plain, str(work / "adapters"), timeout=1700)
     ranks, resumed = between_ranks(taken, 2), resume_all(taken, work / "runs")
     found = {name: Found(refused=words) for name, words in refused.items() if words}
@@ -134,17 +135,33 @@ def between_ranks(folders: Mapping[str, Path], world: int, **weights: Any) -> di
     """The largest error of loss or gradient of each base on `world` ranks against one. `weights`: precision other than NF4."""
     alone, together = (
         run_on_ranks(
-            measure, n, {name: _spec(f, "nf4", n, precision=weights) for name, f in folders.items()}, None, timeout=1700
+            measure, n, {name: _spec(f, _quantised(f), n, precision=weights) for name, f in folders.items()}, None, timeout=1700
         )
         for n in (1, world)
     )
     return {name: max(_error(on_rank[name], alone[0][name]) for on_rank in together) for name in folders}
 
 
-def _spec(folder: Path, weights: str, ranks: int = 1, **options: Any) -> JobSpec:
+def _spec(folder: Path, weights: str | dict[str, str], ranks: int = 1, **options: Any) -> JobSpec:
+    """`weights`: the format of all, or those of some, by patterns."""
     training = {"per_device_train_batch_size": 2, **options.pop("training", {})}
-    precision = {"default": weights, "compute": "fp32", **options.pop("precision", {})}
+    formats = {"default": weights} if isinstance(weights, str) else {"overrides": weights}
+    precision = {**formats, "compute": "fp32", **options.pop("precision", {})}
     return spec_for(folder, ranks=ranks, precision=precision, lora=LORA, training=training, **options)
+
+
+def _exact(folder: Path) -> str | dict[str, str]:
+    """The format in which the base loses nothing in fp32: FP8 keeps published blocks, whose values bf16 would round."""
+    return {BY_BLOCKS: "fp8"} if _is_by_blocks(folder) else "bf16"
+
+
+def _quantised(folder: Path) -> str | dict[str, str]:
+    return {BY_BLOCKS: "fp8"} if _is_by_blocks(folder) else "nf4"
+
+
+def _is_by_blocks(folder: Path) -> bool:
+    quantization = quantization_of(read_config(folder))
+    return quantization is not None and declared_block(quantization) is not None
 
 
 def refusal(folder: Path) -> str:
@@ -205,7 +222,7 @@ def check_here(folder: Path, work: Path) -> Found:
     words = refusal(folder)
     if words:
         return Found(refused=words)
-    spec = _spec(folder, "bf16")
+    spec = _spec(folder, _exact(folder))
     built = build(spec, CPU)
     load(built.peft_model, folder, seed=spec.seed, compute_dtype=torch.float32, device=CPU)
     set_adapters(built.peft_model)
@@ -338,7 +355,7 @@ def resume_all(folders: Mapping[str, Path], work: Path) -> dict[str, bool]:
     for name, folder in folders.items():
         spec = _spec(
             folder,
-            "nf4",
+            _quantised(folder),
             2,
             data=save_chats(folder / "train.jsonl", 5),
             training={"max_steps": 3, "batch_size": 3, "learning_rate": 5e-3, "max_length": 64},

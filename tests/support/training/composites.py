@@ -21,6 +21,7 @@ from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe
 
 from tests.support.training.causal_types import ROWS, save_config_only, show_vectors, small_values
 from tests.support.training.checks import published_as, small_timm
+from tests.support.training.left_out import leave_out_defaults
 from tests.support.training.models import HIDDEN
 
 IMAGE, OTHER = 270, 271
@@ -201,6 +202,7 @@ def save_composite(kind: str, folder: Path, values: Mapping[str, Any] = MappingP
         return False
     show_vectors(model)
     model.save_pretrained(folder)
+    leave_out_defaults(folder)
     if kind == "qwen2_5_omni":  # its class asks for the voices
         torch.save({}, folder / "spk_dict.pt")
     if kind in AS_PUBLISHED:

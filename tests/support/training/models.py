@@ -17,10 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from ft_service.rundir.directory import sha256_of
 from ft_service.spec import BaseModelRef, DataFileRef, JobSpec, parse_request, resolve
 from tests.support.bases import AS_IT_IS
+from tests.support.training.left_out import leave_out_defaults
 from workers.base.load import initial_adapter, plain_name
 from workers.model.build import base_on_meta, decoder_layers, precision_map
 from workers.model.lora import adapted_modules
-from workers.quant import fp8, nf4, nf4_fp32
+from workers.quant import fp8, fp8_blocks, nf4, nf4_fp32
 
 VOCABULARY = 256
 
@@ -230,6 +231,7 @@ def save_tiny(family: str, folder: Path, *, original_format: bool = True, **chan
             if tensor.ndim == 1:
                 tensor += 0.2 * torch.randn_like(tensor)
     model.save_pretrained(folder, save_original_format=original_format)
+    leave_out_defaults(folder)
     return folder
 
 
@@ -324,7 +326,7 @@ def _multiply_adapters_in(peft_model: nn.Module, dtype: torch.dtype) -> None:
             module.forward = functools.partial(in_dtype, module)
 
 
-NUMERICS: dict[str, Any] = {"nf4": nf4, "nf4_fp32": nf4_fp32, "fp8": fp8}
+NUMERICS: dict[str, Any] = {"nf4": nf4, "nf4_fp32": nf4_fp32, "fp8": fp8, "fp8_blocks": fp8_blocks}
 
 
 def _is_transposed(base: nn.Module, name: str) -> bool:

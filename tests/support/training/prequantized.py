@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,16 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ft_service.bases.safetensors_header import read_header
+
 LAST = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 FP8 = torch.float8_e4m3fn
 VALUES = "values"
 """Folder in that of a base which transformers cannot read as it is quantised: the same base, plain."""
+
+
+BY_BLOCKS = r".*_proj(_with_mqa)?"
+"""Modules that bases published by blocks hold so."""
 
 
 def is_linear(name: str) -> bool:
@@ -112,23 +119,79 @@ def fp8_by_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def fp8_by_blocks(folder: Path, block: int = 128) -> dict[str, Tensor]:
-    """FP8 as DeepSeek and Qwen publish it: `weight_scale_inv` [rows / block, cols / block], each rounded up."""
+    """FP8 as DeepSeek, Qwen and MiniMax publish it: `weight_scale_inv` [rows / block, cols / block], each rounded up."""
+    settings = {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [block, block],
+        "modules_to_not_convert": _others(folder),
+    }
+    return rewrite(folder, settings, _Blocks(block, "weight_scale_inv", torch.float32), is_block_wise)
 
-    def quantize(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        rows, cols = weight.shape
-        scale = torch.empty(-(-rows // block), -(-cols // block))
-        codes = torch.empty(rows, cols, dtype=FP8)
-        value = torch.empty(rows, cols)
-        for i in range(scale.shape[0]):
-            for j in range(scale.shape[1]):
-                here = (slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block))
-                scale[i, j] = weight[here].float().abs().max() / 448
-                codes[here] = (weight[here].float() / scale[i, j]).to(FP8)
-                value[here] = codes[here].float() * scale[i, j]
-        return {name: codes, name.replace(".weight", ".weight_scale_inv"): scale}, value
 
-    settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [block, block]}
-    return rewrite(folder, settings, quantize)
+def fp8_by_blocks_of_compressed_tensors(folder: Path) -> dict[str, Tensor]:
+    """The same as llm-compressor writes it: `weight_scale` in bf16."""
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128], "symmetric": True}
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": _others(folder),
+    }
+    return rewrite(folder, settings, _Blocks(128, "weight_scale", torch.bfloat16), is_block_wise)
+
+
+class _Blocks:
+    """Quantises by blocks, whose scales are as far apart as those of trained weights: by up to four times."""
+
+    def __init__(self, block: int, scale_name: str, scale_dtype: torch.dtype) -> None:
+        self._block, self._name, self._dtype = block, scale_name, scale_dtype
+        self._random = torch.Generator().manual_seed(11)
+
+    def __call__(self, name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        size = self._block
+        grid = [-(-side // size) for side in weight.shape]
+        weight = weight.float() * self._spread(2 * torch.rand(grid, generator=self._random) - 1, weight).exp2()
+        padded = torch.nn.functional.pad(weight, (0, grid[1] * size - weight.shape[1], 0, grid[0] * size - weight.shape[0]))
+        largest = padded.unflatten(1, (grid[1], size)).unflatten(0, (grid[0], size)).abs().amax((1, 3))
+        scale = (largest / 448).to(self._dtype)
+        each = self._spread(scale.float(), weight)
+        codes = (weight / each).clamp(-448, 448).to(FP8)
+        return {name: codes, name.removesuffix("weight") + self._name: scale}, codes.float() * each
+
+    def _spread(self, scale: Tensor, weight: Tensor) -> Tensor:
+        each = scale.repeat_interleave(self._block, 0).repeat_interleave(self._block, 1)
+        return each[: weight.shape[0], : weight.shape[1]]
+
+
+def is_block_wise(name: str) -> bool:
+    """Whether bases published by blocks hold a tensor so: the projections of the decoder's layers."""
+    module, _, parameter = name.rpartition(".")
+    return parameter == "weight" and ".layers." in name and re.fullmatch(BY_BLOCKS, module) is not None
+
+
+def _others(folder: Path) -> list[str]:
+    """The modules of a base that stay in bf16, by name. Raises ValueError for a base that is smaller than a few blocks."""
+    shapes = {name: entry.shape for name, entry in read_header(folder / "model.safetensors").tensors.items()}
+    if not any(is_block_wise(name) and min(shape) > 128 for name, shape in shapes.items()):
+        raise ValueError("no matrix has several blocks in both directions, as every published one has")
+    return sorted({name.rpartition(".")[0] for name in shapes if not is_block_wise(name)})
+
+
+def with_values(publish: Callable[[Path], dict[str, Tensor]]) -> Callable[[Path], dict[str, Tensor]]:
+    """`publish`, with the base that its codes stand for beside it, plain: in `VALUES`."""
+
+    def published(folder: Path) -> dict[str, Tensor]:
+        plain = folder / VALUES
+        plain.mkdir()
+        config, tensors = (folder / "config.json").read_text(), load_file(folder / "model.safetensors")
+        values = publish(folder)
+        (plain / "config.json").write_text(config)
+        save_file({**tensors, **values}, plain / "model.safetensors", metadata={"format": "pt"})
+        return values
+
+    return published
 
 
 def int4_experts(folder: Path) -> dict[str, Tensor]:
@@ -180,11 +243,5 @@ def fp8_with_stacks(folder: Path) -> dict[str, Tensor]:
         layer = "layers" in parts and "language_model" in parts
         return layer and (parts[-1] in ("gate_up_proj", "down_proj") or (parts[-1] == "weight" and "_proj" in parts[-2]))
 
-    plain = folder / VALUES
-    plain.mkdir()
-    config, tensors = (folder / "config.json").read_text(), load_file(folder / "model.safetensors")
     settings = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
-    values = rewrite(folder, settings, quantize, chosen)
-    (plain / "config.json").write_text(config)
-    save_file({**tensors, **values}, plain / "model.safetensors", metadata={"format": "pt"})
-    return values
+    return rewrite(folder, settings, quantize, chosen)

@@ -16,8 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from ft_service.bases.safetensors_header import read_header
 from tests.support.training.checks import small_timm
 from tests.support.training.composites import AS_PUBLISHED, save_composite
+from tests.support.training.left_out import leave_out_defaults
 from tests.support.training.models import COMMON, DELTA_NET, EXPERTS, FAMILIES, GROUPED, save_tokenizer
-from tests.support.training.prequantized import fp8_by_blocks, fp8_with_stacks, int4_experts
+from tests.support.training.prequantized import fp8_by_blocks, fp8_with_stacks, int4_experts, with_values
 from tests.support.training.wrapped import WRAPPERS
 
 ROWS = 272
@@ -33,6 +34,8 @@ _MLA = {
 }
 _INDEXED = {"index_topk": 6, "index_head_dim": 16, "index_n_heads": 2}
 _SHARED = {"n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_shared_experts": 1}
+_BLOCKS = {"hidden_size": 288, "moe_intermediate_size": 160, "initializer_range": 0.05}
+"""Of bases in FP8 by blocks of 128: several in each matrix both ways, the last ones cut off."""
 _HYBRID = {**GROUPED, **DELTA_NET, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -165,9 +168,9 @@ BASES: dict[str, Published] = {
     "deepseek-v3-fp8": Published(
         "DeepSeek V3 in FP8",
         "deepseek_v3",
-        FAMILIES["deepseek_v3"],
+        {**FAMILIES["deepseek_v3"], **_BLOCKS, "intermediate_size": 320, "q_lora_rank": 144, "kv_lora_rank": 136},
         "model.layers.0.mlp.up_proj.weight_scale_inv",
-        quantized=fp8_by_blocks,
+        quantized=with_values(fp8_by_blocks),
     ),
     "glm-4.5": Published(
         "GLM-4.5 to 4.7",
@@ -250,9 +253,9 @@ BASES: dict[str, Published] = {
     "qwen-3.5-moe-fp8": Published(
         "Qwen3.5, 3.6 MoE in FP8",
         "qwen3_5_moe",
-        _QWEN_35_MOE,
+        {**_QWEN_35_MOE, "text_config": {**_QWEN_35_MOE["text_config"], **_BLOCKS, "shared_expert_intermediate_size": 144}},
         "model.language_model.layers.0.mlp.experts.4.down_proj.weight_scale_inv",
-        quantized=fp8_by_blocks,
+        quantized=with_values(fp8_by_blocks),
         as_saved=True,
     ),
     "gemma-3": Published(
@@ -320,7 +323,7 @@ BASES: dict[str, Published] = {
             rope_parameters=_MISTRAL_4_ROPE,
         ),
         "language_model.model.layers.1.mlp.experts.gate_up_proj_scale_inv",
-        quantized=fp8_with_stacks,
+        quantized=with_values(fp8_with_stacks),
     ),
     "kimi-k2.5": Published(
         "Kimi K2.5, K2.6",
@@ -418,6 +421,7 @@ def save_published(name: str, folder: Path) -> Path:
             if tensor.ndim == 1:
                 tensor += 0.2 * torch.randn_like(tensor)
     model.save_pretrained(folder)
+    leave_out_defaults(folder)
     if base.kind in AS_PUBLISHED and not base.as_saved:
         file = folder / "model.safetensors"
         save_file(AS_PUBLISHED[base.kind](load_file(file)), file, metadata={"format": "pt"})

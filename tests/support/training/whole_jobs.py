@@ -18,6 +18,7 @@ from ft_service.data.formats.reading import count_samples
 from ft_service.data.statistics import Statistics
 from ft_service.data.token_folder import FOLDER
 from ft_service.plan.admit import admit
+from ft_service.plan.lengths import Lengths
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, OutcomeKind, Start
 from ft_service.spec import AdapterRef, BaseModelRef, JobSpec, inherit, parse_request, resolve
@@ -77,7 +78,7 @@ class Workshop:
             date="2026-01-01",
             samples=count_samples(Path(training.path), most=100) if request.counts_samples else None,
         )
-        spec = admit(spec, data_bytes=Path(training.path).stat().st_size).spec
+        spec = admit(spec, lengths=Lengths.of_size(Path(training.path).stat().st_size)).spec
         for param, file in data_files(spec):
             report = self.examiner.examine_file(param, file, Path(file.path), spec, print)
             assert isinstance(report, DataReport), report

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from tests.support.training.left_out import leave_out_defaults
 from tests.support.training.models import COMMON, GROUPED
 
 VISION: dict[str, Any] = {
@@ -126,4 +127,5 @@ def save_wrapped(family: str, folder: Path, **changes: Any) -> Path:
             if tensor.ndim == 1:
                 tensor += 0.2 * torch.randn_like(tensor)
     model.save_pretrained(folder)
+    leave_out_defaults(folder)
     return folder

@@ -14,13 +14,14 @@ WRITTEN = {
     "files": [{"name": "rows-0", "bytes": 3, "sha256": hashlib.sha256(b"abc").hexdigest(), "rows": {"w": [0, 2]}}],
     "changed": {"w": 0.25},
     "requantized": {"w": "gptq"},
+    "converted": {},
     "kept": {},
 }
 FILE = CacheFile(name="rows-0", bytes=3, sha256=hashlib.sha256(b"abc").hexdigest(), rows={"w": (0, 2)})
 
 
 def test_an_index_is_written_and_read_as_ever(tmp_path: Path) -> None:
-    index = Index([FILE], {"w": 0.25}, {"w": "gptq"}, {})
+    index = Index([FILE], {"w": 0.25}, {"w": "gptq"})
     write_entry_index(tmp_path, index)
     assert (tmp_path / "index.json").read_text() == json.dumps(WRITTEN)
     assert read_entry_index(tmp_path) == index

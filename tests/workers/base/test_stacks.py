@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from workers.base.plain_base import PlainBase
 from workers.base.source import Safetensors
 from workers.base.stacks import FP8Stack
 from workers.model.build import build
-from workers.quant.rowwise import RowQuantized
+from workers.quant import fp8_blocks
+from workers.quant.weights import FP8BlocksWeight
 
 CODES = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(1)).to(torch.float8_e4m3fn)
 SCALES = {
@@ -43,6 +45,25 @@ def _each(scales: torch.Tensor) -> torch.Tensor:
 def _stack(folder: Path, scales: torch.Tensor) -> FP8Stack:
     save_file({"mlp.experts.up_proj": CODES, "mlp.experts.up_proj_scale_inv": scales}, folder / "model.safetensors")
     return FP8Stack(Safetensors(folder), "mlp.experts.up_proj", BLOCK)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_matrices_by_blocks_of_the_formats_width_are_kept(transposed: bool, tmp_path: Path) -> None:
+    random = torch.Generator().manual_seed(2)
+    codes = torch.randn(2, 300, 200, generator=random).to(torch.float8_e4m3fn)
+    scales = torch.rand(2, 3, 2, generator=random)
+    save_file({"mlp.experts.up_proj": codes, "mlp.experts.up_proj_scale_inv": scales}, tmp_path / "model.safetensors")
+    stack = FP8Stack(Safetensors(tmp_path), "mlp.experts.up_proj", (128, 128))
+    for index in range(2):
+        matrix = stack.matrix(index, transposed=transposed)
+        each = scales[index].repeat_interleave(128, 0).repeat_interleave(128, 1)[:300, :200]
+        own, each = (codes[index].mT, each.mT) if transposed else (codes[index], each)
+        assert (matrix.format, matrix.exact, matrix.shape) == ("fp8_blocks", True, tuple(own.shape))
+        kept = matrix.parts(100, 190)
+        assert torch.equal(kept[0].view(torch.uint8), own[100:190].view(torch.uint8))
+        assert torch.equal(kept[1], each[100:190, ::128])
+        values = fp8_blocks.dequantize(fp8_blocks.FP8BlocksParts(kept[0].contiguous(), kept[1]), own.shape[1], torch.float32)
+        assert torch.equal(values, matrix.rows(100, 190))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -74,31 +95,40 @@ def test_merging_reads_matrices_whole_and_as_they_lie_there(tmp_path: Path) -> N
 @pytest.mark.parametrize("scales", [torch.ones(2), torch.ones(3, 3, 1), torch.ones(3, 1, 8), torch.ones(3, 2, 2, 1)])
 def test_scales_that_do_not_belong_to_the_codes_are_refused(scales: torch.Tensor, tmp_path: Path) -> None:
     with pytest.raises(
-        SpecError, match=r"mlp\.experts\.up_proj is quantised in a layout that is not supported.*in blocks of 4 x 5"
+        SpecError, match=r"mlp\.experts\.up_proj is quantised in a layout that is not supported.*nor those of blocks of 4 x 5"
     ):
         _stack(tmp_path, scales)
 
 
-def test_stacks_that_lie_the_other_way_round_are_read_so_in_fp8_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("block", "default"), [(128, "fp8"), (128, "bf16"), (16, "bf16")])
+def test_stacks_that_lie_the_other_way_round_are_read_so_in_fp8_too(block: int, default: str, tmp_path: Path) -> None:
     """As Qwen3-VL's mixture is published in FP8: by blocks of [experts, in, out]."""
-    assert save_composite("qwen3_vl_moe", tmp_path)
+    assert save_composite("qwen3_vl_moe", tmp_path, {"text_config": {"hidden_size": 160, "moe_intermediate_size": 144}})
     file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
     tensors = load_file(file)
-    plain = {name: tensors.pop(name).float() for name in list(tensors) if ".experts." in name}
-    for name, stack in plain.items():
-        scale = stack.unflatten(2, (-1, 16)).unflatten(1, (-1, 16)).abs().amax((2, 4)) / 448
-        each = scale.repeat_interleave(16, 1).repeat_interleave(16, 2)
-        tensors |= {name: (stack / each).to(torch.float8_e4m3fn), f"{name}_scale_inv": scale}
+    values = {}
+    for name in [name for name in tensors if ".experts." in name]:
+        stack = tensors.pop(name).float()
+        high, wide = (-(-side // block) for side in stack.shape[1:])
+        scale = torch.rand(len(stack), high, wide, generator=torch.Generator().manual_seed(len(values))) / 448
+        each = scale.repeat_interleave(block, 1).repeat_interleave(block, 2)[:, : stack.shape[1], : stack.shape[2]]
+        codes = (stack / each).clamp(-448, 448).to(torch.float8_e4m3fn)
+        tensors |= {name: codes, f"{name}_scale_inv": scale}
+        values[name] = codes.float() * each
+        assert min(stack.shape[1:]) > 128
     save_file(tensors, file, metadata={"format": "pt"})
-    quantization = '"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}'
+    quantization = f'"quantization_config": {{"quant_method": "fp8", "weight_block_size": [{block}, {block}]}}'
     config.write_text(config.read_text().replace("{", "{" + quantization + ",", 1))
-    spec = spec_for(tmp_path)
+    spec = spec_for(tmp_path, precision={"default": default})
     built = build(spec, CPU)
     loaded = load(built.peft_model, tmp_path, seed=1, compute_dtype=torch.float32, device=CPU)
-    assert set(loaded.requantized.values()) == {"FP8 by blocks of 16 x 16"}
+    assert set((loaded.kept if default == "fp8" else loaded.converted).values()) == {f"FP8 by blocks of {block} x {block}"}
     weights = {name.removeprefix("base_model.model."): weight for name, weight in built.peft_model.named_parameters()}
-    for name, stack in plain.items():
-        weight = weights[f"{name}.weight"].data
-        assert isinstance(weight, RowQuantized)
-        wanted = stack.mT.flatten(0, 1)
-        assert (weight.dequantize(torch.float32) - wanted).norm() < 0.05 * wanted.norm()
+    for name, stack in values.items():
+        weight: Any = weights[f"{name}.weight"].data
+        exact = stack.mT.flatten(0, 1)
+        if default == "fp8":
+            assert isinstance(weight, FP8BlocksWeight)
+            assert torch.equal(weight.dequantize(torch.float32), exact)
+        else:
+            assert torch.equal(weight, exact.bfloat16().float())

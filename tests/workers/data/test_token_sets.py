@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
-from ft_service.data import token_folder, token_options
+from ft_service.data import examiner, token_folder, token_options
 from ft_service.data.tokens.token_set import TokenSet
 from ft_service.data.tokens.tokenize import load_dataset, load_tokenizer
 from ft_service.errors import DataError, FtError
@@ -50,8 +51,8 @@ def content(samples: TokenSet) -> Content:
 
 
 def samples_on_rank(rank: int, world: int, root: str, broken: list[int], beat: float) -> tuple[Any, list[bool]]:
-    """The samples, or the error's code and message; and the beats at which this rank was working. `broken`: ranks that cannot
-    load a tokenizer."""
+    """The samples, or the error's code and message; and the beats at which this rank was working. `broken`: ranks that
+    must not tokenise."""
     run, worked = RunDir(root), []
     gathered = token_sets.from_all
 
@@ -59,12 +60,11 @@ def samples_on_rank(rank: int, world: int, root: str, broken: list[int], beat: f
         worked.append(value)
         return gathered(value)
 
-    def refuse(path: str) -> Any:
-        raise AssertionError(f"rank {rank} must not load the tokenizer in {path}")
+    def refuse(*given: Any) -> None:
+        raise AssertionError(f"rank {rank} must tokenise nothing")
 
-    loads = refuse if rank in broken else load_tokenizer
     with (
-        patch.object(token_sets, "load_tokenizer", loads),
+        patch.object(token_sets, "tokenise", refuse if rank in broken else token_sets.tokenise),
         patch.object(token_sets, "BEAT_SECONDS", beat),
         patch.object(token_sets, "from_all", noted),
     ):
@@ -85,12 +85,12 @@ def expected(run: RunDir) -> tuple[Content, Content]:
 
 
 def test_one_rank_makes_them_while_the_others_wait_and_next_time_none_does(run: RunDir) -> None:
-    of_ranks = run_on_ranks(samples_on_rank, 2, str(run.root), [1], 0.0)
+    of_ranks = run_on_ranks(samples_on_rank, 2, str(run.root), [1], 0.05)
     assert [found for found, _ in of_ranks] == [expected(run)] * 2
-    assert len(of_ranks[0][1]) > 300, "they hear of it at every sample"
+    assert len(of_ranks[0][1]) > 12, "they hear of it now and then"
     of_ranks = run_on_ranks(samples_on_rank, 2, str(run.root), [0, 1], 0.0)
     assert [found for found, _ in of_ranks] == [expected(run)] * 2
-    assert [len(worked) for _, worked in of_ranks] == [6, 6]
+    assert [len(worked) for _, worked in of_ranks] == [14, 14], "three times a file, and while the first rank reads it"
     remove_own(run)
     assert not run.path(token_folder.IN_RUN).exists()
 
@@ -106,6 +106,42 @@ def test_a_damaged_set_is_made_anew(run: RunDir) -> None:
     assert all(path.stat().st_size for path in damaged)
 
 
+def flip(path: Path, place: int) -> None:
+    """One bit, which changes neither size nor time."""
+    status = path.stat()
+    with path.open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize("name", ["ids.bin", "targets.bin", "target_counts.bin", "offsets.bin"])
+def test_a_flipped_bit_is_not_trained_on(run: RunDir, tmp_path: Path, name: str) -> None:
+    """In the service's set: it is told, the set goes, and the ranks make their own."""
+    job_samples(run, spec_of(run))
+    stored = shutil.copytree(run.path(token_folder.IN_RUN), tmp_path / "of-service")  # the first ones are in use
+    shutil.rmtree(run.path(token_folder.IN_RUN))
+    for path in stored.glob(f"*/{name}"):
+        flip(path, 16)
+    said: list[str] = []
+    with patch.dict(os.environ, {token_folder.FOLDER: str(stored)}):
+        train, valid = job_samples(run, spec_of(run), said.append)
+    assert (content(train), content(valid)) == expected(run)
+    assert sorted(text.split(":")[0] for text in said) == ["train.jsonl", "valid.jsonl"]
+    assert all("than when they were written. They are not used, and made anew." in text for text in said)
+    assert list(stored.glob("*/index.json")) == []
+
+
+def test_a_flipped_bit_is_found_by_the_first_rank_for_all(run: RunDir) -> None:
+    run_on_ranks(samples_on_rank, 1, str(run.root), [], 1.0)
+    for path in run.root.glob("tokens/*/ids.bin"):
+        flip(path, 4)
+    of_ranks = run_on_ranks(samples_on_rank, 2, str(run.root), [], 1.0)
+    assert [found for found, _ in of_ranks] == [expected(run)] * 2
+
+
 def test_what_one_rank_finds_wrong_all_report(run: RunDir) -> None:
     spec = spec_of(run)
     Path(spec.training_data.path).write_text("{}\n")
@@ -115,6 +151,15 @@ def test_what_one_rank_finds_wrong_all_report(run: RunDir) -> None:
     assert list(run.root.glob("tokens/*")) == [], "nothing half is left"
 
 
+def test_a_template_that_hangs_on_one_line_ends_with_an_error(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the service has kept no tokens, a rank makes them: under the service's limits."""
+    monkeypatch.setattr(examiner, "RENDER_SECONDS", 0.5)
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    own = f"{{% if '7' in messages[0].content %}}{loops}{{% endif %}}{load_tokenizer(spec_of(run).model.path).chat_template}"
+    with pytest.raises(DataError, match=r"train\.jsonl: .*\n.*the base's chat template took longer than 0\.5 seconds"):
+        job_samples(run, spec_of(run).model_copy(update={"chat_template": own}))
+
+
 def test_the_services_set_is_read_where_there_is_one(run: RunDir, tmp_path: Path) -> None:
     made = job_samples(run, spec_of(run))
     run.path(token_folder.IN_RUN).rename(tmp_path / "of-service")
@@ -122,7 +167,7 @@ def test_the_services_set_is_read_where_there_is_one(run: RunDir, tmp_path: Path
     data.unlink()
     with (
         patch.dict(os.environ, {token_folder.FOLDER: str(tmp_path / "of-service")}),
-        patch.object(token_sets, "load_tokenizer", side_effect=AssertionError("it is not needed")),
+        patch.object(token_sets, "tokenise", side_effect=AssertionError("it is not needed")),
     ):
         found = job_samples(run, spec_of(run))
     assert [content(samples) for samples in found] == [content(samples) for samples in made]
@@ -175,5 +220,5 @@ def test_a_job_goes_on_on_another_day_with_the_date_that_it_began_with(run: RunD
     assert [content(samples) for samples in job_samples(run, began)] == first
     earlier = began.model_copy(update={"date": ""})  # of a version that pinned none: it goes on, and the set says why it may
     (samples, _) = job_samples(run, earlier)
-    assert "Today Date: 05 Apr 2031" in load_tokenizer(began.model.path).decode(samples[0].ids)
+    assert f"Today Date: {date.today():%d %b %Y}" in load_tokenizer(began.model.path).decode(samples[0].ids)
     assert samples.dated

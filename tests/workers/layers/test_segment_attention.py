@@ -252,6 +252,8 @@ def test_what_only_a_mask_could_say_is_refused() -> None:
         (causal_mask_function, [0, 0]),
         (sliding_window_causal_mask_function(1), [1, 0]),
         (sliding_window_causal_mask_function(4096), [4096, 0]),
+        (sliding_window_causal_mask_function(131_072), [131_072, 0]),
+        (sliding_window_causal_mask_function(262_144), [262_144, 0]),
         (chunked_causal_mask_function(8, torch.zeros(1, dtype=torch.int64)), [0, 8]),
         (chunked_causal_mask_function(8192, torch.zeros(1, dtype=torch.int64)), [0, 8192]),
         (lambda batch, head, q, kv: kv >= 0, [-1, -1]),

@@ -70,7 +70,7 @@ def new_run(folder: Path, spec: JobSpec, **changes: Any) -> RunDir:
 
 
 def events_of(run: RunDir, attempt: int) -> list[Event]:
-    return [event for _, events in read_segments(run, attempt) for event in events]
+    return [event for segment in read_segments(run, attempt) for event in segment.events]
 
 
 def warnings_of(run: RunDir, attempt: int) -> list[str]:

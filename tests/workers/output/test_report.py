@@ -9,7 +9,7 @@ import pytest
 
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.evaluations import Evaluation, evaluation_key
-from ft_service.rundir.events import Event, Metrics, read_segments
+from ft_service.rundir.events import Event, Metrics, SettledOption, read_segments
 from tests.support.attempts import wait_for
 from workers.output import report
 from workers.output.report import Reporter, metrics_csv, metrics_of_all_attempts, with_evaluations
@@ -27,13 +27,15 @@ def test_events_arrive_in_order_in_immutable_segments(tmp_path: Path) -> None:
             reporter.metrics(row(step, 1.0))
         reporter.checkpoint("step-3-a1", row(3, 1.0))
         reporter.metrics(row(4, 1.0))
+        reporter.begin("again", {"distributed.compile": SettledOption(value=True, why="fast")})
     segments = read_segments(run, 1)
-    assert [seq for seq, _ in segments] == list(range(len(segments)))
-    events = [event for _, found in segments for event in found]
-    assert [e.kind for e in events] == ["message", "metrics", "metrics", "metrics", "checkpoint", "metrics"]
+    assert [segment.seq for segment in segments] == list(range(len(segments)))
+    events = [event for segment in segments for event in segment.events]
+    assert [e.kind for e in events] == ["message", "metrics", "metrics", "metrics", "checkpoint", "metrics", "message"]
+    assert [e.settled and e.settled["distributed.compile"].value for e in events if e.kind == "message"] == [None, True]
     assert {e.time for e in events} == {12.0}
     assert len(segments) < len(events), "metrics wait for company"
-    assert read_segments(run, 1, after=segments[-2][0]) == segments[-1:]
+    assert read_segments(run, 1, after=segments[-2].seq) == segments[-1:]
 
 
 def test_a_second_writer_of_one_attempt_is_refused(tmp_path: Path) -> None:
@@ -53,7 +55,7 @@ def test_events_that_the_disk_refuses_wait_for_the_next_ones(tmp_path: Path) -> 
             reporter.flush()
         in_the_way.unlink()
         reporter.message("second")
-    assert [e.message for _, events in read_segments(run, 1) for e in events] == [
+    assert [e.message for segment in read_segments(run, 1) for e in segment.events] == [
         "first",
         "Step 1/9: training loss=1.0000",
         "second",
@@ -83,7 +85,7 @@ def test_a_step_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.M
         reporter.metrics(row(3, 1.0))
         assert not read_segments(RunDir(tmp_path), 1)
         freed.set()
-    assert [e.metrics.step for _, events in read_segments(RunDir(tmp_path), 1) for e in events if e.metrics] == [1, 2, 3]
+    assert [e.metrics.step for segment in read_segments(RunDir(tmp_path), 1) for e in segment.events if e.metrics] == [1, 2, 3]
 
 
 def test_what_ends_the_writing_ends_training(tmp_path: Path) -> None:

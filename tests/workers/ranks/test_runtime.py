@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from ft_service.launcher.kubernetes.status import WAITED_IN_VAIN
+from ft_service.launcher.kubernetes.status import NEVER_CAME, STORE_GONE
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.documents import Outcome, Start
 from tests.support.ranks import run_on_ranks
@@ -86,7 +86,7 @@ def test_every_group_has_the_limit_of_the_job(tmp_path: Path) -> None:
 def test_torchrun_calls_nodes_that_did_not_come_as_the_launcher_expects_it() -> None:
     from torch.distributed.elastic import rendezvous
 
-    assert all(issubclass(getattr(rendezvous, name), rendezvous.RendezvousError) for name in WAITED_IN_VAIN)
+    assert all(issubclass(getattr(rendezvous, name), rendezvous.RendezvousError) for name in (NEVER_CAME, STORE_GONE))
 
 
 def test_what_libraries_tell_their_callers_is_not_in_every_ranks_output() -> None:

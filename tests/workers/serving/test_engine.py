@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from ft_service.data.template_process import RenderLimits
 from ft_service.errors import SpecError
+from ft_service.host import processes
 from ft_service.spec import PrecisionOptions
 from ft_service.spec.templates import TEMPLATES
 from tests.support.bases import SAMPLE
+from workers.serving import chat as chat_module
 from workers.serving import engine as engine_module
 from workers.serving.chat import Chat, Chats
 from workers.serving.engine import Engine, Request
@@ -29,8 +34,17 @@ def served() -> ServedModel:
 
 
 @pytest.fixture(scope="module")
-def chat() -> Chat:
-    return Chat(str(SAMPLE))
+def chats() -> Chats:
+    return Chats(str(SAMPLE))
+
+
+@pytest.fixture(scope="module")
+def chat(chats: Chats) -> Chat:
+    return chats.of(None)
+
+
+def prompt_of(chat: Chat, messages: list[Any]) -> list[int]:
+    return chat.tokens(chat.prompt(messages, []).result())
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +53,7 @@ def expected(chat: Chat) -> list[list[int]]:
     model: Any = AutoModelForCausalLM.from_pretrained(SAMPLE, dtype=torch.float32)
     answers = []
     for messages in CHATS:
-        ids = torch.tensor([chat.prompt(messages, [])])
+        ids = torch.tensor([prompt_of(chat, messages)])
         out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=LIMIT, do_sample=False)
         answers.append(out[0, ids.shape[1] :].tolist())
     return answers
@@ -48,12 +62,15 @@ def expected(chat: Chat) -> list[list[int]]:
 class Heard:
     """What an engine says, and the engine."""
 
-    def __init__(self, served: ServedModel) -> None:
+    def __init__(self, served: ServedModel, chats: Chats) -> None:
         self.said: list[dict[str, Any]] = []
-        self.engine = Engine(served, Chats(str(SAMPLE)), self.said.append)
+        self.engine = Engine(served, chats, self.said.append)
 
     def ask(self, name: str, messages: list[Any] = CHATS[0], **options: Any) -> None:
+        """Ask, and wait until the prompt is rendered."""
         self.engine.add(Request(name, messages, **{"temperature": 0.0, "max_tokens": LIMIT, **options}))
+        while not self.of(name, "begun") and not self.of(name, "error"):
+            self.engine.take_rendered(1.0)
 
     def run(self) -> None:
         while self.engine.busy:
@@ -67,8 +84,8 @@ class Heard:
 
 
 @pytest.fixture
-def heard(served: ServedModel) -> Heard:
-    return Heard(served)
+def heard(served: ServedModel, chats: Chats) -> Heard:
+    return Heard(served, chats)
 
 
 def test_answers_that_come_and_go_are_those_of_generate(
@@ -86,7 +103,7 @@ def test_answers_that_come_and_go_are_those_of_generate(
         ended = tokens[-1] in chat.ends
         assert heard.of(str(number), "end")[0]["reason"] == ("stop" if ended else "length")
         assert heard.of(str(number), "done")[0]["completion_tokens"] == len(tokens)
-        assert heard.of(str(number), "begun")[0]["prompt_tokens"] == len(chat.prompt(CHATS[number], []))
+        assert heard.of(str(number), "begun")[0]["prompt_tokens"] == len(prompt_of(chat, CHATS[number]))
 
 
 def test_log_probabilities_are_the_models_own(heard: Heard, chat: Chat, expected: list[list[int]]) -> None:
@@ -96,7 +113,7 @@ def test_log_probabilities_are_the_models_own(heard: Heard, chat: Chat, expected
     ids = [one for entry in told for one in chat.tokenizer.encode(entry["token"], add_special_tokens=False)[:1]]
     assert len(ids) == len(told) > 3
     model: Any = AutoModelForCausalLM.from_pretrained(SAMPLE, dtype=torch.float32)
-    prompt = chat.prompt(CHATS[0], [])
+    prompt = prompt_of(chat, CHATS[0])
     first = model(torch.tensor([prompt])).logits[0, -1].log_softmax(dim=-1)
     likeliest = first.topk(3)
     assert [entry["logprob"] for entry in told[0]["top_logprobs"]] == pytest.approx(likeliest.values.tolist(), abs=1e-4)
@@ -165,8 +182,44 @@ def test_a_tuned_model_is_talked_to_by_the_template_of_its_job(tmp_path: Path) -
     (adapter / "chat_template.jinja").write_text(TEMPLATES["zephyr"])
     chats, asked = Chats(str(base)), [{"role": "user", "content": "2+2?"}]
     tuned = chats.of(str(adapter))
-    assert tuned.tokenizer.decode(tuned.prompt(asked, [])) == f"<|user|>\n2+2?{tuned.tokenizer.eos_token}\n<|assistant|>\n"
+    assert tuned.prompt(asked, []).result() == f"<|user|>\n2+2?{tuned.tokenizer.eos_token}\n<|assistant|>\n"
     assert chats.of(str(adapter)) is tuned, "compiled once"
+    pid = tuned._process.pid
+    assert pid is not None
+    process = processes.of(pid)
+    for number in range(chat_module._TEMPLATES):
+        other = tmp_path / f"other {number}"
+        other.mkdir()
+        (other / "chat_template.jinja").write_text(f"{{{{ messages[0].content }}}} {number}")
+        chats.of(str(other))
+    del tuned
+    assert not processes.is_alive(process), "only those that were used last are kept"
     for without in (None, str(plain)):
         with pytest.raises(SpecError, match="has no chat template"):
             chats.of(without)
+
+
+def test_a_template_that_hangs_costs_its_own_request_and_nobody_waits_for_it(
+    heard: Heard, chats: Chats, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job's own template may behave in every line of its data, and not in a chat."""
+    monkeypatch.setattr(chat_module, "LIMITS", RenderLimits(seconds=300.0))
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    template = f"{{% if messages[0].content == 'boom' %}}{loops}{{% endif %}}{{{{ messages[0].content }}}}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    heard.engine.add(Request("boom", [{"role": "user", "content": "boom"}], adapter=str(tmp_path)))
+    chats.of(str(tmp_path))._known.result()
+    heard.ask("other")
+    while not heard.of("other", "done"):
+        heard.engine.step()
+    assert not heard.of("boom", "error"), "it is not waited for"
+    pid = chats.of(str(tmp_path))._process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGXCPU)  # as the kernel does at the limit
+    heard.run()
+    (error,) = heard.of("boom", "error")
+    assert (error["wrong"], error["param"]) == (True, "messages")
+    assert error["message"] == "The chat template took longer than 300 seconds of a processor for this conversation."
+    heard.ask("again")
+    heard.run()
+    assert heard.of("again", "done")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from typing import Any
 
 import pytest
-from transformers.utils import chat_template_utils
 
+from ft_service.data.tokens.chat_template import ChatTemplate
 from tests.support.chat_templates import CHATML
 from workers.serving.tool_calls import CallFormat, call_format
 
@@ -31,14 +32,6 @@ XML = """\
 {%- endfor %}"""
 
 
-class Templated:
-    def __init__(self, template: str) -> None:
-        self._template: Any = chat_template_utils._compile_jinja_template(template)  # pyright: ignore[reportPrivateUsage]
-
-    def apply_chat_template(self, messages: list[Any], **options: Any) -> str:
-        return self._template.render(messages=messages, **options)
-
-
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
@@ -50,7 +43,12 @@ class Templated:
     ],
 )
 def test_the_template_says_how_calls_look(template: str, expected: CallFormat | None) -> None:
-    assert call_format(Templated(template)) == expected
+    given = ChatTemplate({"default": template}, {})
+
+    def write(messages: list[Any], tools: list[Any] | None = None, *, prompt: bool = False) -> str:
+        return given.write(messages, tools, date.today(), prompt=prompt)
+
+    assert call_format(write) == expected
 
 
 def test_calls_are_read_with_the_words_before_them() -> None:

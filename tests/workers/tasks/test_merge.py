@@ -20,7 +20,7 @@ from tests.support.training.adapters import difference, logits, merged_by_peft, 
 from tests.support.training.models import save_pairs, save_tiny_llama, save_tokenizer, spec_for
 from tests.support.training.prequantized import bitsandbytes_4bit, fp8_by_blocks, fp8_by_rows
 from workers.base.stored import from_int4
-from workers.exports.compressed import restore
+from workers.exports.compressed import restore, to_fp8
 from workers.output.model_shards import TensorPlan, in_files
 from workers.tasks.fidelity import _validation
 from workers.tasks.merge import merge
@@ -182,12 +182,20 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, to: str) -> None:
     assert int(ended.stdout.split()[-1]) < 450 * 10**6
 
 
-@pytest.mark.parametrize("quantise", [fp8_by_rows, bitsandbytes_4bit, fp8_by_blocks])
+BLOCKS = {"hidden_size": 160, "intermediate_size": 288}
+
+
+@pytest.mark.parametrize(
+    ("quantise", "changes"),
+    [(fp8_by_rows, {}), (bitsandbytes_4bit, {}), (fp8_by_blocks, BLOCKS)],
+    ids=["rows", "nf4", "blocks"],
+)
 def test_a_base_that_is_stored_quantised_is_merged_by_the_values_that_it_stands_for(
-    base: Path, tmp_path: Path, quantise: Callable[[Path], dict[str, torch.Tensor]]
+    tmp_path: Path, quantise: Callable[[Path], dict[str, torch.Tensor]], changes: dict[str, int]
 ) -> None:
+    base = save_tiny_llama(tmp_path / "plain", **changes)
     adapter = save_adapter(base, tmp_path / "adapter")
-    values = quantise(save_tiny_llama(tmp_path / "base"))
+    values = quantise(save_tiny_llama(tmp_path / "base", **changes))
     merge(tmp_path / "base", adapter, tmp_path / "out", to="bf16")
     merged, plain = load_file(tmp_path / "out/model.safetensors"), load_file(base / "model.safetensors")
     exact = merged_by_peft(base, adapter).state_dict()
@@ -196,6 +204,22 @@ def test_a_base_that_is_stored_quantised_is_merged_by_the_values_that_it_stands_
     for name, tensor in merged.items():
         change = exact[name] - plain[name].float()
         assert difference(tensor, values.get(name, plain[name]).float() + change) < 2**-8, name
+
+
+def test_a_base_by_blocks_is_merged_to_fp8_by_rows_from_its_exact_values(tmp_path: Path) -> None:
+    values = fp8_by_blocks(save_tiny_llama(tmp_path / "base", **BLOCKS))
+    base = save_tiny_llama(tmp_path / "plain", **BLOCKS)
+    adapter = save_adapter(base, tmp_path / "adapter")
+    exact, plain = merged_by_peft(base, adapter).state_dict(), load_file(base / "model.safetensors")
+    merge(tmp_path / "base", adapter, tmp_path / "out", to="fp8")
+    merged = load_file(tmp_path / "out/model.safetensors")
+    for name, value in values.items():
+        wanted = value + exact[name] - plain[name].float()
+        codes, scale = merged[name], merged[f"{name}_scale"]
+        once, its_scale = to_fp8(wanted)
+        rounding = difference(once.float() * its_scale.float(), wanted)
+        assert scale.shape == (len(wanted), 1)
+        assert difference(codes.float() * scale.float(), wanted) < 1.01 * rounding < 0.03, name
 
 
 def test_of_pairs_the_preferred_answers_are_measured(tmp_path: Path) -> None:

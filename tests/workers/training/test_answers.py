@@ -159,7 +159,7 @@ def test_a_job_shows_answers_before_and_after(world: int, tmp_path: Path) -> Non
             tokens = _generated(model, prompt, 16)
             tokens = tokens[: tokens.index(tokenizer.eos_token_id)] if tokenizer.eos_token_id in tokens else tokens
             assert tokenizer.decode(tokens, skip_special_tokens=True).strip() == answer
-    told = [event.message for _, events in read_segments(run, 1) for event in events]
+    told = [event.message for segment in read_segments(run, 1) for event in segment.events]
     assert any(message.startswith("Evaluation after step 30, 3 prompts: exact_match") for message in told)
     assert sum("\nBefore: " in message for message in told) == 3
 

@@ -45,7 +45,7 @@ def loss_by_peft(folder: Path, *, merged: bool) -> float:
         prompt, answer = (message["content"] for message in json.loads(line)["messages"])
         before = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
         begin = len(tokenizer(before, add_special_tokens=False)["input_ids"])
-        ids = torch.tensor(tokenizer(f"{before}{answer}<|im_end|>\n", add_special_tokens=False)["input_ids"])[None]
+        ids = torch.tensor(tokenizer(f"{before}{answer}<|im_end|>", add_special_tokens=False)["input_ids"])[None]
         with torch.no_grad():
             logits = model(input_ids=ids).logits[0, begin - 1 : -1]
         total += float(F.cross_entropy(logits, ids[0, begin:], reduction="sum"))
@@ -66,7 +66,7 @@ def test_losses_where_it_is_served_are_those_of_plain_peft(world: int, tmp_path:
     assert found.loss[MERGED] == pytest.approx(loss_by_peft(tmp_path, merged=True), abs=1e-5)
     assert len({round(loss, 5) for loss in found.loss.values()}) == 3, "the three are of different weights"
     assert {way: len(said) for way, said in found.answers.items()} == {ADAPTER_ON_BF16: 2, MERGED: 2}
-    told = [event.message for _, events in read_segments(run, 1) for event in events]
+    told = [event.message for segment in read_segments(run, 1) for event in segment.events]
     assert sum(text.startswith("Validation loss by where it is served, over 5 samples") for text in told) == 1
 
 

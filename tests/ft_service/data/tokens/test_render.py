@@ -1,11 +1,10 @@
-"""Rendering in linear time: the same text and the same spans as by rendering every prefix, whatever the template."""
+"""Rendering in linear time: each answer behind its own prompt, as rendering every prompt says, whatever the template."""
 
 from __future__ import annotations
 
 import json
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from ft_service.data.chat_line import parse_line
 from ft_service.data.line_errors import LineError
 from ft_service.data.records import Chat
 from ft_service.data.tokens import render as module
+from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.render import Rendered, render
 from ft_service.data.tokens.tokenize import load_tokenizer
 from tests.support.chat_templates import TEMPLATES
@@ -41,67 +41,42 @@ def using(tokenizer: PreTrainedTokenizerFast, template: str) -> Any:
     return other
 
 
-def by_every_prefix(tokenizer: Any, sample: Chat) -> Rendered:
-    """What is learned, by its definition, of templates that leave nothing out and do not rewrite a turn."""
-    messages, tools = list(sample.messages), list(sample.tools) or None
-
-    def template(part: list[Any], prompt: bool = False) -> str:
+def outcome(tokenizer: Any, sample: Chat, exact: int) -> Rendered | str:
+    """What is learned, or why not. `exact`: so many answers have their prompts rendered in any case."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "EXACT_ANSWERS", exact)
         try:
-            return tokenizer.apply_chat_template(part, tools=tools, tokenize=False, add_generation_prompt=prompt)
-        except Exception as error:
-            raise LineError("", f"the base's chat template refuses this conversation: {error}") from error
-
-    full, spans = template(messages), []
-    for index, (message, weight) in enumerate(zip(messages, sample.weights, strict=True)):
-        if message["role"] == "assistant" and weight:
-            before, until = template(messages[:index], True), template(messages[: index + 1])
-            if not (until.startswith(before) and full.startswith(until)):
-                raise RewrittenError
-            spans.append((len(before), len(until)))
-    if any(message["role"] == "system" and message["content"] not in full for message in messages):
-        raise LineError("", "the base's chat template leaves this system message out")
-    learned = [message["content"] for message, weight in zip(messages, sample.weights, strict=True) if weight]
-    for content, (first, end) in zip(learned, spans, strict=True):
-        for what, words in zip(("reasoning", "text"), parts(content), strict=True):
-            if words not in full[first:end]:
-                raise LineError("", f"the base's chat template leaves the {what} of this answer out")
-    return full, spans
+            return render(tokenizer, sample)
+        except LineError as error:
+            return str(error)
 
 
-class RewrittenError(Exception):
-    """A prefix is not written as in the whole, so this says nothing."""
+def holds(tokenizer: Any, sample: Chat) -> bool:
+    """Whether the conversation is taken. What is learned must be what all prompts say then, by whichever way."""
+    found = outcome(tokenizer, sample, 2)
+    assert found == outcome(tokenizer, sample, 10**6)
+    if isinstance(found, str):
+        return False
+    text, spans = found
+    learned = [index for index, weight in enumerate(sample.weights) if weight]
+    tools = list(sample.tools) or None
+    for index, (first, end) in zip(learned, spans, strict=True):
+        asked = list(sample.messages[:index])
+        assert text[:first] == tokenizer.apply_chat_template(asked, tools=tools, tokenize=False, add_generation_prompt=True)
+        place = first
+        for words in parts(sample.messages[index]["content"]):
+            assert words in text[place:end]
+            place = text.index(words, place) + len(words)
+    alone = tokenizer.apply_chat_template(list(sample.messages[: learned[-1] + 1]), tools=tools, tokenize=False)
+    if alone.startswith(text[: spans[-1][0]]):
+        assert alone.startswith(text)
+    assert len(text) == spans[-1][1]
+    return True
 
 
 def parts(content: str) -> tuple[str, str]:
     thought, mark, answer = content.rpartition("</think>")
     return (thought.removeprefix("<think>").strip(), answer.strip()) if mark else ("", content.strip())
-
-
-def outcome(rendering: Callable[[Any, Chat], Rendered], tokenizer: Any, sample: Chat) -> object:
-    try:
-        return rendering(tokenizer, sample)
-    except LineError as error:
-        return error.reason.split(" answer out")[0].split(" message out")[0]
-
-
-def agrees(tokenizer: Any, sample: Chat) -> bool:
-    """Whether all prefixes say what is learned; they must say the same then."""
-    try:
-        expected = outcome(by_every_prefix, tokenizer, sample)
-    except RewrittenError:
-        assert outcome(render, tokenizer, sample) == outcome(marked_exactly, tokenizer, sample)
-        return False
-    if isinstance(expected, str):
-        expected = expected.split(" answer out")[0].split(" message out")[0]
-    assert outcome(render, tokenizer, sample) == expected
-    return True
-
-
-def marked_exactly(tokenizer: Any, sample: Chat) -> Rendered:
-    """By marks, each prefix rendered."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "EXACT_ANSWERS", 10**6)
-        return render(tokenizer, sample)
 
 
 def conversation(random: random.Random, turns: int, *, tools: bool, thinking: float) -> Chat:
@@ -135,25 +110,21 @@ def call(random: random.Random, number: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("thinking", [0.0, 0.05])
-def test_it_is_what_every_prefix_says(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, name: str, thinking: float
-) -> None:
+def test_it_is_what_every_prompt_says(tokenizer: PreTrainedTokenizerFast, name: str, thinking: float) -> None:
     """Few answers are rendered exactly in any case, so that short conversations are treated as long ones."""
-    monkeypatch.setattr(module, "EXACT_ANSWERS", 2)
     base = using(tokenizer, TEMPLATES[name])
     drawn = random.Random(f"{name} {thinking}")
+    taken = 0
     for _ in range(CONVERSATIONS):
         tools = "tools" in TEMPLATES[name] and "tool_calls" in TEMPLATES[name] and drawn.random() < 0.5
-        sample = conversation(drawn, drawn.randint(1, 30), tools=tools, thinking=thinking)
-        agrees(base, sample)
+        taken += holds(base, conversation(drawn, drawn.randint(1, 30), tools=tools, thinking=thinking))
+    assert taken, "some are taken"
 
 
-def test_the_sample_bases_template_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "EXACT_ANSWERS", 2)
+def test_the_sample_bases_template_too() -> None:
     base, drawn = load_tokenizer(str(TINY)), random.Random(1)
-    for _ in range(CONVERSATIONS):
-        sample = conversation(drawn, drawn.randint(1, 30), tools=False, thinking=0.05)
-        agrees(base, sample)
+    taken = [holds(base, conversation(drawn, drawn.randint(1, 30), tools=False, thinking=0.05)) for _ in range(CONVERSATIONS)]
+    assert sum(taken) > CONVERSATIONS // 2
 
 
 def chat(messages: int) -> Chat:
@@ -161,33 +132,26 @@ def chat(messages: int) -> Chat:
     return parse_line(json.dumps({"messages": turns}))
 
 
-class Counting:
-    """A tokenizer that counts the messages it renders."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.messages = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-    def apply_chat_template(self, messages: list[Any], **options: Any) -> str:
-        self.messages += len(messages)
-        return self._tokenizer.apply_chat_template(messages, **options)
-
-
 @pytest.mark.parametrize(
     "name", ["chatml with tools", "plain", "llama 3", "gemma", "mistral", "deepseek", "keeps the last thinking", "qwen3"]
 )
-def test_the_work_grows_with_the_conversation_and_not_with_its_square(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+def test_the_work_grows_with_the_conversation_and_not_with_its_square(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     rendered: list[int] = []
+    write = ChatTemplate.write
+
+    def counted(self: ChatTemplate, messages: list[Any], *given: Any, **options: Any) -> str:
+        rendered[-1] += len(messages)
+        return write(self, messages, *given, **options)
+
+    monkeypatch.setattr(ChatTemplate, "write", counted)
     for length in (500, 2000):
-        counting: Any = Counting(using(tokenizer, TEMPLATES[name]))
-        _, spans = render(counting, chat(length))
+        rendered.append(0)
+        _, spans = render(using(tokenizer, TEMPLATES[name]), chat(length))
         assert len(spans) == length // 2
-        rendered.append(counting.messages)
-    assert rendered[0] < 8 * 500
-    assert rendered[1] < 8 * 2000
+    assert rendered[0] < 16 * 500
+    assert rendered[1] < 16 * 2000
 
 
 def test_a_chat_of_20000_turns_takes_seconds(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -211,14 +175,12 @@ def test_a_refusal_in_the_middle_of_a_long_chat_names_the_message(tokenizer: Pre
         render(base, sample)
 
 
-def test_where_the_last_answers_begin_otherwise_all_are_rendered(tokenizer: PreTrainedTokenizerFast) -> None:
-    """The text alone would agree with what begins the first answers."""
+def test_an_answer_late_in_a_long_chat_that_begins_otherwise_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    """The first answers, of the same kind, stand behind their prompts."""
     late = "{% for m in messages %}<{{ m.role }}>{{ '!' if loop.index0 >= 40 and m.role == 'assistant' }}{{ m.content }}</>"
-    prompt = (
-        "{% endfor %}{% if add_generation_prompt %}<assistant>{{ '!' if messages | length >= 40 }}{% else %}<eos>{% endif %}"
+    template = (
+        late + "{% endfor %}{% if add_generation_prompt %}<assistant>{% if messages | length >= 40 %}?{% endif %}{% endif %}"
     )
     turns = [{"role": "assistant" if n % 2 else "user", "content": f"turn {n}"} for n in range(80)]
-    text, spans = render(using(tokenizer, late + prompt), parse_line(json.dumps({"messages": turns})))
-    expected = [f"turn {n}</>" for n in range(1, 80, 2)]
-    expected[-1] += "<eos>"
-    assert [text[first:end] for first, end in spans] == expected
+    with pytest.raises(LineError, match=r"^messages\.\d+: the model is asked for this answer behind another text"):
+        render(using(tokenizer, template), parse_line(json.dumps({"messages": turns})))

@@ -50,18 +50,18 @@ def test_every_token_has_its_text_and_its_role(tokenizer: PreTrainedTokenizerFas
         ("template", "<|im_start|>user\n "),
         ("words", "user é?"),
         ("template", " <|im_end|>\n<|im_start|>assistant\n"),
-        ("learned", "Ja ñ!<|im_end|>\n"),
+        ("learned", "Ja ñ!<|im_end|>"),
     ]
     (sample,) = page.samples
-    assert (sample.line, sample.learned, sample.total, sample.cut_at, sample.error) == (1, 8, len(sample.tokens), None, None)
+    assert (sample.line, sample.learned, sample.total, sample.cut_at, sample.error) == (1, 7, len(sample.tokens), None, None)
     assert tokenizer.decode([token.id for token in sample.tokens]) == "".join(token.text for token in sample.tokens)
 
 
 def test_what_is_cut_is_shown_as_such(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     row = {"messages": [USER, ANSWER]}
-    most = pages(tokenizer, tmp_path, [row]).samples[0].total - 6
+    most = pages(tokenizer, tmp_path, [row]).samples[0].total - 5
     page = pages(tokenizer, tmp_path, [row], max_length=most)
-    assert by_role(page)[-2:] == [("learned", "Ja"), ("cut", " ñ!<|im_end|>\n")]
+    assert by_role(page)[-2:] == [("learned", "Ja"), ("cut", " ñ!<|im_end|>")]
     assert (page.samples[0].cut_at, page.samples[0].learned) == (most, 2)
 
 
@@ -118,7 +118,7 @@ def test_both_answers_of_a_pair_are_shown(tokenizer: PreTrainedTokenizerFast, tm
     row = {"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER | {"content": "No."}]}
     page = pages(tokenizer, tmp_path, [row])
     assert [(sample.line, sample.answer) for sample in page.samples] == [(1, "preferred"), (1, "rejected")]
-    assert by_role(page, 1)[-1] == ("learned", "No.<|im_end|>\n")
+    assert by_role(page, 1)[-1] == ("learned", "No.<|im_end|>")
 
 
 def test_pages_go_on_behind_a_line_and_name_lines_at_fault(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ ALL = "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|im_
         (TURNS.replace("END", "\n"), "4", "no end-of-turn token is learned: what is learned ends with '4\\n', so the"),
         (TURNS.replace("END", ""), "", "none of its tokens is learned: 'user:  user é? assistant: '"),
         ("<|im_start|><|im_start|>" + TURNS, "4", "begins with <|im_start|> twice: the base's chat template writes it before"),
-        (ALL, "4", "all of its tokens are learned, as if there were no prompt: '4<|im_end|>'"),
+        (ALL, "4", "messages.0.content the base's chat template leaves this user message out, so its words would not be seen"),
     ],
 )
 def test_what_would_ruin_a_training_is_refused_with_the_sample(
@@ -156,3 +156,11 @@ def test_what_would_ruin_a_training_is_refused_with_the_sample(
     assert sample.error.startswith(reason)
     other.chat_template = TURNS.replace("END", "<|im_end|>\n")
     assert pages(other, tmp_path, rows).samples[0].error is None
+
+
+def test_a_sample_without_a_prompt_is_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    other = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, eos_token="<|im_end|>")
+    other.chat_template = ALL
+    (sample,) = pages(other, tmp_path, [{"messages": [USER | {"content": " "}, ANSWER]}]).samples
+    assert sample.error is not None
+    assert sample.error.startswith("all of its tokens are learned, as if there were no prompt: 'Ja ñ!<|im_end|>'")

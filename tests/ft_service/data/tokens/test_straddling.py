@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ft_service.data.chat_line import parse_line
+from ft_service.data.line_errors import Fault
 from ft_service.data.tokens.sample import Tokens
 from ft_service.data.tokens.tokenize import tokenize
 
@@ -44,13 +45,29 @@ def test_the_answer_goes_on_from_the_prompts_own_tokens(base: Any) -> None:
     assert tokens.ids[: len(asked)].tolist() == asked
     assert not tokens.targets[: len(asked)].any()
     assert tokens.targets[len(asked) :].all()
-    assert base.decode(tokens.ids[tokens.targets]) == "\n</think>\n\n4<|im_end|>\n"
+    assert base.decode(tokens.ids[tokens.targets]) == "\n</think>\n\n4<|im_end|>"
     assert base.convert_tokens_to_ids("ĊĊ") in tokens.ids[tokens.targets], "only what straddles is taken apart"
 
 
 def test_tokens_that_do_not_straddle_stay(base: Any) -> None:
     thinking = {"role": "assistant", "content": "4", "reasoning_content": "two twos"}
     tokens = tokens_of(base, *ASKED, thinking)
-    text = base.apply_chat_template([*ASKED, thinking], tokenize=False)
+    text = base.apply_chat_template([*ASKED, thinking], tokenize=False).rstrip()
     assert tokens.ids.tolist() == base(text, add_special_tokens=False)["input_ids"]
-    assert base.decode(tokens.ids[tokens.targets]) == "two twos\n</think>\n\n4<|im_end|>\n"
+    assert base.decode(tokens.ids[tokens.targets]) == "two twos\n</think>\n\n4<|im_end|>"
+
+
+def test_a_tokenizer_that_takes_no_text_apart_is_refused(base: Any) -> None:
+    """One that puts a space before whatever it is given: a piece of a text would get other tokens."""
+    words = ["\u2581", *"<|im_start>uer\n?2+tha4k/d_", "\n\n"]
+    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, [("\n", "\n")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(split=False)  # pyright: ignore[reportAttributeAccessIssue]
+    fast: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.add_special_tokens({"eos_token": "<|im_end|>"})
+    fast.chat_template = base.chat_template
+    line = parse_line(json.dumps({"messages": [*ASKED, {"role": "assistant", "content": "4"}]}))
+    (fault,) = tokenize(fast, [(1, line)])
+    assert isinstance(fault, Fault)
+    assert (
+        "makes one token of the prompt's end and the answer's beginning, 't\\n<think>\\n' and '\\n</think>\\n'" in fault.reason
+    )

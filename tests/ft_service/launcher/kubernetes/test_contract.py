@@ -242,8 +242,8 @@ def test_unfinished_jobs_of_this_installation_are_listed_and_can_be_ended(attemp
     done.wait_ended()
     assert {listed.name: listed.job_id for listed in mine.launcher.unfinished()} == {mine.name: mine.job_id}
     assert [listed.name for listed in foreign.launcher.unfinished()] == [foreign.name]
-    mine.launcher.end(mine.name)
-    mine.launcher.end(mine.name)
+    mine.launcher.end_unfinished(mine.name)
+    mine.launcher.end_unfinished(mine.name)
     mine.wait_gone()
 
 

@@ -44,7 +44,8 @@ def test_use_agrees_with_the_jobs_exactly(store):
             job = replace(claimed.job, state=State.QUEUED, phase=None, seen_tokens=claimed.job.seen_tokens + 7)
             assert store.apply(claimed, JobChange(job=job, release_slots=True))
             with store.writing() as connection:  # so that the other one is next
-                connection.execute(text("UPDATE jobs SET not_before = 9e9 WHERE id = :id"), {"id": job_id})
+                later = {"id": job_id, "later": claimed.now + 500}
+                connection.execute(text("UPDATE jobs SET not_before = :later WHERE id = :id"), later)
         with store.writing() as connection:
             connection.execute(text("UPDATE jobs SET not_before = 0"))
     jobs = {job_id: store.get_job(PROJECT, job_id) for job_id in slots}

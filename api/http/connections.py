@@ -1,0 +1,112 @@
+"""Connections with an end: of those who never finish a request, and of too many at once. uvicorn itself ends only those that
+are idle after an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from typing import ClassVar
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+HEADER_SECONDS = 20.0
+"""How long a request's first line and headers may take, from the opening of the connection or their first byte on."""
+BODY_SECONDS = 60.0
+"""How long nothing of a body may come while the server waits for it."""
+_OTHER_FILES = 200
+"""Files that the process has open besides connections: the database's, logs, downloads."""
+_FEWEST = 16
+
+
+def at_most(wanted: int) -> int:
+    """How many connections there may be, of as many as are wanted: fewer than the files that the process may open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return wanted if soft == resource.RLIM_INFINITY else max(_FEWEST, min(wanted, soft - _OTHER_FILES))
+
+
+def limited(most: int, header_seconds: float = HEADER_SECONDS, body_seconds: float = BODY_SECONDS) -> type[HttpToolsProtocol]:
+    """What uvicorn is to make of each connection of one server."""
+    values = {"most": most, "header_seconds": header_seconds, "body_seconds": body_seconds, "waiting": {}}
+    return type("LimitedConnection", (_Connection,), values)
+
+
+class _Connection(HttpToolsProtocol):
+    most: ClassVar[int]
+    header_seconds: ClassVar[float]
+    body_seconds: ClassVar[float]
+    waiting: ClassVar[dict[_Connection, None]]
+    """Those that no request is being answered on, the one that waits longest first."""
+
+    _headers_due: asyncio.TimerHandle | None = None
+    _body_due: asyncio.TimerHandle | None = None
+    _heard = 0.0
+    _has_begun = False
+    """Something of a request has come."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_headers()
+        if len(self.connections) > self.most:
+            self._make_room()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._expect_nothing()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._heard = self.loop.time()
+        if self._headers_due is None and (self.cycle is None or self.cycle.response_complete):
+            self._expect_headers()
+        self._has_begun = True
+        super().data_received(data)
+
+    def on_headers_complete(self) -> None:
+        self._expect_nothing()
+        super().on_headers_complete()
+        self._body_due = self.loop.call_later(self.body_seconds, self._look_for_body)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._body_due is not None:
+            self._body_due.cancel()
+        self._has_begun = False
+        if not self.transport.is_closing() and self.cycle.response_complete:
+            self.waiting[self] = None
+
+    def _expect_headers(self) -> None:
+        self.waiting[self] = None
+        self._headers_due = self.loop.call_later(self.header_seconds, self._end, b"408 Request Timeout")
+
+    def _expect_nothing(self) -> None:
+        self.waiting.pop(self, None)
+        for timer in (self._headers_due, self._body_due):
+            if timer is not None:
+                timer.cancel()
+        self._headers_due = self._body_due = None
+
+    def _look_for_body(self) -> None:
+        """End a connection whose request has not come to its end and does not go on."""
+        if self.transport.is_closing() or not self.cycle.more_body or self.cycle.response_complete:
+            return
+        left = self._heard + self.body_seconds - self.loop.time()
+        if left <= 0 and not self.flow.read_paused:
+            self.transport.close()
+            return
+        self._body_due = self.loop.call_later(left if left > 0 else self.body_seconds, self._look_for_body)
+
+    def _make_room(self) -> None:
+        """There is one too many: end the one that has waited longest for a request, or else this one."""
+        for other in self.waiting:
+            if other is not self:
+                other._end(b"503 Service Unavailable")
+                return
+        self._end(b"503 Service Unavailable", always=True)
+
+    def _end(self, status: bytes, *, always: bool = False) -> None:
+        """`always`: say why even if nothing was asked."""
+        self._expect_nothing()
+        if self.transport.is_closing():
+            return
+        if self._has_begun or always:
+            self.transport.write(b"HTTP/1.1 " + status + b"\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        self.transport.close()

@@ -1,0 +1,51 @@
+"""What commands are given that take a SPEC: the file itself, or a data file, and options on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ft_service.errors import SpecError
+from ft_service.local.spec_file import SpecFile, load_spec_file, parse_option
+
+SpecOrData = Annotated[
+    Path,
+    typer.Argument(metavar="SPEC|DATA", help="YAML file, whose paths are relative to it; or a data file, with --model."),
+]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="OPTION=VALUE",
+        help="Set an option of the SPEC, such as training.learning_rate=1e-4; several times for several.",
+    ),
+]
+ModelName = Annotated[
+    str | None,
+    typer.Option("--model", "-m", metavar="M", help="The SPEC's model: a base; or a job (ID, suffix, `last`) to go on from."),
+]
+Suffix = Annotated[str | None, typer.Option("--suffix", metavar="NAME", help="The SPEC's suffix: a name for job and model.")]
+
+
+def load_given(
+    spec: Path,
+    changes: list[str] | None = None,
+    model: str | None = None,
+    suffix: str | None = None,
+    *,
+    sweep: bool | None = False,
+) -> SpecFile:
+    """The SPEC with what the command line says. `sweep`: as for `load_spec_file`. Raises SpecError as that does, and for an
+    option given twice."""
+    options: dict[str, Any] = {name: value for name, value in (("model", model), ("suffix", suffix)) if value is not None}
+    for text in changes or ():
+        name, value = parse_option(text)
+        if name in options:
+            ways = (
+                f"--{name} and --set {name} are both given" if name in ("model", "suffix") else f"--set {name} is given twice"
+            )
+            raise SpecError(f"{ways}: keep one.", param=name)
+        options[name] = value
+    return load_spec_file(spec, sweep=sweep, options=options)

@@ -1,0 +1,129 @@
+"""Where a webhook goes: a URL that a user gives, checked when it is given and again at every delivery by the same function.
+
+Everything that a delivery could not send to is refused when it is given. A name is resolved anew for every try, every address
+that it stands for must be a public one (public_addresses.py), and the connection goes to exactly the address that was checked.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+
+from ft_service.errors import FtError, SpecError
+from ft_service.host.public_addresses import is_public
+
+_MAX_URL = 2048
+_MAX_NAME = 253
+_PORTS = {"http": 80, "https": 443}
+_LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
+_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*")
+_NUMBER = re.compile(r"([0-9]+|0x[0-9a-f]*)")
+"""A last label like this makes browsers and resolvers read a name as an IPv4 address: 127.1, 2130706433, 0x7f.1."""
+
+Found = list[tuple[Any, ...]]
+"""What socket.getaddrinfo returns."""
+
+
+class NotPublicError(FtError):
+    """A name stands for an address that is not public."""
+
+    code = "private_address"
+
+
+@dataclass(frozen=True)
+class Receiver:
+    """A server that a message can be sent to."""
+
+    url: httpx2.URL
+    host: str
+    """A name, or an address without brackets."""
+    port: int
+
+
+def parse_receiver(url: str, *, allow_private: bool) -> Receiver:
+    """The receiver that a URL means. Raises SpecError for one that nothing could be delivered to, as far as can be said without
+    looking its name up.
+
+    `allow_private`: plain HTTP, and literal addresses that are not public, are taken too.
+    """
+    shown = f"url = {url if len(url) <= 80 else url[:77] + '...'!r}"
+    schemes = ("https", "http") if allow_private else ("https",)
+    if len(url) > _MAX_URL or not (url.isascii() and url.isprintable()):
+        raise SpecError(f"{shown}: must be printable ASCII, of at most {_MAX_URL} characters.", param="url")
+    try:
+        parsed = httpx2.URL(url)
+        scheme, host, port = parsed.scheme, parsed.host, parsed.port
+    except (httpx2.InvalidURL, ValueError) as error:
+        raise SpecError(f"{shown}: is not a URL: {error}.", param="url") from None
+    if scheme not in schemes or not host:
+        raise SpecError(f"{shown}: must begin with {' or '.join(f'{s}://' for s in schemes)} and a host.", param="url")
+    if parsed.userinfo or parsed.fragment:
+        raise SpecError(f"{shown}: must have neither a user name nor a fragment. Leave it out.", param="url")
+    port = _PORTS[scheme] if port is None else port
+    if not 1 <= port <= 65535:
+        raise SpecError(f"{shown}: port {port} is not one from 1 to 65535.", param="url")
+    address = _literal(host)
+    if address is None:
+        _check_name(host, shown)
+    elif not allow_private and not is_public(address):
+        message = f"{shown}: {host} is not a public address, and FT_WEBHOOK_ALLOW_PRIVATE is not set."
+        raise SpecError(message, param="url", code="private_address")
+    return Receiver(parsed, host, port)
+
+
+def look_up(receiver: Receiver) -> Future[Found]:
+    """The addresses of a receiver, from the system's resolver. Ends with OSError or UnicodeError if there are none.
+
+    In a thread of its own, since nothing can end a lookup: whose name servers do not answer must hold up nobody else's. The
+    caller counts lookups until they are done.
+    """
+    found: Future[Found] = Future()
+    found.set_running_or_notify_cancel()  # from now on it cannot be cancelled: `done` means that the thread has ended
+
+    def work() -> None:
+        try:
+            found.set_result(socket.getaddrinfo(receiver.host, receiver.port, type=socket.SOCK_STREAM))
+        except Exception as error:
+            found.set_exception(error)
+
+    threading.Thread(target=work, name="webhook-lookup", daemon=True).start()
+    return found
+
+
+def address_of(receiver: Receiver, found: Found, *, allow_private: bool) -> str:
+    """The address to connect to, of those found. Raises NotPublicError if one of them is not public."""
+    addresses = [str(entry[4][0]) for entry in found]
+    for address in addresses:
+        if not allow_private and not is_public(ipaddress.ip_address(address.partition("%")[0])):
+            raise NotPublicError(f"{receiver.host} stands for {address}, which is not a public address")
+    return addresses[0]
+
+
+def _literal(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that a host is; None: it is a name, or nothing."""
+    if "%" in host:  # a zone, which has a meaning on one host alone
+        return None
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def _check_name(host: str, shown: str) -> None:
+    """Raises SpecError for what is neither an address nor the name of a host."""
+    if _NUMBER.fullmatch(host.rpartition(".")[2]):
+        message = f"{shown}: {host[:80]} ends in a number and is not an IPv4 address: write it as four numbers from 0 to 255."
+        raise SpecError(message, param="url")
+    if len(host) > _MAX_NAME or not _NAME.fullmatch(host):
+        message = (
+            f"{shown}: {host[:80]!r} is not the name of a host: at most {_MAX_NAME} characters, in parts between dots of 1 "
+            "to 63 letters, digits, hyphens and underscores."
+        )
+        raise SpecError(message, param="url")

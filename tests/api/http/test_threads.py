@@ -1,0 +1,93 @@
+"""Threads and turns are shared between projects, whatever one of them waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from api.http import threads
+from api.http.threads import AT_ONCE, AT_ONCE_OF_PROJECT, TURNS, TURNS_WAITING, in_thread, turn, work_for
+from ft_service.errors import LimitError, UnavailableError
+
+
+def test_a_project_has_its_share_of_the_threads() -> None:
+    """Though more of its requests wait than there are threads, another one's is carried out; and theirs in the end."""
+    released, at_once = threading.Event(), threading.Semaphore(0)
+
+    def wait() -> None:
+        at_once.release()
+        released.wait()
+
+    async def of(project: str, work) -> None:
+        work_for(project)
+        await in_thread(work)
+
+    async def both() -> None:
+        hanging = [asyncio.create_task(of("rival", wait)) for _ in range(2 * AT_ONCE)]
+        for _ in range(AT_ONCE_OF_PROJECT):
+            await asyncio.to_thread(at_once.acquire)
+        await asyncio.create_task(of("default", lambda: None))
+        assert not at_once.acquire(blocking=False), "it has no more than its share"
+        assert not any(task.done() for task in hanging)
+        released.set()
+        await asyncio.gather(*hanging)
+        assert threads._here().own == {}
+
+    try:
+        asyncio.run(asyncio.wait_for(both(), 60))
+    finally:
+        released.set()
+
+
+def test_projects_take_turns() -> None:
+    """One of a project's requests waits for the turns of all: however many it has, the next one's turn comes behind one."""
+    order: list[str] = []
+
+    async def take(project: str, release: asyncio.Event) -> None:
+        work_for(project)
+        async with turn("reading"):
+            order.append(project)
+            await release.wait()
+
+    async def run() -> None:
+        release = asyncio.Event()
+        asking = [asyncio.create_task(take("rival", release)) for _ in range(5)]
+        await asyncio.sleep(0)
+        for project in ("second", "third", "default"):
+            asking.append(asyncio.create_task(take(project, release)))
+            await asyncio.sleep(0)
+        assert order == ["rival", "second"], TURNS
+        release.set()
+        await asyncio.gather(*asking)
+
+    asyncio.run(run())
+    assert order[:4] == ["rival", "second", "third", "default"]
+    assert order[4:] == ["rival"] * 4
+
+
+def test_only_so_many_wait_for_a_turn_and_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def take(project: str) -> None:
+        work_for(project)
+        async with turn("making"):
+            await asyncio.Event().wait()
+
+    async def run() -> None:
+        asking = [asyncio.create_task(take("rival")) for _ in range(1 + TURNS_WAITING)]
+        await asyncio.sleep(0)
+        with pytest.raises(LimitError, match=f"{TURNS_WAITING} requests of this project"):
+            await take("rival")
+        asking.append(asyncio.create_task(take("second")))
+        await asyncio.sleep(0)
+        monkeypatch.setattr(threads, "TURN_SECONDS", 0.0)
+        with pytest.raises(UnavailableError, match="for others"):
+            await take("default")
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        monkeypatch.undo()
+        async with turn("making"):
+            pass
+
+    asyncio.run(asyncio.wait_for(run(), 60))

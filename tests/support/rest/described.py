@@ -1,0 +1,66 @@
+"""Every route of the OpenAPI document, and a tenant that has something for each of its parameters: a route that is added is
+tried by itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ft_service.jobs.reasons import Reason
+from ft_service.jobs.states import State
+from tests.support.rest.service import TRAINING, Service, put, run_dir
+
+OPEN = {"/livez", "/readyz", "/metrics"}
+"""Routes that need no key, or another one."""
+MARKS = ("secret-name", "secret.example")
+"""In the names of what a tenant has."""
+
+
+def operations(service: Service) -> Iterator[tuple[str, str]]:
+    """Method and path of each."""
+    for path, methods in service.http("GET", "/openapi.json").json()["paths"].items():
+        for method in methods if path not in OPEN else ():
+            yield method.upper(), path
+
+
+def filled(path: str, values: dict[str, str]) -> str:
+    """The path with these values. Fails for a parameter that `tenant` lacks: give it one."""
+    return re.sub(r"{(\w+)}", lambda match: values[match[1]], path)
+
+
+def tenant(service: Service, project_id: str, key: str, url: str = "http://secret.example") -> dict[str, str]:
+    """Values of path parameters: everything that a project has. `key`: an admin's of it; `url`: its webhooks' receiver."""
+    client = service.client(key)
+    file_id = client.files.create(file=("train.jsonl", TRAINING), purpose="fine-tune").id
+    job_id = client.fine_tuning.jobs.create(model="tiny", training_file=file_id, suffix="secret-name").id
+    job = put(service, job_id, checkpoints=(5,), state=State.SUCCEEDED, reason=Reason.SUCCEEDED, attempt=1, finished_at=1e9)
+    run_dir(service, job_id).put("adapter/adapter_config.json", b"{}")
+    run_dir(service, job_id).put("attempts/1/logs/supervisor.log", b"secret-name\n")
+    client.files.create(file=("secret-name.jsonl", TRAINING), purpose="fine-tune")
+    upload = client.uploads.create(bytes=9, filename="secret-name.jsonl", mime_type="text/plain", purpose="fine-tune")
+    third = f"third-{project_id}"
+    service.store.ensure_project(third, service.store.get_project(project_id).organization)
+    granted = client.fine_tuning.checkpoints.permissions.create(job.spec.tuned_name, project_ids=[third]).data[0]
+    service.use(service.settings.model_copy(update={"webhook_allow_private": True}))
+    endpoint = client.webhooks.create(name="secret-name", url=url, event_types=["fine_tuning.job.failed"])
+    api_key, _ = service.store.create_key(project_id=project_id, name="secret-name", scope="submit")
+    tried = {"suffix": "secret-name", "sweep": {"lora.r": [4, 8]}}
+    body = {"model": "tiny", "training_file": file_id, "validation_file": file_id, **tried}
+    sweep = service.http("POST", "/v1/fine_tuning/sweeps", key=key, json=body).json()
+    [checkpoint] = client.fine_tuning.jobs.checkpoints.list(job_id).data
+    return {
+        "job_id": job_id,
+        "sweep_id": sweep["id"],
+        "file_id": file_id,
+        "upload_id": upload.id,
+        "model": job.spec.tuned_name,
+        "fine_tuned_model_checkpoint": job.spec.tuned_name,
+        "checkpoint": f"{job.spec.tuned_name}:ckpt-step-5",
+        "checkpoint_id": checkpoint.id,
+        "permission_id": granted.id,
+        "webhook_endpoint_id": endpoint.id,
+        "project_id": project_id,
+        "api_key_id": api_key.id,
+        "key_id": api_key.id,
+        "format": "vllm",
+    }

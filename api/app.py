@@ -32,6 +32,7 @@ from api.routes.tuning import plans, sweeps
 from api.wire import errors
 from ft_service import __version__
 from ft_service.bases.catalogue import Catalogue
+from ft_service.control.base_facts import is_tunable
 from ft_service.meters import Meters
 from ft_service.serving.preview import Preview
 from ft_service.settings import Settings
@@ -79,7 +80,7 @@ def create_app(settings: Settings, store: Store, meters: Meters | None = None, p
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.services = Services(settings, store, Catalogue.from_settings(settings), meters, preview)
+    app.state.services = Services(settings, store, Catalogue.from_settings(settings, is_tunable), meters, preview)
     for routes in _REST:
         # As they are: a router that FastAPI includes is looked through anew at every request.
         app.router.routes.extend(routes.router.routes)

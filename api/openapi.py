@@ -71,7 +71,7 @@ _OPERATIONS = (
     ),
     *(f"{_JOBS}/{{job_id}}/exports{part}" for part in ("", "/{format}", "/{format}/content")),
     *("/v1/models/{model}/verify", "/v1/inference"),
-    "/v1/files/{file_id}/samples",
+    *("/v1/files/{file_id}/check", "/v1/files/{file_id}/samples"),
     "/v1/files/{file_id}/statistics",
     "/v1/fine_tuning/checkpoints/{checkpoint}/adapter",
     *("/v1/fine_tuning/sweeps", "/v1/fine_tuning/sweeps/{sweep_id}", "/v1/fine_tuning/sweeps/{sweep_id}/cancel"),

@@ -199,7 +199,7 @@ def _evaluator(
     options = TokenOptions.of(spec)
     tokenizer = load_tokenizer(spec.model.path, options.chat_template)
     chosen = [samples[i] for i in range(0, len(samples), 1 if spec.dpo is None else 2)[: spec.evaluation.count]]
-    learned = questions_of(chosen, tokenizer)
+    learned = questions_of(chosen, tokenizer, options)
     asked = questions_of_prompts(spec.evaluation.given, tokenizer, options) or learned
     parts = (runtime, built.peft_model, asked, tokenizer, spec.evaluation, reporter, stop.agreed)
     return Evaluator(*parts, packed=limits.packed, ends=ends_of(learned, tokenizer))

@@ -19,6 +19,7 @@ from api.http.rates import Rates
 from api.http.watching import Watches
 from ft_service.bases.catalogue import Catalogue
 from ft_service.control.admission import Asked, create
+from ft_service.control.checks.file_checks import FileChecks
 from ft_service.control.forecasts import Forecasts
 from ft_service.control.webhook_delivery import Sender
 from ft_service.errors import SpecError
@@ -82,6 +83,11 @@ class Services:
     def curves(self) -> CurveCache:
         """The curves of jobs."""
         return CurveCache(self.store)
+
+    @cached_property
+    def file_checks(self) -> FileChecks:
+        """Reports on data files without a base."""
+        return FileChecks()
 
     @cached_property
     def create_job(self) -> Batched[Asked, Job]:

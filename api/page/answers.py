@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from ft_service.rundir.evaluations import asked
 
 BEFORE = "Before training"
 _TOLD = re.compile(r"Evaluation after step (\d+), \d+ prompts: (.*)\.", re.DOTALL)
@@ -50,15 +51,11 @@ def from_evaluations(evaluations: Sequence[Mapping[str, Any]], step: int | None)
     newest = of_step[shown or 0]
     columns = [newest["base_metrics"] or newest["metrics"], *(of_step[number]["metrics"] for number in steps)]
     names = list(dict.fromkeys(name for column in columns for name in column))
-    prompts = (Answered(_turns(one), one["reference"], one["base"], one["tuned"]) for one in newest["samples"])
+    prompts = (
+        Answered(asked(one["prompt"], one["messages"]), one["reference"], one["base"], one["tuned"])
+        for one in newest["samples"]
+    )
     return Answers(steps, shown, {name: tuple(column.get(name) for column in columns) for name in names}, tuple(prompts))
-
-
-def _turns(sample: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    if not sample["messages"]:
-        return (("", sample["prompt"]),)
-    said = ((str(turn.get("role", "")), turn.get("content")) for turn in sample["messages"])
-    return tuple((role, text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)) for role, text in said)
 
 
 def from_messages(messages: Sequence[str]) -> Answers | None:
@@ -70,5 +67,5 @@ def from_messages(messages: Sequence[str]) -> Answers | None:
     begin, told = found[-1]
     step = int(told[1])
     scores = {name: (float(before), float(after)) for name, after, before in _SCORE.findall(told[2])}
-    asked = [match.groups() for text in messages[begin:] if (match := _ASKED.fullmatch(text))]
-    return Answers((step,), step, scores, tuple(Answered((("", prompt),), *texts) for prompt, *texts in asked))
+    found_asked = [match.groups() for text in messages[begin:] if (match := _ASKED.fullmatch(text))]
+    return Answers((step,), step, scores, tuple(Answered((("", prompt),), *texts) for prompt, *texts in found_asked))

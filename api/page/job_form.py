@@ -16,17 +16,19 @@ SECTIONS = ("training", "lora", "precision", "distributed", "checkpoint", "evalu
 FIRST: Mapping[str, str] = {
     "training.n_epochs": "Epochs",
     "training.learning_rate": "Learning rate",
-    "training.batch_size": "Samples a step",
-    "training.max_length": "Tokens a sample",
+    "training.batch_size": "Batch size",
+    "training.max_length": "Max. tokens per sample",
     "lora.r": "LoRA rank",
-    "precision.default": "Format of the base",
+    "precision.default": "Base precision",
     "distributed.nproc_per_node": "Ranks",
 }
 """Options that people change first → what the form calls them."""
 _FILES = ("training_file", "validation_file")
 _NUMBERS = ("validation_split", "seed", "priority", "max_seconds")
 _ALONE = ("model", *_FILES, "suffix", *_NUMBERS)
-_OF_THE_FORM = {*_ALONE, *SECTIONS, "metadata", "hyperparameters"}
+DATA = "data"
+"""The field for what the files call their columns: a mapping, as YAML."""
+_OF_THE_FORM = {*_ALONE, DATA, *SECTIONS, "metadata", "hyperparameters"}
 OTHER = "other"
 """The field for everything that has no field of its own, such as `method`: as YAML."""
 
@@ -72,9 +74,11 @@ def body_of(form: Mapping[str, str]) -> dict[str, Any]:
     for name, value in sections.items():
         section, key = name.split(".")
         body.setdefault(section, {})[key] = _value(value)
-    for name in _NUMBERS:
+    for name in (*_NUMBERS, DATA):
         if form.get(name, "").strip():
             body[name] = _value(form[name])
+    if isinstance(body.get(DATA), dict) and set(body[DATA]) == {DATA}:  # copied with its name, as messages write it
+        body[DATA] = body[DATA][DATA]
     if metadata := _metadata(form):
         body["metadata"] = metadata
     return body | other_options(form)
@@ -89,7 +93,7 @@ def other_options(form: Mapping[str, str]) -> dict[str, Any]:
         raise ValueError(f"Everything else must be YAML, with one option a line: {error}.") from None
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise ValueError("Everything else must be options with their values, as in a SPEC file: `name: value`.")
-    if twice := sorted(_OF_THE_FORM.intersection(found)):
+    if twice := sorted((_OF_THE_FORM - ({DATA} if not form.get(DATA, "").strip() else set())).intersection(found)):
         raise ValueError(f"{twice[0]}: the form has fields for it. Fill in those.")
     return found
 
@@ -103,9 +107,8 @@ def fields_of(body: Mapping[str, Any]) -> dict[str, str]:
         rate = name == "learning_rate_multiplier"
         ours = value * LEARNING_RATE if rate and value != AUTO else value
         fields["training.learning_rate" if rate else f"training.{name}"] = _scalar(ours)
-    metadata = dict(body.get("metadata") or {})
-    fields["name"] = str(metadata.pop("name", ""))
-    fields["metadata"] = "\n".join(f"{key}={value}" for key, value in metadata.items())
+    fields[DATA] = _scalar(body[DATA]) if body.get(DATA) else ""
+    fields["metadata"] = "\n".join(f"{key}={value}" for key, value in (body.get("metadata") or {}).items())
     other = {name: value for name, value in body.items() if name not in _OF_THE_FORM and value is not None}
     if (other.get("method") or {}).get("type", "supervised") == "supervised":  # its hyperparameters have fields
         other.pop("method", None)
@@ -150,8 +153,7 @@ def _hyperparameters(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _metadata(form: Mapping[str, str]) -> dict[str, str]:
     pairs = [line.partition("=") for line in form.get("metadata", "").splitlines() if line.strip()]
-    named = {"name": form["name"].strip()} if form.get("name", "").strip() else {}
-    return named | {key.strip(): value.strip() for key, _, value in pairs}
+    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def _value(text: str) -> Any:

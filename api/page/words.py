@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
 
+from markupsafe import Markup
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 NONE = "\u2013"
 """What stands where there is no value."""
@@ -82,10 +84,21 @@ def segment(text: object) -> str:
     return quote(str(text), safe="")
 
 
+def breakable(name: str) -> Markup:
+    """A name that goes on in the next line behind an underscore if it must, and nowhere else."""
+    return Markup("_<wbr>").join(name.split("_"))
+
+
+def unused_options(job: Mapping[str, Any]) -> dict[str, str]:
+    """Options of a job that nothing came of → the one that decided in their place. Dotted names."""
+    training = job["training"]
+    found = {"training.n_epochs": "max_steps"} if training.get("max_steps") is not None else {}
+    return found | ({"training.warmup_ratio": "warmup_steps"} if training.get("warmup_steps") is not None else {})
+
+
 def job_title(job: Mapping[str, Any]) -> str:
-    """What a job is called: its suffix, or its base."""
-    name = (job.get("metadata") or {}).get("name")
-    return str(name or job.get("suffix") or str(job["model"]).split("/")[-1])
+    """What a job is called, and what `ft get` finds it by: its suffix; without one its base."""
+    return str(job.get("suffix") or str(job["model"]).split("/")[-1])
 
 
 def share_done(job: Mapping[str, Any]) -> float:
@@ -150,6 +163,7 @@ FILTERS: dict[str, Callable[..., str]] = {
     "moment": moment,
     "plain_time": plain_time,
     "segment": segment,
+    "breakable": breakable,
     "option_text": option_text,
 }
 GLOBALS: dict[str, Any] = {
@@ -157,6 +171,7 @@ GLOBALS: dict[str, Any] = {
     "STATES": STATES,
     "ENDED": ENDED,
     "job_title": job_title,
+    "unused_options": unused_options,
     "share_done": share_done,
     "ended_as": ended_as,
     "sparkline": sparkline,

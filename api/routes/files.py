@@ -5,24 +5,28 @@ from __future__ import annotations
 import base64
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 from fastapi import Depends, Query, Request, Response
 from fastapi.responses import FileResponse, StreamingResponse
+from pydantic import ValidationError
+from starlette.concurrency import run_in_threadpool
 
 from api.http import idempotency
 from api.http.auth import Caller
-from api.http.dependencies import After, Services, Svc, binary
+from api.http.dependencies import After, Services, Svc, binary, parse_json
 from api.http.routing import keyed_router
 from api.http.threads import takes_turns
 from api.transfer.multipart import ReceivedFile, keep, received
 from api.wire import expiry
+from api.wire.file_check_views import FileCheckView, file_check_view
 from api.wire.sample_views import SamplesView, samples_view
 from api.wire.statistics_views import StatisticsView, statistics_view
 from api.wire.views import DeletedView, FileView, ListView, file_view, list_view
+from ft_service.control.checks.file_checks import FileCheck
 from ft_service.control.checks.file_statistics import file_statistics
-from ft_service.control.checks.samples import file_samples
+from ft_service.control.checks.samples import fetched, file_samples
 from ft_service.control.housekeeping import free
 from ft_service.data.formats.recognise import refuse_no_data_file
 from ft_service.data.samples import MOST_LINES, Page
@@ -32,7 +36,8 @@ from ft_service.errors import NotFoundError, SpecError
 from ft_service.ids import new_id
 from ft_service.rundir.file_digest import FileDigest
 from ft_service.rundir.intact import fault
-from ft_service.spec import DataFileRef, TrainingOptions, TrainOn
+from ft_service.spec import DataFileRef, TrainingOptions, TrainOn, spec_error
+from ft_service.spec.options import DataOptions
 from ft_service.spec.templates import check_template, named_template
 from ft_service.store.records import File, Order, Principal
 
@@ -148,6 +153,23 @@ def content(file_id: str, caller: Caller, services: Svc) -> Response:
     return FileResponse(path, media_type="application/octet-stream", headers=disposition)
 
 
+@router.get("/{file_id}/check")
+async def check(
+    file_id: str,
+    caller: Caller,
+    services: Svc,
+    method: Literal["supervised", "dpo"] | None = None,
+    data: str | None = None,
+) -> FileCheckView:
+    """Not in OpenAI's API. What a file is, and why lines of it cannot be trained on, before any job and without a base.
+    `method`: the job's; `data`: what the file calls its columns, as JSON, such as `{"prompt": "question"}`. Of a file that
+    takes more than ten seconds the beginning is read."""
+    file = await run_in_threadpool(_data_file, file_id, "file_id", caller, services)
+    asked = FileCheck(file.sha256, _columns(data).pairs, None if method is None else method == "dpo")
+    path = await run_in_threadpool(fetched, file, services.places)
+    return file_check_view(file_id, file.name, await services.file_checks.report(caller.project_id, asked, path))
+
+
 @router.get("/{file_id}/samples")
 @takes_turns("reading")
 def samples(
@@ -206,6 +228,17 @@ def _data_file(file_id: str, param: str, caller: Principal, services: Services) 
     if file.purpose != PURPOSE:
         raise SpecError(f"{param} = {file.id!r}: its purpose is {file.purpose}, and holds no samples.", param=param)
     return DataFileRef(name=file.filename, path=str(services.settings.files_dir / file.id), sha256=file.sha256)
+
+
+def _columns(given: str | None) -> DataOptions:
+    """Raises SpecError for what is no mapping of names to columns."""
+    if given is None:
+        return DataOptions()
+    found = parse_json(given.encode())
+    try:
+        return DataOptions.model_validate(found)
+    except ValidationError as error:
+        raise spec_error(error, DataOptions) from None
 
 
 def _template(given: str | None) -> str:

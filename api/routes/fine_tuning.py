@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -47,10 +48,12 @@ from ft_service.data.samples import MOST_LINES, Page
 from ft_service.data.statistics import Measure
 from ft_service.errors import ConflictError, NotFoundError, SpecError
 from ft_service.jobs.states import Job, State
+from ft_service.jobs.time_left import pace_of, seconds_left
 from ft_service.jobs.verbs import Verb
 from ft_service.rundir.attempt import Attempt
 from ft_service.rundir.directory import RunDir
 from ft_service.rundir.evaluations import evaluated_steps, read_evaluation, read_served
+from ft_service.rundir.events import Metrics
 from ft_service.spec import JobRequest
 from ft_service.store.records import Principal
 
@@ -279,17 +282,28 @@ async def _create(body: Any, caller: Principal, services: Services, job_id: str 
 
 def _view(job: Job, caller: Principal, services: Services) -> JobView:
     store = services.store
-    metrics = validated = store.latest_metrics(job.id) if job.attempt else None
+    steps = store.latest_steps(job.id) if job.state is State.RUNNING else []
+    metrics = validated = steps[0][0] if steps else store.latest_metrics(job.id) if job.attempt else None
     if metrics is not None and metrics.valid_loss is None and job.spec.validates:
         validated = store.latest_validation(job.id)
     return job_view(
         job,
         organization=caller.organization,
         metrics=metrics,
-        now=store.now() if metrics and job.state is State.RUNNING else 0.0,
+        ends_at=_end_of(steps, store.now() if steps else 0.0),
         place=services.forecasts.find(job) if job.state is State.QUEUED else None,
         valid_loss=validated.valid_loss if validated else None,
     )
+
+
+def _end_of(steps: Sequence[tuple[Metrics, float]], now: float) -> float | None:
+    """When a running job likely ends. `steps`: what it reported and when, the newest first."""
+    if not steps:
+        return None
+    newest, reported_at = steps[0]
+    pace = pace_of(metrics for metrics, _ in reversed(steps))
+    left = seconds_left(pace, newest.step, newest.total_steps, since=now - reported_at)
+    return None if left is None else now + left
 
 
 def _metadata(request: Request) -> dict[str, str] | Literal["none"] | None:

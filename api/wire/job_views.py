@@ -163,11 +163,11 @@ def job_view(
     *,
     organization: str,
     metrics: Metrics | None = None,
-    now: float = 0.0,
+    ends_at: float | None = None,
     place: Place | None = None,
     valid_loss: float | None = None,
 ) -> JobView:
-    """A job as the wire shows it. `metrics`: the job's newest; `now`: database time, for the estimate; `place`: in the queue,
+    """A job as the wire shows it. `metrics`: the job's newest; `ends_at`: when it likely ends; `place`: in the queue,
     if it is known; `valid_loss`: of the last validation."""
     spec = job.spec
     hyperparameters = _hyperparameters(spec)
@@ -187,7 +187,7 @@ def job_view(
         training_file=job.request["training_file"],
         validation_file=job.request.get("validation_file"),
         validation_split=spec.validation_split,
-        estimated_finish=whole_seconds(_estimate(job, metrics, now)),
+        estimated_finish=whole_seconds(ends_at),
         integrations=[Integration.model_validate(given) for given in job.request.get("integrations") or ()],
         metadata=job.request.get("metadata"),
         method=_method(spec, hyperparameters),
@@ -237,12 +237,6 @@ def _progress(metrics: Metrics, valid_loss: float | None) -> ProgressView:
     speed = metrics.tokens / metrics.step_seconds if metrics.tokens and metrics.step_seconds else None
     known = metrics.model_dump(include=set(ProgressView.model_fields))
     return ProgressView(**{**known, "tokens_per_second": speed, "valid_loss": valid_loss})
-
-
-def _estimate(job: Job, metrics: Metrics | None, now: float) -> float | None:
-    if job.state is not State.RUNNING or metrics is None or metrics.step_seconds is None:
-        return None
-    return now + (metrics.total_steps - metrics.step) * metrics.step_seconds
 
 
 def _queue(place: Place) -> QueueView:

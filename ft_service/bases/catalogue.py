@@ -8,7 +8,7 @@ Weights in pickle form are never read: unpickling runs code.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -46,14 +46,22 @@ class Base:
 class Catalogue:
     """The base models below the operator's folders. It looks anew on every call, so that a model copied there is found."""
 
-    def __init__(self, folders: Sequence[Path], aliases: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        aliases: Mapping[str, str] | None = None,
+        is_tunable: Callable[[Base], bool] = lambda base: True,
+    ) -> None:
+        """`is_tunable`: whether a refusal names a base among those to choose from."""
+        self._is_tunable = is_tunable
         self._folders = [folder.absolute() for folder in folders]
         self._aliases = dict(aliases or {})
 
     @classmethod
-    def from_settings(cls, settings: Settings) -> Catalogue:
+    def from_settings(cls, settings: Settings, is_tunable: Callable[[Base], bool] = lambda base: True) -> Catalogue:
         """Raises SpecError if FT_MODEL_ALIASES is not a YAML mapping of names to names."""
-        return cls(settings.model_folders(), read_aliases(settings.model_aliases) if settings.model_aliases else None)
+        aliases = read_aliases(settings.model_aliases) if settings.model_aliases else None
+        return cls(settings.model_folders(), aliases, is_tunable)
 
     def list_models(self) -> list[Base]:
         """Every usable base, by name. If two model folders hold the same name, the first one's."""
@@ -88,9 +96,10 @@ class Catalogue:
         raise self._not_found(f"{shown}: there is no such base model.")
 
     def _not_found(self, message: str) -> SpecError:
-        names = [model.name for model in self.list_models()]
+        names = [model.name for model in self.list_models() if self._is_tunable(model)]
         more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-        there = f"There are: {', '.join(names[:_LISTED])}{more}." if names else _NONE
+        none = _NONE if not self.list_models() else "None of those that are here can be tuned."
+        there = f"There are: {', '.join(names[:_LISTED])}{more}." if names else none
         return SpecError(f"{message} {there}", param="model", code="model_not_found")
 
 

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from ft_service.jobs.time_left import Pace, pace_after, seconds_left
 from ft_service.rundir.events import Metrics
-
-WINDOW = 20
-"""Steps whose mean pace gives the time left and the tokens per second: long enough to be calm, short enough to be current."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +21,7 @@ class JobProgress:
     train_loss: float | None = None
     valid_loss: float | None = None
     """As of the last validation."""
-    pace: tuple[tuple[float, int], ...] = ()
-    """(seconds, tokens) of the last WINDOW steps."""
+    pace: Pace = ()
 
     def after(self, metrics: Metrics) -> JobProgress:
         """The progress after one more step's numbers; a step before the current one (a job that resumed) moves it back."""
@@ -33,16 +30,14 @@ class JobProgress:
             seen = replace(seen, train_loss=metrics.train_loss)
         if metrics.valid_loss is not None:
             seen = replace(seen, valid_loss=metrics.valid_loss)
-        if metrics.step_seconds is not None and metrics.step != self.step:  # a checkpoint repeats its step's numbers
-            seen = replace(seen, pace=(*self.pace, (metrics.step_seconds, metrics.tokens or 0))[-WINDOW:])
+        if metrics.step != self.step:  # a checkpoint repeats its step's numbers
+            seen = replace(seen, pace=pace_after(self.pace, metrics))
         return seen
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds to the end at the pace of the last steps; validations and checkpoints not counted."""
-        if not self.pace or not self.total_steps:
-            return None
-        return (self.total_steps - self.step) * sum(seconds for seconds, _ in self.pace) / len(self.pace)
+        """Seconds to the end, as everybody is told."""
+        return seconds_left(self.pace, self.step, self.total_steps)
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_service.bases.base_files import MAX_ENTRIES, document_or_none
+from ft_service.bases.catalogue import Base
 from ft_service.bases.contents import BaseContents, read_config
 from ft_service.bases.described import contents_or_description
 from ft_service.bases.module_rules import IN_FP8
@@ -59,6 +60,11 @@ def base_facts(folder: Path, name: str) -> BaseFacts:
     except OSError as error:
         return BaseFacts(trainable=False, why_not=f"its folder cannot be read: {error.strerror}")
     return _facts(folder, name, states)
+
+
+def is_tunable(base: Base) -> bool:
+    """Whether a job with no options would be accepted on a base."""
+    return base_facts(base.path, base.name).trainable
 
 
 def refuse_untrainable(folder: Path, name: str) -> None:

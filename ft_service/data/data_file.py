@@ -142,6 +142,14 @@ class DataReport:
             which = f"{total:,} of {counted(total + self.examples, self.word)} cannot be trained on"
         return "\n".join([f"{filename}: {which}.{more}", *self.reasons()])
 
+    def fine_text(self, filename: str) -> str:
+        """What a file is whose records are fine, as far as they were read."""
+        kind = self.shape or "OpenAI chat (messages) in JSON lines"
+        read = counted(self.examples, self.word)
+        if self.unread:
+            return f"{filename}: {kind}; the first {read} can be trained on. The rest was not read: a job reads it."
+        return f"{filename}: {kind}; {read}, {'and it is fine' if self.examples == 1 else 'all of them fine'}."
+
     def reasons(self) -> list[str]:
         """Why lines are at fault, each reason once, with its lines."""
         groups = self.groups or [FaultGroup(fault) for fault in self.faults]
@@ -285,12 +293,14 @@ def check_lines(
     columns: Columns = AS_THEY_ARE,
     pairs: bool | None = None,
     note: Callable[[int, Record], object] = lambda number, record: None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> DataReport:
     """Report on a data file, without counting tokens. `files`: of a folder; `columns`: what they call theirs; `pairs`: it must
-    hold pairs of answers, or must not; None: either will do. `note`: is given every record that is fine. Raises OSError if it
-    cannot be read.
+    hold pairs of answers, or must not; None: either will do. `note`: is given every record that is fine. `stop`: asked after
+    each record whether to leave the rest unread. Raises OSError if it cannot be read.
     """
     findings = Findings(limit)
+    stopped = False
     with open_data(path, files, columns) as reader:
         for number, record in reader if pairs is None else for_method(reader, pairs=pairs):
             if isinstance(record, Fault):
@@ -298,7 +308,9 @@ def check_lines(
             else:
                 findings.examples += 1
                 note(number, record)
-    return findings.report(reader.shape)
+            if stopped := stop():
+                break
+    return findings.report(reader.shape, unread=stopped)
 
 
 def for_method(records: Iterable[tuple[int, Record | Fault]], *, pairs: bool) -> Iterator[tuple[int, Record | Fault]]:

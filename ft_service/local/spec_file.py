@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from ft_service.bases.catalogue import Catalogue
+from ft_service.control.base_facts import is_tunable
 from ft_service.data.answer_metrics import check_metrics
 from ft_service.data.formats.columns import Columns
 from ft_service.data.formats.folders import dataset_files
@@ -247,7 +248,7 @@ def _model(spec: SpecFile, settings: Settings, to_train: bool) -> tuple[JobReque
         return request, Catalogue([folder.parent]).find(folder.name, to_train=to_train).ref(), None
     if not is_tuned(request.model):
         try:
-            return request, Catalogue.from_settings(settings).find(request.model, to_train=to_train).ref(), None
+            return request, Catalogue.from_settings(settings, is_tunable).find(request.model, to_train=to_train).ref(), None
         except SpecError:
             tuned = name_of_local(request.model, settings)
             if tuned is None:
@@ -255,7 +256,7 @@ def _model(spec: SpecFile, settings: Settings, to_train: bool) -> tuple[JobReque
             request = request.model_copy(update={"model": tuned})
     before, parent = find_local(request.model, settings)
     there = Path(before.model.path).is_dir()
-    base = before.model if there else Catalogue.from_settings(settings).find(before.model.name).ref()
+    base = before.model if there else Catalogue.from_settings(settings, is_tunable).find(before.model.name).ref()
     return inherit(request, before, parent.name), base, parent
 
 

@@ -11,7 +11,9 @@ A step that was trained again counts as its newest attempt saw it. Step 0 is bef
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -40,6 +42,14 @@ class Answered(BaseModel):
     scores: dict[str, float]
     """Of `tuned`, by the metrics' names; at step 0 of `base`. A metric that needs a reference is left out without one."""
     base_scores: dict[str, float]
+
+
+def asked(prompt: str, messages: Sequence[Mapping[str, Any]] | None) -> tuple[tuple[str, str], ...]:
+    """What the model was asked, wherever it is shown: who says what; of bare text nobody does."""
+    if not messages:
+        return (("", prompt),)
+    said = ((str(turn.get("role", "")), turn.get("content")) for turn in messages)
+    return tuple((role, text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)) for role, text in said)
 
 
 class Evaluation(BaseModel):

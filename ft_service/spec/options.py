@@ -108,8 +108,8 @@ class TrainingOptions(Strict):
     """The optimisation, in the names of Transformers' TrainingArguments."""
 
     n_epochs: Annotated[int, Field(ge=1, le=50)] | Literal["auto"] = 3
-    """Passes over the training file; ignored when max_steps is given. "auto": by the number of samples
-    (ft_service/spec/rates.py), chosen once, when the job is created; OpenAI's n_epochs "auto" is the same."""
+    """Passes over the training file; ignored when max_steps is given. "auto": by the number of samples,
+    chosen once, when the job is created; OpenAI's n_epochs "auto" is the same."""
     max_steps: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
     """Optimizer steps; None: as many as n_epochs take."""
     batch_size: Annotated[int, Field(ge=1, le=8192)] | Literal["auto"] = 8
@@ -132,7 +132,7 @@ class TrainingOptions(Strict):
     everything, users' words and system prompts included. "everything" learns the prompts of bare text too; documents are
     always learned whole."""
     learning_rate: Annotated[Number, Field(gt=0, le=1)] | Literal["auto"] = LEARNING_RATE
-    """AdamW's peak learning rate. "auto": by the base's width and family and the adapter's scaling (ft_service/spec/rates.py),
+    """AdamW's peak learning rate. "auto": by the base's width and family and the adapter's scaling,
     chosen once, when the job is created; OpenAI's learning_rate_multiplier "auto" is the same."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "warmup_stable_decay"] = "linear"
     """How the rate falls after the warm-up: to 0 at the last step, not at all, or only in the last decay_ratio of the steps."""

@@ -13,6 +13,7 @@ from ft_service.errors import ConflictError, LimitError, NotFoundError
 from ft_service.jobs import decisions, verbs
 from ft_service.jobs.line import Waiting
 from ft_service.jobs.states import Job, State
+from ft_service.jobs.time_left import WINDOW
 from ft_service.jobs.verbs import Verb
 from ft_service.rundir.events import Metrics
 from ft_service.spec import StoredSpec
@@ -66,6 +67,13 @@ _MEASURED = (
     .offset(literal_column("0"))  # else SQLite's dialect names one, as a value that nobody gives
 )
 _SELECT_LATEST = Direct(_MEASURED)
+_SELECT_PACE = Direct(
+    select(events.c.metrics, events.c.created_at)
+    .where(events.c.job_id == bindparam("job_id"), events.c.metrics.is_not(None))
+    .order_by(events.c.position.desc())
+    .limit(literal_column(str(2 * WINDOW)))  # a checkpoint repeats its step's numbers
+    .offset(literal_column("0"))
+)
 _SELECT_VALIDATED = Direct(_MEASURED.where(cast(events.c.metrics, String).like(literal_column("'%\"valid_loss\"%'"))))
 _REPORTED = (
     select(events.c.position, events.c.attempt, events.c.created_at, events.c.message, events.c.metrics)
@@ -278,6 +286,13 @@ class JobStore(Database):
     def latest_metrics(self, job_id: str) -> Metrics | None:
         """Metrics of the newest event that has any; None if none has."""
         return self._latest(_SELECT_LATEST, job_id)
+
+    def latest_steps(self, job_id: str) -> list[tuple[Metrics, float]]:
+        """Metrics of a job's newest events that have any, and when each was stored, the newest first: enough for its pace."""
+        with self.driving(write=False) as driver:
+            rows = _SELECT_PACE.run(driver, {"job_id": job_id})
+        known = ((to_metrics(_loaded(metrics)), time) for metrics, time in rows)
+        return [(metrics, time) for metrics, time in known if metrics is not None]
 
     def latest_validation(self, job_id: str) -> Metrics | None:
         """Metrics of the newest event of a step with a validation; None if there was none."""

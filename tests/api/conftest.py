@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from api.app import create_app
 from ft_service.bases.catalogue import Catalogue
 from ft_service.cli.app import run
+from ft_service.control.base_facts import is_tunable
 from ft_service.settings import Settings
 from ft_service.store.sql import Store, migrate, open_store
 from tests.support.bases import save_base
@@ -89,7 +90,7 @@ def service(server: tuple[str, FastAPI], settings: Settings, store: Store, conne
     _, key = store.create_key(project_id="default", name="test", scope="admin")
     url, app = server
     app.state.services = replace(
-        app.state.services, settings=settings, store=store, catalogue=Catalogue.from_settings(settings)
+        app.state.services, settings=settings, store=store, catalogue=Catalogue.from_settings(settings, is_tunable)
     )
     return Service(url, settings, store, key, app, connections)
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from ft_service.data.answer_metrics import score
 from ft_service.data.tokens.sample import Tokens
-from ft_service.rundir.evaluations import Answered, Evaluation, evaluated_steps, evaluation_key, read_evaluation
+from ft_service.rundir.evaluations import Answered, Evaluation, asked, evaluated_steps, evaluation_key, read_evaluation
 from ft_service.spec import EvaluationOptions
 from workers.base.agreement import from_all, from_first
 from workers.data.batches import make_batch
@@ -174,8 +174,9 @@ def messages(found: Evaluation, *, everything: bool) -> list[str]:
     )
     lines = [f"Evaluation after step {found.step}, {len(found.samples)} prompts: {told or 'no metric applies'}."]
     for own in found.samples[: TOLD if everything else 0]:
-        asked, expected, before, after = (_short(text or "") for text in (own.prompt, own.reference, own.base, own.tuned))
-        lines.append(f"Asked: {asked}\nExpected: {expected}\nBefore: {before}\nAfter: {after}")
+        said = "\n".join(f"{role}: {text}" if role else text for role, text in asked(own.prompt, own.messages))
+        question, expected, before, after = (_short(text or "") for text in (said, own.reference, own.base, own.tuned))
+        lines.append(f"Asked: {question}\nExpected: {expected}\nBefore: {before}\nAfter: {after}")
     return lines
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from ft_service.data.token_options import TokenOptions
 from ft_service.data.tokens.bare import bare_prompt
 from ft_service.data.tokens.chat_template import ChatTemplate
 from ft_service.data.tokens.sample import Tokens
+from ft_service.data.tokens.turns import Write, turns_of
 from ft_service.errors import DataError
 from ft_service.spec import Prompt
 
@@ -40,17 +41,24 @@ class Question:
     """What else graders may ask for."""
 
 
-def questions_of(samples: Sequence[Tokens], tokenizer: Any) -> list[Question]:
+def questions_of(samples: Sequence[Tokens], tokenizer: Any, options: TokenOptions) -> list[Question]:
     """Each sample up to its last learned stretch, which is the expected answer."""
-    return [_question(sample, tokenizer) for sample in samples]
+    with _rendering(tokenizer) as process:
+        write = (lambda messages: process.write(messages, None, options.day, prompt=True)) if process else None
+        return [_question(sample, tokenizer, write) for sample in samples]
 
 
 def questions_of_prompts(prompts: Sequence[Prompt], tokenizer: Any, options: TokenOptions) -> list[Question]:
     """A job's own prompts, each as the model is asked when it serves: conversations by the chat template. Raises DataError for
     one that the template does not take."""
-    template = ChatTemplate.of(tokenizer)
-    with closing(TemplateProcess(template.sources, template.special_tokens)) if template else nullcontext() as process:
+    with _rendering(tokenizer) as process:
         return [_question_of(number, prompt, tokenizer, options, process) for number, prompt in enumerate(prompts, 1)]
+
+
+def _rendering(tokenizer: Any) -> AbstractContextManager[TemplateProcess | None]:
+    """The process that renders by the tokenizer's chat template; None: it has none."""
+    template = ChatTemplate.of(tokenizer)
+    return closing(TemplateProcess(template.sources, template.special_tokens)) if template else nullcontext()
 
 
 def ends_of(questions: Sequence[Question], tokenizer: Any) -> set[int]:
@@ -91,7 +99,7 @@ def _question_of(
     return Question(ids, text_of(ids, tokenizer), prompt.reference, messages=messages, item=prompt.item)
 
 
-def _question(sample: Tokens, tokenizer: Any) -> Question:
+def _question(sample: Tokens, tokenizer: Any, write: Write | None) -> Question:
     begin, end = last_stretch(sample.targets)
     learned = sample.ids[begin:end]
     special = set(tokenizer.all_special_ids)
@@ -100,4 +108,5 @@ def _question(sample: Tokens, tokenizer: Any) -> Question:
         prompt=text_of(sample.ids[:begin], tokenizer),
         reference=text_of(learned, tokenizer),
         ends=frozenset(int(token) for token in learned if int(token) in special),
+        messages=turns_of(sample.ids[:begin], tokenizer, write) if write else None,
     )

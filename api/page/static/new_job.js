@@ -58,11 +58,11 @@
         say(answer?.error?.message ?? "The upload broke off. Try again.");
         return;
       }
-      for (const select of $$("[data-files]")) select.options.add(new Option(`${answer.filename} · ${answer.id.slice(-6)}`, answer.id), 1);
+      for (const select of $$("[data-files]")) select.options.add(new Option(`${answer.filename} · ${answer.id.slice(-6)} · just now`, answer.id), 1);
       const share = form.elements.validation_split.value;
       const empty = $$("[data-files]").find((select) => !select.value && !(share && select.id === "validation_file"));
       if (empty) empty.value = answer.id;
-      told.textContent = `${answer.filename} is there${empty ? `, as ${empty.labels[0].textContent.toLowerCase()}` : ""}.`;
+      told.textContent = `${answer.filename} uploaded${empty ? ` as ${empty.labels[0].textContent.toLowerCase()}` : ""}.`;
       planSoon();
     });
     request.open("POST", "/v1/files");

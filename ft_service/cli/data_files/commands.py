@@ -41,7 +41,7 @@ from ft_service.data.examiner import Examiner
 from ft_service.data.formats.columns import AS_THEY_ARE, Columns
 from ft_service.data.formats.reading import open_data
 from ft_service.data.formats.writing import line_of
-from ft_service.data.line_errors import Fault, LineError, counted
+from ft_service.data.line_errors import Fault, LineError
 from ft_service.data.records import Chat
 from ft_service.data.samples import Page
 from ft_service.data.token_folder import folder_of
@@ -81,9 +81,7 @@ def check(
     if as_json:
         print_json(asdict(report))
         return
-    kind = report.shape or "OpenAI chat (messages) in JSON lines"
-    fine = "and it is fine" if report.examples == 1 else "all of them fine"
-    tell(f"{data.path.name}: {kind}; {counted(report.examples, report.word)}, {fine}.")
+    tell(report.fine_text(data.path.name))
     for level, message in report.messages(data.path.name, max_length):
         if not report.shape or report.shape not in message:
             tell(message if level == "info" else f"Warning: {message}")

@@ -14,6 +14,7 @@ from ft_service.cli.jobs.naming import JobId, reaching
 from ft_service.cli.output import Json, is_terminal, print_json, print_table
 from ft_service.client.answers import RemoteEvaluation
 from ft_service.errors import NotFoundError
+from ft_service.rundir.evaluations import asked
 
 COLUMNS = 80
 """Where no terminal says another number: two answers side by side are read in no more."""
@@ -44,7 +45,7 @@ def evaluation(job_id: JobId, step: Step = None, limit: Samples = 8, as_json: Js
     console = Console(width=None if is_terminal() else COLUMNS, highlight=False, markup=False)
     for number, sample in enumerate(chosen.samples[:limit], 1):
         console.print(f"\n{number} of {len(chosen.samples)}", style="bold")
-        for name, text in (("asked", sample.get("prompt")), ("expected", sample.get("reference"))):
+        for name, text in (*_named_turns(sample), ("expected", sample.get("reference"))):
             if text is not None:
                 console.print(_named(name, text))
         console.print(_side_by_side(sample, chosen.step))
@@ -62,10 +63,15 @@ def _print_scores(known: Sequence[RemoteEvaluation]) -> None:
     print_table(("STEP", *names), rows)
 
 
+def _named_turns(sample: dict[str, Any]) -> list[tuple[str, str]]:
+    turns = asked(str(sample.get("prompt") or ""), sample.get("messages"))
+    return [(role or "asked", text) for role, text in turns]
+
+
 def _named(name: str, text: str) -> Table:
     """A text beside its name, within its own column."""
     table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", width=8)
+    table.add_column(style="dim", width=9)
     table.add_column(overflow="fold")
     table.add_row(name, Text(text))
     return table
@@ -79,7 +85,7 @@ def _side_by_side(sample: dict[str, Any], step: int) -> Table:
     table = Table(expand=True, show_lines=True)
     for title, _, _ in answers:
         table.add_column(title, ratio=1, overflow="fold")
-    table.add_row(*(Text(answer or "") for _, answer, _ in answers))
+    table.add_row(*(Text(answer) if answer else Text("(nothing)", "dim") for _, answer, _ in answers))
     scores = [", ".join(f"{name} {value:.2f}" for name, value in (own or {}).items()) for _, _, own in answers]
     if any(scores):
         table.add_row(*(Text(own, "dim") for own in scores))

@@ -12,6 +12,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
 
+from api.page import words
 from ft_service.bases.catalogue import Catalogue
 from ft_service.control.sweeps.admission import create_sweep
 from ft_service.serving import preview_process
@@ -51,13 +52,14 @@ def test_the_life_of_a_job(driver: webdriver.Chrome, place: Place, downloads: Pa
     click(driver, "a.new")
     find(driver, "#upload").send_keys(str(DATA / "train.jsonl"))
     until(lambda: Select(driver.find_element(By.ID, "training_file")).first_selected_option.text.startswith("train.jsonl"))
-    find(driver, "#name").send_keys("by hand")
+    find(driver, "#suffix").send_keys("by-hand")
     find(driver, "[name='lora.r']").send_keys("8")
     until(lambda: all(word in text_of(driver, "#plan") for word in ("Fits", "Steps", "Time")))
     until(lambda: "'lora': {'r': 8}" in attribute(driver, "#as-python", "textContent"))
-    find(driver, "#name").send_keys(Keys.ENTER)
+    find(driver, "#suffix").send_keys(Keys.ENTER)
     until(lambda: "/jobs/ftjob-" in driver.current_url)
     job = place.begun(driver.current_url.rpartition("/")[2], 1)
+    assert (job.request["suffix"], job.request.get("metadata")) == ("by-hand", None), "one name, which ft get finds"
 
     # The curve grows, over a restart of the server too
     place.train(job, 1, range(1, 6))
@@ -101,7 +103,7 @@ def test_the_life_of_a_job(driver: webdriver.Chrome, place: Place, downloads: Pa
         click(driver, f"input[value='{one.id}']")
     click(driver, "[data-compare]")
     assert "lora.r" in text_of(driver, ".differs")
-    until(lambda: "by hand: from 3.2" in attribute(driver, LOSS, "aria-label"))
+    until(lambda: "by-hand: from 3.2" in attribute(driver, LOSS, "aria-label"))
 
     # Away
     click(driver, "[hx-post='/sign-out']")
@@ -214,6 +216,57 @@ def test_files_are_dropped_and_refused_ones_say_why(driver: webdriver.Chrome, pl
     drop(driver, "[data-drop]", {"more.jsonl": "{}", "and more.jsonl": "{}"})
     until(lambda: Select(find(driver, "#validation_file")).first_selected_option.text.startswith(("more", "and more")))
     until(lambda: "and more.jsonl" in text_of(driver, "#training_file") and "\nmore.jsonl" in text_of(driver, "#training_file"))
+
+
+def test_an_unusable_file_is_judged_beside_the_form_and_nothing_is_said_to_fit(driver: webdriver.Chrome, place: Place) -> None:
+    sized(driver, 1400, "light")
+    sign_in(driver, place)
+    driver.get(f"{place.url}/new")
+    drop(driver, "[data-drop]", {"cap.csv": "Prompt,Completion\nhi,there\n"})
+    until(lambda: "1 of 1 row cannot be trained on" in text_of(driver, "#check-training_file"))
+    assert "its columns are 'Prompt', 'Completion'" in text_of(driver, "#check-training_file")
+    until(lambda: "training file cannot be trained on" in text_of(driver, "#plan"))
+    assert "Fits" not in text_of(driver, "#plan")
+    assert axe_faults(driver) == []
+
+    # What the message says helps
+    find(driver, "#data").send_keys("{prompt: Prompt, completion: Completion}")
+    until(lambda: attribute(driver, "#check-training_file [data-usable]", "data-usable") == "yes")
+    assert "prompt and completion in CSV; 1 row, and it is fine." in text_of(driver, "#check-training_file")
+    until(lambda: "Fits" in text_of(driver, "#plan"))
+    assert "completion: Completion" in attribute(driver, "#as-yaml", "textContent")
+
+
+def test_no_label_of_the_form_and_no_name_of_an_option_leaves_its_place(driver: webdriver.Chrome, place: Place) -> None:
+    files = seed_files(place.settings, place.store, "default")
+    asked = {"model": "tiny-llama", "training_file": files["train"], "training": {"max_steps": 3}}
+    ended = {"state": "succeeded", "reason": "succeeded", "attempt": 1, "finished_at": NOW}
+    job = seed_job(place.settings, place.store, place.holder, asked, **ended)
+    sign_in(driver, place)
+    for width in (1280, 1000, 360):
+        sized(driver, width, "light")
+        driver.get(f"{place.url}/new")
+        find(driver, "#plan .verdict")
+        driver.execute_script("for (const one of document.querySelectorAll('details')) one.open = true")
+        assert driver.execute_script(_LABELS_OUTSIDE) == [], width
+    assert "ft_service/" not in attribute(driver, "#new", "textContent")
+    sized(driver, 1280, "light")
+    driver.get(f"{place.url}/jobs/{job.id}/settings")
+    names = "[...document.querySelectorAll('details[open] .settings th')]"
+    in_one = (
+        "(one) => { const range = document.createRange(); range.selectNodeContents(one); return range.getClientRects().length }"
+    )
+    assert set(driver.execute_script(f"return {names}.map({in_one})")) == {1}, "each name is one line"
+    row = next(row for row in driver.find_elements(By.CSS_SELECTOR, ".settings tr") if row.text.startswith("n_epochs"))
+    assert row.text.split("\n") == [f"n_epochs {words.NONE}", "not used: max_steps decides"]
+
+
+_LABELS_OUTSIDE = """
+const range = document.createRange();
+const right = (one) => { range.selectNodeContents(one); return range.getBoundingClientRect().right };
+return [...document.querySelectorAll(".field > label")]
+  .filter((one) => right(one) > one.parentElement.getBoundingClientRect().right + 1).map((one) => one.textContent);
+"""
 
 
 def test_models_keys_and_projects_by_click(driver: webdriver.Chrome, place: Place, downloads: Path) -> None:
@@ -333,8 +386,8 @@ def test_all_of_it_by_keyboard(driver: webdriver.Chrome, place: Place) -> None:
     driver.get(f"{place.url}/jobs")
     tab_to(driver, "a.new")
     press(driver, Keys.ENTER)
-    tab_to(driver, "#name")
-    press(driver, "by keyboard")
+    tab_to(driver, "#suffix")
+    press(driver, "by-keyboard")
     tab_to(driver, "#training_file")
     press(driver, "train.jsonl")
     until(lambda: driver.execute_script("return document.activeElement.value").startswith("file-"))

@@ -22,6 +22,7 @@ BODY = {
     "training": {"learning_rate": 2e-4, "packing": False, "max_steps": 10},
     "validation_split": 0.1,
     "seed": 7,
+    "data": {"prompt": "question", "completion": "answer"},
     "metadata": {"name": "by hand", "team": "a=b"},
 }
 
@@ -41,6 +42,15 @@ def test_what_the_form_has_no_field_for_goes_through_it_unchanged() -> None:
     for wrong, told in (("a: [", "must be YAML"), ("just words", "name: value"), ("lora: {r: 4}", "lora: the form has fields")):
         with pytest.raises(ValueError, match=told):
             job_form.body_of({"model": "tiny", "other": wrong})
+
+
+def test_a_mapping_of_columns_is_taken_wherever_it_is_written() -> None:
+    mapping = {"prompt": "Prompt", "completion": "Completion"}
+    written = "{prompt: Prompt, completion: Completion}"
+    for form in ({"data": written}, {"data": f"data: {written}"}, {"other": f"data: {written}"}):
+        assert job_form.body_of({"model": "tiny", **form}) == {"model": "tiny", "data": mapping}
+    with pytest.raises(ValueError, match="data: the form has fields"):
+        job_form.body_of({"data": written, "other": f"data: {written}"})
 
 
 def test_openais_hyperparameters_become_the_forms_own_fields() -> None:
@@ -75,7 +85,7 @@ def test_the_same_job_in_three_languages() -> None:
         job_form.python_text(BODY, "http://here").partition("client.fine_tuning.jobs.create(")[2].rpartition(")\nprint")[0]
     )
     exec(f"took({program})", {"took": lambda **given: calls.append(given)})
-    ours = {"lora", "training", "validation_split"}
+    ours = {"data", "lora", "training", "validation_split"}
     assert calls[0].pop("extra_body") == {name: value for name, value in BODY.items() if name in ours}
     assert calls[0] == {name: value for name, value in BODY.items() if name not in ours}
     assert set(calls[0]) <= set(inspect.signature(Jobs.create).parameters), "what the client knows"

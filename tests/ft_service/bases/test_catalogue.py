@@ -41,6 +41,17 @@ def test_the_first_folder_wins_and_a_folder_that_is_not_there_is_empty(tmp_path:
     assert catalogue.find("tiny").path == first
 
 
+def test_a_refusal_names_only_bases_that_can_be_tuned(tmp_path: Path) -> None:
+    make_model(tmp_path / "good")
+    make_model(tmp_path / "bad")
+    message = refusal(Catalogue([tmp_path], is_tunable=lambda base: base.name == "good"), "gone").message
+    assert message.endswith("There are: good.")
+    assert (
+        "None of those that are here can be tuned."
+        in refusal(Catalogue([tmp_path], is_tunable=lambda base: False), "x").message
+    )
+
+
 def test_aliases_are_mapped_first(tmp_path: Path) -> None:
     make_model(tmp_path / "models" / "tiny")
     aliases = tmp_path / "aliases.yaml"

@@ -77,6 +77,17 @@ def test_answers_are_shown_side_by_side_in_eighty_columns(ft: Ft, server: StubSe
     assert "it was at: 0, 30" in ft("eval", "last", "--step", "7").err
     assert [own["step"] for own in json.loads(ft("eval", "last", "--json").out)] == [30, 0]
     assert "exact_match 0.00 → 0.50, at step 30; the answers: ft eval" in ft("get", "last").out
+    said = [
+        {"role": "system", "content": "Sort."},
+        {"role": "user", "content": "say [1]"},
+        {"role": "assistant", "tool_calls": []},
+    ]
+    server.evaluations[0]["samples"] = [{**after, "messages": said, "tuned": ""}]
+    shown = ft("eval", "last").out
+    assert ["system", "Sort."] in [line.split() for line in shown.splitlines()]
+    assert "say [1]" in shown
+    assert "say [0]" not in shown, "the prompt holds what the template writes"
+    assert "(nothing)" in shown
 
 
 def test_get_shows_what_was_asked_for_and_not_every_default(ft: Ft, server: StubServer) -> None:

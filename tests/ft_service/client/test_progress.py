@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from ft_service.client.progress import WINDOW, Curve, JobProgress, clock, numbers, progress_line
+from ft_service.client.progress import Curve, JobProgress, clock, numbers, progress_line
+from ft_service.jobs.time_left import WINDOW
 from ft_service.rundir.events import Metrics
 
 

@@ -162,15 +162,17 @@ def seed_all(
     }
 
     def job(name: str, options: Mapping[str, Any], **row: Any) -> Job:
-        return seed_job(settings, store, holder, body | {"metadata": {"name": name, "team": "support"}} | dict(options), **row)
+        return seed_job(
+            settings, store, holder, body | {"suffix": name, "metadata": {"team": "support"}} | dict(options), **row
+        )
 
     made: dict[str, Job] = {}
-    made["paused"] = job("night run", {"priority": -5}, state="paused", attempt=1, created_at=NOW - 9000)
+    made["paused"] = job("night-run", {"priority": -5}, state="paused", attempt=1, created_at=NOW - 9000)
     seed_steps(store, made["paused"], 120, total=300, seed=11, began=NOW - 8800)
     for number, (rate, rank) in enumerate(((1e-4, 8), (2e-4, 16), (4e-4, 16), (8e-4, 32))):
         ended = NOW - 7200 + 900 * number
         made[f"sweep {number}"] = one = job(
-            f"sweep lr {rate:g}",
+            f"sweep-lr-{rate:g}",
             {"training": {"n_epochs": 2, "learning_rate": rate}, "lora": {"r": rank}},
             state="succeeded",
             reason="succeeded",
@@ -180,17 +182,17 @@ def seed_all(
             trained_tokens=1_228_800,
         )
         seed_steps(store, one, 300, total=300, seed=number + 1, began=ended - 1200)
-    swept = {"model": "tiny-llama", "training_file": files["train"], "metadata": {"name": "how fast to learn"}}
+    swept = {"model": "tiny-llama", "training_file": files["train"], "suffix": "how-fast-to-learn"}
     ids = {"sweep": sweep(settings, store, holder, swept)}
     for number, one in enumerate(store.jobs_of_sweeps([ids["sweep"]])[ids["sweep"]]):
         seed_steps(store, one, 75 if number == 3 else 300, total=300, seed=30 + number, began=NOW - 5300)
     made["cancelled"] = job(
-        "first try", {}, state="cancelled", reason="user_cancelled", attempt=1, created_at=NOW - 5160, finished_at=NOW - 5000
+        "first-try", {}, state="cancelled", reason="user_cancelled", attempt=1, created_at=NOW - 5160, finished_at=NOW - 5000
     )
     seed_steps(store, made["cancelled"], 40, total=300, seed=9, began=NOW - 5100)
     made["succeeded"] = one = job(
-        "ticket router v3",
-        {"suffix": "router-v3", "precision": {"default": "nf4"}, "evaluation": {"prompts": 6}},
+        "ticket-router-v3",
+        {"precision": {"default": "nf4"}, "evaluation": {"prompts": 6}},
         state="succeeded",
         reason="succeeded",
         attempt=2,
@@ -202,8 +204,8 @@ def seed_all(
     seed_checkpoints(settings, store, one, (100, 150, 200, 300))
     seed_log(settings, one, [f"step {n}: loss {2.5 / n + 0.4:.4f}" for n in range(1, 120)])
     made["running"] = one = job(
-        "invoice to JSON",
-        {"suffix": "invoices", "lora": {"r": 32}},
+        "invoice-to-json",
+        {"lora": {"r": 32}},
         state="running",
         phase="training",
         attempt=1,
@@ -219,10 +221,10 @@ def seed_all(
         "param": None,
     }
     made["failed"] = job(
-        "orders, week 46", {}, state="failed", reason="invalid_file", error=failed, created_at=NOW - 330, finished_at=NOW - 300
+        "orders-week-46", {}, state="failed", reason="invalid_file", error=failed, created_at=NOW - 330, finished_at=NOW - 300
     )
-    made["queued"] = job("support tone", {"priority": 3}, state="queued", queued_at=NOW - 60)
-    job("support tone, more data", {}, state="queued", queued_at=NOW - 50)
+    made["queued"] = job("support-tone", {"priority": 3}, state="queued", queued_at=NOW - 60)
+    job("support-tone-more-data", {}, state="queued", queued_at=NOW - 50)
     names = {f"{name} model": str(one.spec.tuned_name) for name, one in made.items()}
     ids |= {name: one.id for name, one in made.items()}
     return ids | names | {f"file {name}": file_id for name, file_id in files.items()}

@@ -142,6 +142,7 @@ def test_a_job_shows_answers_before_and_after(world: int, tmp_path: Path) -> Non
     found = run.read(evaluation_key(30, 1), Evaluation)
     assert found is not None
     assert [own.reference for own in found.samples] == ["it is 0", "it is 7!", "it is 14!!"]
+    assert [own.messages for own in found.samples] == [[{"role": "user", "content": f"say {n}"}] for n in range(3)]
     assert found.metrics.keys() == found.base_metrics.keys() == {"exact_match", "rouge_l"}
     in_table = losses(run, "evaluation/exact_match")
     assert list(in_table) == [20, 30]

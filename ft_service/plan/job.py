@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ft_service.bases.catalogue import pickled_weights
 from ft_service.bases.contents import read_contents
 from ft_service.bases.described import contents_or_description
 from ft_service.bases.module_rules import KEPT_IN_FP8, ROUTERS, named_apart, staying
@@ -116,6 +115,8 @@ def plan_job(spec: JobSpec, machine: Machine, lengths: Lengths | None = None, *,
     refuse_ids_without_row(base, folder)
     draft = _plan(base, spec, machine, lengths)
     if not here:
+        from ft_service.bases.catalogue import pickled_weights  # with YAML, which commands that only show a plan need not
+
         pickled = pickled_weights(folder)
         why = WITHOUT_WEIGHTS if pickled is None else PICKLED.format(name=pickled)
         draft = replace(draft, warnings=(*draft.warnings, why))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.training.allocations import Allocations
 from workers.quant import fp8
 
 
@@ -61,20 +59,6 @@ def test_dequantising_rounds_the_exact_product_once(stored: torch.dtype, dtype: 
     codes, scale = fp8.quantize(of_every_kind(stored))
     exact = (codes.double() * scale.double()).float()
     assert torch.equal(fp8.dequantize(fp8.FP8Parts(codes, scale), 192, dtype), exact.to(dtype))
-
-
-class Allocations(TorchDispatchMode):
-    """The dtypes of what operators make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: set[torch.dtype] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.numel() > 1000:
-            self.made.add(result.dtype)
-        return result
 
 
 def test_no_fp32_copy_is_made_in_either_direction() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.workers.quant.test_fp8 import Allocations
+from tests.support.training.allocations import Allocations
 from workers.quant import fp8, fp8_blocks
 from workers.quant.fp8_blocks import FP8BlocksParts
 

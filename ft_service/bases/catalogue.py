@@ -28,6 +28,8 @@ _SHOWN = 5
 _NONE = "There are no base models yet: put one into a folder that FT_MODELS names (without it: FT_HOME/models)."
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+_NO_SAFETENSORS = "the folder holds no weights in safetensors, only "
+_NEVER_READ = ", which is pickled and never read"
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,12 @@ class Catalogue:
         return cls(settings.model_folders(), aliases, is_tunable)
 
     def list_models(self) -> list[Base]:
-        """Every usable base, by name. If two model folders hold the same name, the first one's."""
+        """Every base that may be read, by name, those among them whose weights are pickled and cannot be used. If two model
+        folders hold the same name, the first one's."""
         usable: dict[str, Base] = {}
         for folder in self._folders:
             for name, path in _model_folders(folder, MAX_DEPTH):
-                if name not in usable and not _faults(folder, path):
+                if name not in usable and ((fault := _faults(folder, path)) is None or fault.endswith(_NEVER_READ)):
                     usable[name] = _base(name, path)
         return [usable[name] for name in sorted(usable)]
 
@@ -166,8 +169,9 @@ def _faults_of(folder: Path, path: Path, *states: tuple[int, ...]) -> str | None
         return "the folder holds no config.json"
     if not any(name.endswith(".safetensors") for name in names):
         pickled = [name for name in names if name.endswith(_PICKLED)]
-        found = f"only {pickled[0]}, which is pickled and never read" if pickled else f"only {', '.join(names[:_SHOWN])}"
-        return f"the folder holds no weights in safetensors, {found}{', …' if not pickled and len(names) > _SHOWN else ''}"
+        if pickled:
+            return f"{_NO_SAFETENSORS}{pickled[0]}{_NEVER_READ}"
+        return f"{_NO_SAFETENSORS}{', '.join(names[:_SHOWN])}{', …' if len(names) > _SHOWN else ''}"
     if not any(name in names for name in _TOKENIZER_FILES):
         return "the folder holds no tokenizer (tokenizer.json)"
     return None

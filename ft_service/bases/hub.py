@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ft_service.bases.base_files import DOCUMENT, limit_of
 from ft_service.bases.origin import Origin, is_published, read_origin, write_origin
@@ -50,6 +50,10 @@ _AT_ONCE = 4
 _TIMEOUT_SECONDS = 20.0
 
 
+Kind = Literal["model", "dataset"]
+"""What a repository of the hub holds."""
+
+
 @dataclass(frozen=True)
 class HubFile:
     bytes: int
@@ -58,8 +62,8 @@ class HubFile:
 
 
 @dataclass(frozen=True)
-class HubModel:
-    """A model at one commit."""
+class HubRepository:
+    """A model, or a data set, at one commit."""
 
     repository: str
     revision: str
@@ -67,6 +71,7 @@ class HubModel:
     commit: str
     licence: str | None
     files: Mapping[str, HubFile]
+    kind: Kind = "model"
 
     def small_files(self) -> list[str]:
         """Configuration and tokenizer."""
@@ -101,8 +106,8 @@ class HubModel:
                     "nothing of it is fetched.",
                     param="model",
                 )
-        for name in [*self.small_files(), *self.weights()]:
-            if _NAME.fullmatch(name) is None:
+        for name in [*self.small_files(), *self.weights()] if self.kind == "model" else []:
+            if not is_plain_name(name):
                 raise SpecError(
                     f"{self.repository} lists a file {name[:_SHOWN]!r}, and a base's files have names of letters, digits and "
                     "`_.+-`, none of them hidden: nothing of it is fetched.",
@@ -126,6 +131,11 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
+def is_plain_name(name: str) -> bool:
+    """True for the path of a file that may be fetched: letters, digits and `_.+-`, and none of its parts hidden."""
+    return _NAME.fullmatch(name) is not None and _stays_inside(name)
+
+
 def _stays_inside(name: str) -> bool:
     """True for a relative path that means the same on any machine."""
     parts = name.split("/")
@@ -135,19 +145,20 @@ def _stays_inside(name: str) -> bool:
 
 def parse_name(given: str) -> tuple[str, str]:
     """Repository and revision of `ORG/NAME[@revision]`. Raises SpecError."""
-    bare = re.sub(r"^https?://[^/]+/", "", given).rstrip("/")
+    bare = re.sub(r"^(https?://[^/]+/(datasets/)?|hf://)", "", given).rstrip("/")
     repository, _, revision = bare.partition("@")
     if not is_published(repository) or (given.endswith("@")):
         raise SpecError(f"{given!r} names no model: write ORG/NAME, or ORG/NAME@REVISION, as its page does.", param="model")
     return repository, revision or "main"
 
 
-def look_up(repository: str, revision: str) -> HubModel:
-    """A model as the hub has it. Raises SpecError for one that it does not give, UnavailableError."""
+def look_up(repository: str, revision: str, kind: Kind = "model") -> HubRepository:
+    """A model, or a data set, as the hub has it. Raises SpecError for one that it does not give, UnavailableError."""
     hub = _library()
     with _told(repository, revision):
         api = hub.HfApi(endpoint=endpoint(), library_name="ft-service")
-        info = api.model_info(repository, revision=revision, files_metadata=True, timeout=_TIMEOUT_SECONDS)
+        ask = api.model_info if kind == "model" else api.dataset_info
+        info = ask(repository, revision=revision, files_metadata=True, timeout=_TIMEOUT_SECONDS)
     card = info.card_data.to_dict() if info.card_data else {}
     licence = card.get("license_name") if card.get("license") == "other" else card.get("license")
     files = {
@@ -158,13 +169,13 @@ def look_up(repository: str, revision: str) -> HubModel:
     if _COMMIT.fullmatch(str(info.sha)) is None:
         raise UnavailableError(f"{endpoint()} names no commit of {repository}, but {str(info.sha)[:_SHOWN]!r}.")
     told = isinstance(licence, str) and licence.isprintable() and len(licence) <= _SHOWN
-    model = HubModel(repository, revision, str(info.sha), licence if told else None, files)
+    model = HubRepository(repository, revision, str(info.sha), licence if told else None, files, kind)
     model.refuse_odd_files()
     return model
 
 
 def pull(
-    model: HubModel,
+    model: HubRepository,
     folder: Path,
     name: str,
     judge: Callable[[Path], object],
@@ -190,20 +201,31 @@ def pull(
     except FtError:
         shutil.rmtree(staged, ignore_errors=True)
         raise
-    left = model.bytes([*weights, *small]) - _held(staged)
-    free = shutil.disk_usage(staged).free
-    if left + _SPARE_BYTES > free:
-        raise FtError(f"{folder} has {_gb(free)} free, and {_gb(left)} are still to come: make room.", param="model")
+    _require_room(folder, staged, model.bytes([*weights, *small]))
     files = "file" if len(weights) == 1 else "files"
     tell(f"{model.repository} at {model.commit[:12]}: {len(weights)} {files} of weights, {_gb(model.bytes(weights))}.")
     _fetch_weights(model, staged, weights, shows_bars=shows_bars)
     tell("Reading it once more, to compare it with the hub's digests.")
-    digests = _digests(model, staged, [*small, *weights])
-    write_origin(staged, Origin(model.repository, model.revision, model.commit, model.licence, digests))
+    found = digests(model, staged, [*small, *weights])
+    write_origin(staged, Origin(model.repository, model.revision, model.commit, model.licence, found))
     shutil.rmtree(staged / ".cache", ignore_errors=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     staged.rename(target)
     return target
+
+
+def fetch(found: HubRepository, staged: Path, names: Sequence[str], *, shows_bars: bool) -> None:
+    """Fetch files of a repository into a folder, from where an earlier try has ended. Raises FtError for a full disk, SpecError
+    and UnavailableError as `look_up`."""
+    _make(staged)
+    _require_room(staged.parent, staged, found.bytes(names))
+    _fetch_weights(found, staged, names, shows_bars=shows_bars)
+
+
+def _require_room(folder: Path, staged: Path, whole: int) -> None:
+    left, free = whole - _held(staged), shutil.disk_usage(staged).free
+    if left + _SPARE_BYTES > free:
+        raise FtError(f"{folder} has {_gb(free)} free, and {_gb(left)} are still to come: make room.", param="model")
 
 
 def endpoint() -> str:
@@ -227,7 +249,7 @@ def _make(staged: Path) -> None:
         raise FtError(f"{staged.parents[1]} cannot be written: {error.strerror}.", param="FT_MODELS") from None
 
 
-def _fetch_small(model: HubModel, staged: Path, names: Sequence[str]) -> None:
+def _fetch_small(model: HubRepository, staged: Path, names: Sequence[str]) -> None:
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()
@@ -245,7 +267,7 @@ def _fetch_small(model: HubModel, staged: Path, names: Sequence[str]) -> None:
         raise UnavailableError(f"{missing[0]} of {model.repository} did not arrive: pull it again.")
 
 
-def _fetch_weights(model: HubModel, staged: Path, names: Sequence[str], *, shows_bars: bool) -> None:
+def _fetch_weights(model: HubRepository, staged: Path, names: Sequence[str], *, shows_bars: bool) -> None:
     """Some files at a time. The library's own download of a repository begins a file that was interrupted anew."""
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
@@ -275,13 +297,14 @@ class _Part(io.BufferedWriter):
         return super().write(chunk)
 
 
-def _fetch_file(model: HubModel, staged: Path, name: str, stop: threading.Event) -> None:
+def _fetch_file(model: HubRepository, staged: Path, name: str, stop: threading.Event) -> None:
     """Fetch one file, from where an earlier try has ended."""
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
 
     part, size = staged / f"{name}{_PART}", model.files[name].bytes
-    url = _library().hf_hub_url(model.repository, name, revision=model.commit, endpoint=endpoint())
+    part.parent.mkdir(parents=True, exist_ok=True)
+    url = _library().hf_hub_url(model.repository, name, repo_type=model.kind, revision=model.commit, endpoint=endpoint())
     with _told(model.repository, model.revision), _Part(part, stop) as file:
         if file.tell() < size:
             headers = build_hf_headers(library_name="ft-service")
@@ -293,15 +316,15 @@ def _held(staged: Path) -> int:
     return sum(path.stat().st_size for path in staged.rglob("*") if path.is_file())
 
 
-def _digests(model: HubModel, staged: Path, names: Sequence[str]) -> dict[str, str]:
+def digests(model: HubRepository, staged: Path, names: Sequence[str]) -> dict[str, str]:
     """SHA-256 of every file. Raises FtError for one that is not the hub's, which is removed."""
-    digests = {name: _sha256(staged / name) for name in names}
-    for name, digest in digests.items():
+    found = {name: _sha256(staged / name) for name in names}
+    for name, digest in found.items():
         expected = model.files[name].sha256
         if expected is not None and expected != digest:
             (staged / name).unlink()
             raise FtError(f"{name} of {model.repository} arrived damaged and was removed: pull it again.", param="model")
-    return digests
+    return found
 
 
 def _transport_errors() -> tuple[type[Exception], ...]:

@@ -12,8 +12,9 @@ from ft_service.bases import hub
 from ft_service.bases.catalogue import MAX_DEPTH, is_model_name
 from ft_service.bases.origin import read_origin
 from ft_service.cli.local_store import SAMPLES, settings_with_models
-from ft_service.cli.output import Json, complain, connect, local_time, print_json, print_table, say, tell
+from ft_service.cli.output import Json, complain, connect, load_settings, local_time, print_json, print_table, say, tell
 from ft_service.control.base_facts import base_facts, refuse_untrainable
+from ft_service.data.hub_data import FOLDER, PREFIX, pull_data
 from ft_service.errors import FtError, SpecError
 from ft_service.host.home import create_home
 from ft_service.spec import is_tuned
@@ -53,11 +54,15 @@ def pull(
     model: Annotated[str, typer.Argument(metavar="ORG/NAME[@REVISION]", help="As its page names it.")],
     name: Annotated[str | None, typer.Option("--as", metavar="NAME", help="What it is called here. Default: ORG/NAME.")] = None,
     anyway: Annotated[bool, typer.Option("--anyway", help="Fetch it even if it cannot be tuned here.")] = False,
+    data: Annotated[bool, typer.Option("--data", help="It is a data set: fetch its data files into FT_HOME.")] = False,
     as_json: Json = False,
 ) -> int:
     """Fetch a base from Hugging Face's hub (or HF_ENDPOINT's) into the first folder of FT_MODELS. Weights in safetensors,
-    configuration and tokenizer only. HF_TOKEN opens gated ones. Interrupted, it goes on where it was.
+    configuration and tokenizer only; with --data the data files of a data set, which a SPEC names as hf://ORG/NAME. HF_TOKEN
+    opens gated ones. Interrupted, it goes on where it was.
     """
+    if data:
+        return _pull_data(model, name, as_json)
     repository, revision = hub.parse_name(model)
     called = repository if name is None else name
     folder = _model_folder(called)
@@ -81,6 +86,25 @@ def pull(
         size = f"{_size(facts.parameters)} parameters, " if facts.parameters else ""
         tell(f"{called} is in {target} ({size}licence: {found.licence or 'none is named'}).")
         tell(f"Train on it: model: {called}" if facts.trainable else f"It cannot be tuned here: {facts.why_not}")
+    return 0
+
+
+def _pull_data(named: str, called: str | None, as_json: bool) -> int:
+    if called is not None:
+        raise SpecError("--as is for bases: a data set is named as on the hub, hf://ORG/NAME.", param="as")
+    repository, revision = hub.parse_name(named)
+    found = hub.look_up(repository, revision, "dataset")
+    home = load_settings().home
+    create_home(home)
+    try:
+        folder = pull_data(found, home / FOLDER, say, shows_bars=sys.stderr.isatty())
+    except KeyboardInterrupt:
+        return complain(f"stopped. What has arrived is kept; go on with: ft pull --data {named}", INTERRUPTED)
+    if as_json:
+        print_json({"name": f"{PREFIX}{repository}", "path": str(folder), "commit": found.commit, "licence": found.licence})
+    else:
+        tell(f"{repository} is in {folder} (licence: {found.licence or 'none is named'}).")
+        tell(f"Train on it: training_file: {PREFIX}{repository}")
     return 0
 
 

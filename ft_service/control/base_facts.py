@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from ft_service.bases.base_files import MAX_ENTRIES, document_or_none
-from ft_service.bases.catalogue import Base
+from ft_service.bases.catalogue import Base, pickled_weights
 from ft_service.bases.contents import BaseContents, read_config
 from ft_service.bases.described import contents_or_description
 from ft_service.bases.module_rules import IN_FP8
 from ft_service.bases.origin import licence_of, read_origin
 from ft_service.bases.wrapped import text_config
-from ft_service.errors import FtError
+from ft_service.errors import FtError, SpecError
 from ft_service.plan.admit import admit
 from ft_service.plan.base import BaseShape, base_shape
 from ft_service.plan.machines import Machine
@@ -87,6 +87,10 @@ def _facts(folder: Path, name: str, states: tuple[tuple[str, int, int], ...]) ->
     }
     config: Any = {}
     try:
+        if (pickled := pickled_weights(folder)) is not None:
+            raise SpecError(
+                f"It has no weights in safetensors, only {pickled}, which is pickled and never read.", param="model"
+            )
         config = text_config(read_config(folder))
         known["family"] = str(config.get("model_type"))[:80]
         contents, _ = contents_or_description(folder)

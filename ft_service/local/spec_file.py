@@ -22,6 +22,7 @@ from ft_service.data.formats.columns import Columns
 from ft_service.data.formats.folders import dataset_files
 from ft_service.data.formats.reading import count_samples, open_data
 from ft_service.data.formats.recognise import may_hold_data
+from ft_service.data.hub_data import PREFIX, fetched
 from ft_service.errors import SpecError
 from ft_service.host.hardware import gpu_count
 from ft_service.local.parent import find_local, name_of_local
@@ -69,6 +70,8 @@ class SpecFile:
     body: dict[str, Any]
     """As written, but for a chat template, which is its text, and the prompts of a file, which stand in it."""
     request: JobRequest
+    datasets: Path | None = None
+    """Where data sets of the hub lie that were fetched; None: none is known."""
     sweep: AskedSweep | None = None
     """What a sweep tries, of which `request` is the first job's; None: it is one job."""
 
@@ -92,7 +95,7 @@ class SpecFile:
         return self._absolute(name) if name.startswith((".", "/", "~")) else None
 
     def _existing(self, field: str, name: str, split: str) -> LocalData:
-        path = self._absolute(name)
+        path = fetched(name, self.datasets) if name.startswith(PREFIX) and self.datasets else self._absolute(name)
         if path.is_dir():
             return LocalData(path, dataset_files(path, split))
         if not path.is_file():
@@ -103,9 +106,16 @@ class SpecFile:
         return (self.path.parent / Path(name).expanduser()).resolve()
 
 
-def load_spec_file(path: Path, *, sweep: bool | None = False, options: Mapping[str, Any] = MappingProxyType({})) -> SpecFile:
+def load_spec_file(
+    path: Path,
+    *,
+    sweep: bool | None = False,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    datasets: Path | None = None,
+) -> SpecFile:
     """Read and validate. `sweep`: it is one of a sweep; None: it may be. `options`: dotted names and values that go before
-    those of the file. A data file instead of a SPEC is a SPEC that names nothing but its training_file.
+    those of the file. `datasets`: where data sets of the hub lie (hf://ORG/NAME); None: none is known. A data file instead of a
+    SPEC is a SPEC that names nothing but its training_file.
 
     Raises SpecError naming file and line, or field, value and limit.
     """
@@ -124,7 +134,7 @@ def load_spec_file(path: Path, *, sweep: bool | None = False, options: Mapping[s
     request = asked.jobs[0].request if asked else parse_request(body)
     if request.evaluation is not None:
         check_metrics(request.evaluation.metrics)
-    return SpecFile(path=path.absolute(), body=body, request=request, sweep=asked)
+    return SpecFile(path=path.absolute(), body=body, request=request, datasets=datasets, sweep=asked)
 
 
 def holds_data(path: Path) -> bool:

@@ -76,8 +76,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(401, "RepoNotFound")
         elif self.served.token and self.headers.get("authorization") != f"Bearer {self.served.token}" and "api" not in parts:
             self._refuse(403, "GatedRepo")
-        elif parts[:2] == ["api", "models"]:
+        elif parts[:2] in (["api", "models"], ["api", "datasets"]):
             self._about(parts[4:])
+        elif parts[0] == "datasets":
+            self._file("/".join(parts[5:]))
         else:
             self._file("/".join(parts[4:]))
 

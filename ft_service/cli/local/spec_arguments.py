@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ft_service.cli.output import load_settings
+from ft_service.data.hub_data import FOLDER
 from ft_service.errors import SpecError
 from ft_service.local.spec_file import SpecFile, load_spec_file, parse_option
 
@@ -48,4 +50,4 @@ def load_given(
             )
             raise SpecError(f"{ways}: keep one.", param=name)
         options[name] = value
-    return load_spec_file(spec, sweep=sweep, options=options)
+    return load_spec_file(spec, sweep=sweep, options=options, datasets=load_settings().home / FOLDER)

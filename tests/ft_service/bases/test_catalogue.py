@@ -136,7 +136,7 @@ def test_what_cannot_be_trained_on_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "bare").mkdir()
     catalogue = Catalogue([tmp_path])
 
-    assert catalogue.list_models() == []
+    assert [model.name for model in catalogue.list_models()] == ["pickled"], "whose reason is shown"
     assert "no weights in safetensors, only pytorch_model.bin, which is pickled" in refusal(catalogue, "pickled").message
     assert "no weights" in refusal(catalogue, "hollow").message
     assert "no tokenizer" in refusal(catalogue, "mute").message

@@ -12,7 +12,7 @@ from huggingface_hub import constants
 
 from ft_service.bases import origin
 from ft_service.bases.catalogue import Catalogue
-from ft_service.bases.hub import HubFile, HubModel, parse_name
+from ft_service.bases.hub import HubFile, HubRepository, parse_name
 from ft_service.bases.origin import portable_name, read_origin
 from ft_service.control.base_facts import base_facts
 from ft_service.errors import SpecError
@@ -125,8 +125,8 @@ def test_a_base_that_cannot_be_tuned_is_refused_before_its_weights_come(ft: Ft, 
 
 
 def test_only_weights_in_safetensors_are_taken_and_each_once() -> None:
-    def model(*names: str) -> HubModel:
-        return HubModel("a/b", "main", COMMIT, None, {name: HubFile(1, None) for name in names})
+    def model(*names: str) -> HubRepository:
+        return HubRepository("a/b", "main", COMMIT, None, {name: HubFile(1, None) for name in names})
 
     whole = model("config.json", "model.safetensors", "consolidated.safetensors", "onnx/model.safetensors", "tokenizer.json")
     assert (whole.weights(), whole.small_files()) == (["model.safetensors"], ["config.json", "tokenizer.json"])

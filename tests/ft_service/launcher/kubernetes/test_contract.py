@@ -235,8 +235,8 @@ def test_a_job_that_somebody_deletes_was_lost_and_not_absent(attempts: Attempts,
 
 
 def test_unfinished_jobs_of_this_installation_are_listed_and_can_be_ended(attempts: Attempts, cluster: HarnessCluster) -> None:
-    mine, done = attempts("event,hang"), attempts("succeed")
-    foreign = attempts("hang", labels=dict.fromkeys(INSTANCE, "other"))
+    mine, done = attempts("event,hang", grace=1.0), attempts("succeed")
+    foreign = attempts("hang", grace=1.0, labels=dict.fromkeys(INSTANCE, "other"))
     for attempt in (mine, done, foreign):
         attempt.start()
     done.wait_ended()

@@ -305,8 +305,11 @@ def _tie(weights: list[Weight], config: Mapping[str, Any]) -> list[Weight]:
 
 
 def _require_head(weights: list[Weight], config: Mapping[str, Any]) -> None:
-    """Raises SpecError where the head is not the embedding, and no file holds one."""
-    if config.get("tie_word_embeddings") is not False or any(weight.kind == "head" for weight in weights):
+    """Raises SpecError where the head is not the embedding, and no file holds one.
+
+    A matrix of the vocabulary that is not called an embedding is a head, whatever its name (BioGPT's is `output_projection`).
+    """
+    if config.get("tie_word_embeddings") is not False or any(_is_head(weight) for weight in weights):
         return
     raise SpecError(
         "The base's config.json says, or leaves it to its class to say, tie_word_embeddings = false, and its files hold no "
@@ -314,6 +317,11 @@ def _require_head(weights: list[Weight], config: Mapping[str, Any]) -> None:
         param="model",
         code="model_unreadable",
     )
+
+
+def _is_head(weight: Weight) -> bool:
+    named = weight.module.rpartition(".")[2]
+    return weight.kind == "head" or (weight.kind == "embedding" and not _EMBEDDING.search(named))
 
 
 def _shape(config: Mapping[str, Any], weights: list[Weight]) -> Shape:

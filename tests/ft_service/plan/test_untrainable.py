@@ -99,6 +99,8 @@ def test_a_head_of_its_own_that_no_file_holds_is_refused(tmp_path: Path) -> None
     with pytest.raises(SpecError, match=r"tie_word_embeddings = false, and its files hold no output head \(lm_head\)"):
         base_shape(read_contents(folder))
     assert base_shape(read_contents(save_base(folder, TINY, shapes, tie_word_embeddings=True)))
+    named_otherwise = {**shapes, "output_projection.weight": llama_shapes(TINY)["lm_head.weight"]}
+    assert base_shape(read_contents(save_base(tmp_path / "other", TINY, named_otherwise))), "a head of another name"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The process that reports on one data file without a base, and ends: `python -m ft_service.data.file_check PARENT`.
 
-It reads a CheckRequest, one line of JSON, and writes a DataReport. A process of its own, since a file is a stranger's: its time
+It reads a FileCheckRequest, one line of JSON, and writes a DataReport. A process of its own, since a file is a stranger's: its time
 and memory are limited, and whoever waits for it can end it.
 """
 
@@ -29,7 +29,7 @@ COMMAND = (sys.executable, "-P", "-m", "ft_service.data.file_check")
 
 
 @dataclass(frozen=True)
-class CheckRequest:
+class FileCheckRequest:
     """A file, and how it is to be read."""
 
     path: str
@@ -43,7 +43,7 @@ class CheckRequest:
     """It must hold pairs of answers, or must not; None: either will do."""
 
 
-REQUEST = TypeAdapter(CheckRequest)
+REQUEST = TypeAdapter(FileCheckRequest)
 REPORT = TypeAdapter(DataReport)
 
 
@@ -52,7 +52,7 @@ def file_at_fault(reason: str) -> DataReport:
     return DataReport(0, [Fault(0, "", reason, over_limit=True)], 1, unread=True)
 
 
-def answer(request: CheckRequest) -> DataReport:
+def answer(request: FileCheckRequest) -> DataReport:
     """The report on a file, of what was read of it in time."""
     end = time.monotonic() + request.seconds
     limit_memory(request.memory_bytes)

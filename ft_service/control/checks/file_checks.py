@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ft_service.data.data_file import MEMORY_BYTES, DataReport
-from ft_service.data.file_check import COMMAND, REPORT, REQUEST, CheckRequest, file_at_fault
+from ft_service.data.file_check import COMMAND, REPORT, REQUEST, FileCheckRequest, file_at_fault
 from ft_service.errors import LimitError, UnavailableError
 from ft_service.host.environment import child_environment
 from ft_service.host.hardware import memory_bytes
@@ -83,7 +83,7 @@ class FileChecks:
 
     async def _made(self, asked: FileCheck, path: Path) -> DataReport:
         limit = min(CHECK_BYTES, MEMORY_BYTES, memory_bytes() // 4)
-        request = CheckRequest(str(path), self._seconds, limit, asked.columns, asked.pairs)
+        request = FileCheckRequest(str(path), self._seconds, limit, asked.columns, asked.pairs)
         process = await asyncio.create_subprocess_exec(
             *(*self._command, str(os.getpid())),
             stdin=asyncio.subprocess.PIPE,

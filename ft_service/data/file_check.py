@@ -1,7 +1,7 @@
 """The process that reports on one data file without a base, and ends: `python -m ft_service.data.file_check PARENT`.
 
-It reads a FileCheckRequest, one line of JSON, and writes a DataReport. A process of its own, since a file is a stranger's: its time
-and memory are limited, and whoever waits for it can end it.
+It reads a FileCheckRequest, one line of JSON, and writes a DataReport. A process of its own, since a file is a stranger's:
+its time and memory are limited, and whoever waits for it can end it.
 """
 
 from __future__ import annotations

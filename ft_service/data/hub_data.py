@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ft_service.bases import hub
-from ft_service.bases.origin import Origin, read_origin, write_origin
+from ft_service.bases.origin import ORIGIN, Origin, read_origin, write_origin
 from ft_service.data.formats.recognise import may_hold_data
 from ft_service.errors import FtError, SpecError
 
@@ -22,7 +22,7 @@ FOLDER = "datasets"
 
 def data_names(found: hub.HubRepository) -> list[str]:
     """Return the data files of a repository, in their order. Raises SpecError where it has none that is read here."""
-    names = sorted(name for name in found.files if may_hold_data(name) and hub.is_plain_name(name))
+    names = sorted(name for name in found.files if may_hold_data(name) and hub.is_plain_name(name) and name != ORIGIN)
     if not names:
         raise SpecError(f"{found.repository} holds no data files (JSON lines, JSON, CSV, Parquet or Arrow).", param="model")
     return names

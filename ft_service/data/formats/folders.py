@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from ft_service.bases.origin import ORIGIN
 from ft_service.data.formats.recognise import may_hold_data
 from ft_service.errors import DataError
 
@@ -26,7 +27,7 @@ def dataset_files(folder: Path, split: str) -> tuple[str, ...]:
     if (folder / _STATE).is_file():  # Dataset.save_to_disk
         return _saved(folder)
     where = folder / "data" if (folder / "data").is_dir() else folder
-    files = sorted(path for path in where.iterdir() if path.is_file() and may_hold_data(path.name))
+    files = sorted(path for path in where.iterdir() if path.is_file() and may_hold_data(path.name) and path.name != ORIGIN)
     if not files:
         raise DataError(f"{folder}: the folder holds no data files (JSON lines, CSV, Parquet or Arrow).")
     splits: dict[str, list[str]] = {}

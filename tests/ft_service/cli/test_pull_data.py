@@ -67,3 +67,13 @@ def test_a_repository_without_data_files_is_refused(ft: Ft, hub: Hub, home: Path
     ended = ft("pull", "--data", "org/tiny")
     assert (ended.code, "holds no data files" in ended.err) == (64, True)
     assert not (home / "datasets").exists()
+
+
+def test_one_file_beside_where_it_came_from_is_the_data_set(ft: Ft, hub: Hub, home: Path, tmp_path: Path) -> None:
+    for path in (hub.folder / "data").iterdir():
+        path.unlink()
+    (hub.folder / "data").rmdir()
+    (hub.folder / "chats.jsonl").write_text(LINE)
+    assert ft("pull", "--data", "org/tiny").code == 0
+    spec = load_spec_file(spec_naming(tmp_path, "hf://org/tiny"), datasets=home / "datasets")
+    assert spec.training_file.files == ("chats.jsonl",), "origin.json is not data"
